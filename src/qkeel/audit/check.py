@@ -39,7 +39,7 @@ def check(what: nn.Module | str | Path, batch: object = None, *, threshold: floa
 
     Raises:
         InvalidTypeError: `what` is of another type, or a model is given without a batch.
-        NoAttentionError: the forward pass shows no attention.
+        NoAttentionError: no attention is seen in the forward pass.
         InvalidValueError: the threshold is not above 0.
         RunDirectoryError, DataError: the files cannot be read.
 

@@ -313,7 +313,7 @@ _CHECKS: tuple[Check, ...] = (_norm, _scale, _cap, _window, _heads, _base)
 def explain_model(model: nn.Module, batch: object = None) -> Explanation:
     """Determines by forward passes what each attention layer of a model does to q, k and their product.
 
-    Names and types are not trusted. Instead the projections of every site are made to output chosen numbers (twice as
+    Names and types are not trusted. Instead, the projections of every site are made to output chosen numbers (twice as
     large, tiny, one number larger, equal at every token, …), and the q and k that arrive at attention are compared.
     Nearby parameters are changed one by one to see their effect. This takes a few dozen forward passes and leaves the
     model bit for bit unchanged.

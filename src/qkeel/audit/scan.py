@@ -279,7 +279,7 @@ class TensorReport:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """The result of `scan`: attention sites, candidates that could not be read with the reason, and every tensor."""
+    """The result of `scan`: attention sites, candidates that could not be read, each with the reason, and every tensor."""
 
     path: str  #: path of the checkpoint, as given
     n_bytes: int  #: size of the checkpoint in bytes
@@ -481,7 +481,8 @@ def _plain(value: object) -> object:
 
 
 def table(scan: Scan, *, every_head: bool = False, tensors: bool = False) -> str:
-    """Formats a scan: each layer's largest head or every head, then outliers, unknown attention and non-finite tensors.
+    """Formats a scan: the head with the largest bound in each layer, or every head; then outliers, unknown attention
+    and non-finite tensors.
 
     Example:
         >>> print(table(Scan(path="m", n_bytes=0, sites=(), unknown=(), tensors=())))

@@ -153,7 +153,7 @@ def replay(
     """Returns the decisions of a policy on the records of a run, and the effects it would observe, in order.
 
     For a run that had an autopilot with the same policy, the result is that autopilot's own decisions; refusals are
-    read from the run's events. For other runs every site counts as verified unless the run says otherwise, and no
+    read from the run's events. For other runs, every site counts as verified unless the run says otherwise, and no
     action is refused.
 
     Args:

@@ -131,7 +131,7 @@ class Autopilot(Handle):
     run's event log does. To checkpoint the autopilot, save its `state_dict()`, and after loading the checkpoint pass it
     to `load_state_dict()` before the next step.
 
-    The policy bases its decisions on the measurements of step s, and makes them when step s + 1 is complete. By then
+    The policy bases its decisions on the measurements of step s, and makes them when step s + 1 is complete. By then,
     the measurements have arrived from the device and from all processes, so nothing waits, and every process has the
     same lag. Decisions take effect after all hooks of step s + 1 have run, never within a step. Until the first action,
     training is bit-identical to that of a watched run.

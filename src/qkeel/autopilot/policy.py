@@ -1,6 +1,6 @@
 """Policies of the autopilot: pure functions that map the records of a run to the next remedy.
 
-Shapes: n records; [layers heads] for one record, [n layers heads] for series. Numbers of heads that a layer does not
+Shapes: n records; [layers heads] for one record, [n layers heads] for series. Values of heads that a layer does not
 have, or that were not measured, are NaN.
 """
 

@@ -513,7 +513,7 @@ def _estimate(left: Sequence[PlannedRun], jobs: int, *, least: float = 0.0) -> s
 def merge(parts: Several[Path], /, *, out: Path) -> int:
     """Merge directories of one study that ran on several machines into a new one; the sources do not change.
 
-    If a run appears more than once, the finished copy is used, otherwise the most advanced; two finished copies with
+    If a run appears more than once, the finished copy is used, or else the most advanced one; two finished copies with
     different results are an error. The study's own command with this directory as --out executes the remaining runs.
 
     Args:
@@ -540,7 +540,7 @@ def recommend(
 ) -> int:
     """Print the logits to expect from a configuration and the gain of each remedy, based on measured runs.
 
-    Every number comes with an interval and the measurements behind it. Outside the measured range the answer is "not
+    Every number comes with an interval and the measurements behind it. Outside the measured range, the answer is "not
     known", with the settings that lie outside.
 
     Args:

@@ -80,7 +80,7 @@ def gram_interaction_norms(
 ) -> tuple[Float[Tensor, "*h"], Float[Tensor, "*h"]]:
     """Returns the Frobenius and spectral norms of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ.
 
-    ‖·‖_F² = Σ a ∘ b; for the spectral norm see `interaction_norm`. NaN where a or b is not finite.
+    ‖·‖_F² = Σ a ∘ b; for the spectral norm, see `interaction_norm`. NaN where a or b is not finite.
     Source: as `logit_frobenius`.
     """
     finite = (a.isfinite() & b.isfinite()).all(-1).all(-1)
@@ -92,7 +92,7 @@ def interaction_norm(a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]) -> 
     """Returns the spectral norm of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ; NaN if one is not finite.
 
     ‖·‖₂² is the largest eigenvalue of a b. A CPU computes it from the symmetric matrix Lᵀ b L with a = L Lᵀ
-    (Cholesky's L; a^½ in float64 if a is singular or a product overflows), other devices by `squared_eigenvalue`.
+    (Cholesky's L; a^½ in float64 if a is singular or a product overflows), other devices use `squared_eigenvalue`.
     Source: derived: (W_Qᵀ W_K)(W_Qᵀ W_K)ᵀ and a b have the same nonzero eigenvalues.
     """
     if not a.is_cpu:
@@ -136,8 +136,9 @@ def squared_eigenvalue(
     Computes tr(mᵖ m) / tr mᵖ with p = 2^squarings, on powers rescaled to a trace of √d so that they neither overflow
     nor vanish. Twelve batched products and fifteen other operations replace torch's GPU eigensolvers, which treat one
     matrix at a time while the host waits. The result is a mean of eigenvalues with weights λᵢᵖ, so it lies in
-    [λ (1 - ln d / p), λ]: with 11 squarings within 0.4 % if many eigenvalues crowd just below the largest, else exact;
-    rounding adds ± 4 d u tr a · tr b with the dtype's u. Zero matrices give 0, non-finite ones NaN.
+    [λ (1 - ln d / p), λ]: with 11 squarings, it is within 0.4 % of λ if many eigenvalues crowd just below the largest,
+    else exact; rounding adds ± 4 d u tr a · tr b, where u is the dtype's unit roundoff. Zero matrices give 0,
+    non-finite ones NaN.
     Source: derived, power iteration by squaring, from every start at once.
 
     >>> a = torch.diag(torch.tensor([3.0, 1.0, 2.0]))
@@ -190,7 +191,7 @@ def product_spectrum(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> 
 def small_product(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> Float[Tensor, "*h i j"]:
     """Returns a matrix with the singular values of aᵀ b, at most r by r, in float64; NaN if it is not finite.
 
-    It is R_a R_bᵀ of thin QR factorisations; see `product_spectrum`. The host does not wait for a device.
+    It is R_a R_bᵀ of thin QR factorisations; see `product_spectrum`. The host does not wait for the device.
 
     Args:
         a: the left factor.
@@ -209,7 +210,7 @@ def small_product(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> Flo
 def spectrum(product: Float[Tensor, "*h i j"]) -> Spectrum:
     """Returns the spectra of matrices in float64, such as those that `small_product` returns for many sites.
 
-    On a GPU the host waits once for all of them.
+    On a GPU, the host waits once for all of them.
 
     Args:
         product: the matrices.
@@ -269,7 +270,7 @@ def expected_squared_norm(weight: Float[Tensor, "*h d m"], sigma: float = 1.0) -
 def logit_std(query_rms: float, key_rms: float, head_dim: int, scale: float | None = None) -> float:
     """Returns the standard deviation scale · √d · rms(q) · rms(k), in nats, of the logits of independent q and k.
 
-    With entries of RMS 1 it is 1 at scale 1/√d for any d, √d without a scale, and 1/√d at scale 1/d.
+    With entries of RMS 1, it is 1 at scale 1/√d for any d, √d without a scale, and 1/√d at scale 1/d.
     Args:
         query_rms: RMS of the entries of queries.
         key_rms: RMS of the entries of keys.
@@ -294,7 +295,7 @@ def softmax_jacobian_norm(weights: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]
     return (square - 2 * weights.pow(3).sum(-1) + square.square()).clamp_min(0).sqrt()
 
 
-# Formulas on weights between steps: QK-Clip and Newton-Schulz. LALR's are in `remedies.lalr.HeadRates`.
+# Formulas applied to weights between steps: QK-Clip and Newton-Schulz. LALR's are in `remedies.lalr.HeadRates`.
 
 
 def qk_clip_gamma(max_logit: Float[Tensor, " h"], threshold: float) -> Float[Tensor, " h"]:

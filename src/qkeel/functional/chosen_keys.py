@@ -17,8 +17,8 @@ def chosen_distances(chosen: Pairs, allowed: Pairs, positions: Int[Tensor, " r"]
     """Returns where the chosen keys of each row lie, as numbers [b h r], keyed by recorded name.
 
     With n keys to choose from and c chosen ones: select_share c / n; select_distance, the mean distance of the chosen
-    keys in tokens over n, and select_distance_max, the largest; select_local_share, the share of the chosen keys that
-    are among the c nearest ones, which is 1 where the choice is a sliding window.
+    keys in tokens, divided by n, and select_distance_max, the largest; select_local_share, the share of the chosen keys
+    that are among the c nearest ones, which is 1 where the choice is a sliding window.
 
     Args:
         chosen: the keys that each row reaches, a part of `allowed`.

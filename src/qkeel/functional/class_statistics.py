@@ -158,7 +158,7 @@ class ClassStats:
             `mass` sum to one too, less the weight on keys without a class.
         uniform_mass: `mass` if every query spread its weight evenly over the keys it sees; the baseline for `mass`.
         query_norm: mean L2 norm over `n_normed` queries. That count is 0 if only logits, not q and k, were seen.
-        key_norm: mean L2 norm over `n_keys` keys, whose count is 0 in the same case.
+        key_norm: mean L2 norm over `n_keys` keys, a count that is 0 in the same case.
     """
 
     names: tuple[str, ...]  #: names of the c classes

@@ -235,8 +235,8 @@ def sigmoid(z: Logits, bias: float | Tensor, visible: Visible = None) -> Logits:
 def squared_relu(z: Logits, visible: Visible = None) -> Logits:
     """Returns relu(z)² / n with n = number of visible keys of the row.
 
-    Source: Hua et al. 2022, arXiv 2202.10447, in the form of bert4keras, which divides after squaring. The paper's own
-    code divides the logit by n before squaring, which gives a different result.
+    Source: Hua et al. 2022, arXiv 2202.10447, as implemented in bert4keras, which divides after squaring. The paper's
+    own code divides the logit by n before squaring, which gives a different result.
     """
     n = z.shape[-1] if visible is None else visible.expand(z.shape).sum(-1, keepdim=True).clamp_min(1)
     return _blank(torch.relu(z).square() / n, visible)
@@ -245,7 +245,7 @@ def squared_relu(z: Logits, visible: Visible = None) -> Logits:
 def softpick(z: Logits, visible: Visible = None, eps: float = 1e-8) -> Logits:
     """Returns relu(e^z - 1) / (Σ|e^z - 1| + eps): rows sum to at most 1, so no sink is needed.
 
-    Computed with the row maximum m subtracted: relu(e^(z-m) - e^-m) / (Σ|e^(z-m) - e^-m| + eps).
+    It is computed with the row maximum m subtracted: relu(e^(z-m) - e^-m) / (Σ|e^(z-m) - e^-m| + eps).
 
     Source: Zuhri et al. 2025, arXiv 2504.20966, equation 5 and their code.
     """

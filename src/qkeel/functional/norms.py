@@ -47,8 +47,8 @@ def unrounded(x: Tensor) -> AbstractContextManager[object]:
 def l2_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "*batch d"]:
     """Returns x / max(‖x‖₂, eps), a vector of length 1.
 
-    Source: Henry et al. 2020, arXiv 2010.04245 (torch's F.normalize). Others call "L2" a division by
-    sqrt(mean + eps) (Llama 4, here `rms_norm`) or by sqrt(sum + eps) (Transformer Engine).
+    Source: Henry et al. 2020, arXiv 2010.04245 (torch's F.normalize). Others use "L2" for a division by sqrt(mean +
+    eps) (Llama 4, here `rms_norm`) or by sqrt(sum + eps) (Transformer Engine).
 
     >>> l2_norm(torch.tensor([3.0, 4.0]))
     tensor([0.6000, 0.8000])
@@ -163,7 +163,7 @@ MASSIVE = 100.0  # a channel whose peak is over this multiple of the median chan
 
 @final
 class StreamValues:
-    """Hidden states at one place of a model; computed once, in float32 or wider, without waiting for a device.
+    """Hidden states at one place of a model; computed once, in float32 or wider, without waiting for the device.
 
     Args:
         x: the states [... m].

@@ -345,7 +345,7 @@ class VisibleKeys:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowStats:
-    """Statistics of each query row. Where `n_keys` is 0 the other fields are meaningless."""
+    """Statistics of each query row. Where `n_keys` is 0, the other fields are meaningless."""
 
     n_keys: Int[Tensor, "b h t"]  #: visible keys
     max_logit: PerRow  #: largest before the cap, in nats

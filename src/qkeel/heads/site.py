@@ -34,12 +34,12 @@ class HeadSlice:
 
     `parameter` is the qualified name in the model; `axis` 0 for rows (nn.Linear), 1 for columns (Conv1D); for a
     parameter with more than two dimensions, those of `weight.flatten(1)`, such as an output channel of a convolution.
-    `index` [n r] are the row or column numbers of each head, n = query heads, key heads, or 1 where all heads share the
-    whole matrix. `bias` is the name of the bias, if there is one. `bias_of()` returns the entries of the bias at the
-    same indices, plus `bias_shift`.
+    `index` [n r] holds the row or column numbers of each head, n = query heads, key heads, or 1 where all heads share
+    the whole matrix. `bias` is the name of the bias, if there is one. `bias_of()` returns the entries of the bias at
+    the same indices, plus `bias_shift`.
 
     `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as for heads
-    stored one after the other, fused [q | k | v], or q, k, v interleaved per head. In this case a head's part is a
+    stored one after the other, fused [q | k | v], or q, k, v interleaved per head. In this case, a head's part is a
     view, and no step needs the index again.
 
     A vector that multiplies features (the gains of a gated attention unit) is a matrix of one column, axis 0.
@@ -159,7 +159,7 @@ class QKProduct:
     (W_dq, W_qr)·(W_kr). A norm cuts the path: what lies before it does not scale the logit and is left out.
 
     Low-rank adapters add paths: (W_base) and, for each active adapter, (A, B), where B has rows per head and A is
-    shared by all heads, even while B is still zero. With both projections adapted there are four terms. A merged
+    shared by all heads, even while B is still zero. With both projections adapted, there are four terms. A merged
     adapter is part of W_base and not a separate path. DoRA divides by a norm of the weights that it keeps out of the
     graph, so `normed` does not show it.
     """
@@ -170,7 +170,7 @@ class QKProduct:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reading:
-    """A rule to read q or k from the output of a submodule of the site's module.
+    """A rule for reading q or k from the output of a submodule of the site's module.
 
     `layout` names its dimensions: b batch, h heads, t tokens, d head_dim; those that share a dimension are in brackets,
     slowest first. n counts adjacent parts, as in a fused projection; there are `parts` of them, and this is number
@@ -307,8 +307,8 @@ class AttentionSite:
         return bool(self.terms) and not self.unverified
 
     def used(self, n: int) -> Int64[Tensor, " h"]:
-        """Returns, for each query head, its index in a weight with rows for n heads: query heads, key heads, or one
-        shared head.
+        """Returns, for each query head, the index of its part in a weight of n parts: one per query head, one per key
+        head, or one that all share.
 
         >>> site = AttentionSite(
         ...     name="", module=nn.Identity(), spec=AttentionSpec(), n_heads=4, n_kv_heads=2, head_dim=8

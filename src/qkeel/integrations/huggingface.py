@@ -202,16 +202,16 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     """Watches from the first to the last step of `trainer.train()` and leaves the training bit for bit unchanged.
 
     Add it with `Trainer(callbacks=[QkeelCallback()])`. Numbers measured at optimizer step s go to
-    `trainer.state.log_history` and to everything that `report_to` names (TensorBoard, W&B, MLflow, …), in a separate
-    log with global step s, however often the Trainer itself logs. The Trainer prints two of the numbers: the largest
-    logit and the mean entropy. The last step is always measured.
+    `trainer.state.log_history` and to everything that `report_to` names (TensorBoard, W&B, MLflow, …), as a separate
+    log entry at global step s, no matter how often the Trainer itself logs. The Trainer prints two of the numbers: the
+    largest logit and the mean entropy. The last step is always measured.
 
-    With `autopilot` the callback also bounds the logits of the heads that need it (`qkeel.autopilot`). Until its first
+    With `autopilot`, the callback also bounds the logits of the heads that need it (`qkeel.autopilot`). Until its first
     action, training is bit for bit the same as without it. Its state is saved with each checkpoint and restored on
     resume.
 
     Args:
-        every: see `qkeel.watch`; by default every 50th step is measured, and every 5th among the first 20 and while
+        every: see `qkeel.watch`; by default, every 50th step is measured, and every 5th among the first 20 and while
             logits are changing.
         sinks: see `qkeel.watch`.
         rules: see `qkeel.watch`.

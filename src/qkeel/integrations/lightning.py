@@ -31,13 +31,13 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
     with parameters, or the one that `module` names. A LightningModule with several children is watched as a whole if
     its training_step calls `self(batch)`.
 
-    With `autopilot` the callback also bounds the logits of the heads that need it (`qkeel.autopilot`); Lightning's
+    With `autopilot`, the callback also bounds the logits of the heads that need it (`qkeel.autopilot`); Lightning's
     checkpoints contain its state. When training resumes within an epoch, Lightning repeats the first batches of that
     epoch unless the data loader has a `state_dict()`; with such a loader the resumed training is bit for bit the same.
 
     Args:
         module: dotted name of the module to watch.
-        every: see `qkeel.watch`; by default every 50th step is measured, and every 5th among the first 20 and while
+        every: see `qkeel.watch`; by default, every 50th step is measured, and every 5th among the first 20 and while
             logits are changing. Each layer has its own series besides the model's.
         sinks: see `qkeel.watch`.
         rules: see `qkeel.watch`.

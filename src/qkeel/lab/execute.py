@@ -107,7 +107,7 @@ def _seconds_per_step(config: RunConfig) -> float:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """Options of a study's execution; none of them changes a result."""
+    """Execution options of a study; none of them changes a result."""
 
     #: number of processes, each with a run or a stack of runs; 1 uses this process, None asks the executor
     workers: int | None = 1
@@ -146,8 +146,8 @@ def make_plan(
         contexts: for the extrapolation study, replaces its long contexts.
 
     Raises:
-        QkeelError: a name is unknown, a value invalid, a remedy refused or the data missing. Nothing has been written
-            then.
+        QkeelError: a name is unknown, a value invalid, a remedy refused or the data missing. In that case, nothing has
+            been written.
     """
     plan = find_study(name).plan(name, base, grid, contexts)
     runs = [dataclasses.replace(run, config=resolve(run.config)) for run in plan.runs]
@@ -187,7 +187,8 @@ def study(
         seeds: seeds.
         out: the directory.
         base: model, corpus and length of the runs, which cannot change within a directory.
-        jobs: number of processes; small models train several runs as one. `run_plan` has more options.
+        jobs: number of processes; with small models, several runs are trained together as one. `run_plan` has more
+            options.
         contexts: in the study "extrapolation", where remedies are attention forms, the tests of the trained weights.
     """
     plan = make_plan(name, base, Grid(remedies=remedies, lrs=lrs, seeds=seeds), contexts)
@@ -327,8 +328,9 @@ class MergedStudy:
 def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy:
     """Merges directories of the same study, created on several machines, into a new one; the sources do not change.
 
-    If a run appears more than once, the finished copy is used, otherwise the most advanced. Unfinished runs are copied
-    too, and the study's own command with `out` continues them. `out` appears completely or not at all.
+    If a run appears more than once, the finished copy is used, or else the most advanced one. Unfinished runs are
+    copied too, and the study's own command with `out` continues them. `out` is written atomically: it is either
+    complete or absent.
 
     >>> from qkeel.lab import RunConfig, study
     >>> base = RunConfig(steps=1, eval_sequences=1)

@@ -106,7 +106,7 @@ def bootstrap_interval(
     """Returns a bootstrap interval of a statistic over seeds; the result is bit-identical for the same values.
 
     Percentiles are expanded to Φ(±t·√(n / (n - 1))), with Student's t in place of the normal quantile, because plain
-    percentiles are too narrow for few seeds. With 3 seeds or fewer the interval spans all values that resampling can
+    percentiles are too narrow for few seeds. With 3 seeds or fewer, the interval spans all values that resampling can
     produce.
 
     Args:
@@ -382,7 +382,7 @@ def planned_power(expected: float, spread: float, n: int, level: float = 0.95, m
 def paired_effects(
     several: Sequence[Sequence[float]] | np.ndarray, margin: float | None = None, level: float = 0.95
 ) -> list[PairedEffect]:
-    """Judges several comparisons together; with probability `level` none is falsely called better or worse.
+    """Judges several comparisons together; with probability `level`, none is falsely called better or worse.
 
     Holm's procedure tests the i-th smallest of m p-values at (1 - level) / (m - i) and stops at the first failure. Each
     interval has the level of its own test, so it lies beyond the margin exactly if the test rejects.

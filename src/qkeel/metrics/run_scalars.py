@@ -75,7 +75,7 @@ COLLAPSE_ENTROPY = 0.1  # nats per query row, mean over the model
 def lr_sensitivity(losses: Sequence[float], init_loss: float = math.inf) -> float:
     """Returns the mean over learning rates of min(loss, init_loss) - min(losses).
 
-    With `init_loss` = infinity (the default) losses are not clipped, so every loss must be finite.
+    With `init_loss` = infinity (the default), losses are not clipped, so every loss must be finite.
     NaN counts as `init_loss`.
 
     Source: Wortsman et al. 2023, arXiv 2309.14322, section 2.1 (they clip at the loss at initialisation).

@@ -39,9 +39,9 @@ class Resolution(Rule):
 
     kernel "fused": the error of rounded q and k, see metrics.fused_logit_error; "eager": that of stored scores, see
     metrics.stored_logit_error (up to √2 larger where code rounds both the product and the scaled product). Both errors
-    are computed from per-head records. scale: the factor by which attention multiplies q·k, where query_norm and
-    key_norm are those of this q and k; 1/√head_dim if not given. Eager attention needs no scale, because the largest
-    logits are recorded after scaling.
+    are computed from per-head records. scale: the factor applied to q·k, for the same q and k whose norms are recorded
+    as query_norm and key_norm; 1/√head_dim if not given. Eager attention needs no scale, because the largest logits are
+    recorded after scaling.
     """
 
     dtype: Literal["bf16", "fp16"]  #: number format of q and k, or of the scores
@@ -84,8 +84,8 @@ class Resolution(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GainGrowth(Rule):
-    """The logit bound that the gains of a q/k norm allow (`gain_bound`, nats) grew `factor`-fold since the start. A
-    norm with free gains only shifts the growth into them.
+    """The logit bound that the gains of a q/k norm allow (`gain_bound`, nats) has grown `factor`-fold since the start.
+    A norm with free gains only shifts the growth into them.
     """
 
     factor: float = GAIN_FACTOR
@@ -161,8 +161,8 @@ class VanishingGradient(Rule):
     """The gradient RMS of a head's query or key weight is under Adam's eps (`grad_over_eps` < 1) in two records in a
     row.
 
-    Adam changes a weight by lr · m / (√v + eps): at √v = eps that is half of the intended step, and below that ever
-    less, so the head hardly trains while the rest does. A single occurrence may be chance, or a first step through a
+    Adam changes a weight by lr · m / (√v + eps): at √v = eps, that is half the intended step, and below it even less,
+    so the head hardly trains while the rest does. A single occurrence may be chance, or a first step through a
     projection that starts at zero.
     """
 
@@ -192,7 +192,7 @@ class VanishingGradient(Rule):
 class Setting:
     """The facts of a run besides its records; None means unknown.
 
-    dtype: that of q, k and scores; kernel: "fused" if they are not written to memory; head_dim and scale as
+    dtype: that of q, k and scores; kernel: "fused" if the scores are not written to memory; head_dim and scale as
     in Resolution; norm: the q/k norm that was configured, on `sides`; fresh: whether training starts from new weights.
     """
 

@@ -79,10 +79,10 @@ class Adaptive(Cadence):
     """Measures every `least` to `most` steps, depending on when the bound on the largest logit has changed.
 
     The bound is the largest row logsumexp, lse - ln n <= max <= lse, which torch's fused CPU kernel computes anyway.
-    Where no logsumexp is available (dropout, a GPU), it is scale·max|q|·max|k|; for hand-written attention it is the
+    Where no logsumexp is available (dropout, a GPU), it is scale·max|q|·max|k|; for hand-written attention, it is the
     maximum itself. A change is a factor of more than 1 + `change` since the first step after the last measurement. The
     bound cannot be used for compiled models, which are not read between measurements, nor with several processes, which
-    must decide alike. In both cases every `most`-th step is measured, and every `least`-th of the first `start` steps,
+    must decide alike. In both cases, every `most`-th step is measured, and every `least`-th of the first `start` steps,
     in which logits change most.
 
     >>> [step for step in range(10) if Adaptive(least=2, most=9, start=6).due(step, 0, 1.0)]

@@ -47,8 +47,8 @@ _SLACK_PER_DISTANCE = (0.45, 0.55)
 class Forecast:
     """`value` grows like clock^exponent and passes `threshold` at `step`, with a 90 % interval from `low` to `high`.
 
-    Where the schedule is known to the end of the run, step `end`, infinity stands for "not within this run". Where the
-    schedule is unknown, `end` is None and the three steps hold if the learning rate stays the same.
+    If the schedule is known up to the end of the run (step `end`), infinity means "not within this run". If the
+    schedule is unknown, `end` is None, and the three steps hold only if the learning rate stays the same.
     """
 
     threshold: float
@@ -260,7 +260,7 @@ class History:
     heads: name -> [n layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads; layers: names.
     tops: name -> [n], the largest of all heads, if it was kept; planned: the learning rates to come, if known.
     types: layer -> its type (capture.visible_sets), where it is known.
-    phase: whether the records are of training, or, where a model was never observed in training, of evaluation.
+    phase: whether the records come from training or, if the model was never observed in training, from evaluation.
     """
 
     steps: np.ndarray
@@ -321,8 +321,9 @@ class History:
         return cls.of(run.metrics(), heads, () if heads is None else heads.layers, planned=planned, types=types)
 
     def frame(self, rows: Rows = "heads") -> Frame:
-        """The records as a table: one row per step, layer and head; one per step and layer, with numbers of heads
-        folded; or one per step. If layer types are known, rows of layers and heads have a column for the type."""
+        """The records as a table: one row per step, layer and head; one per step and layer, aggregated over heads; or
+        one per step. If layer types are known, rows of layers and heads have a column for the type.
+        """
         if rows == "heads":
             return heads_frame(self.steps, self.layers, self.heads, self.types)
         if rows == "layers":
@@ -432,8 +433,8 @@ class History:
         return self.values[name][:, None, None] if name in self.values else None
 
     def by_layer(self, name: str) -> np.ndarray | None:
-        """[n layers]: a head field folded over heads, or a number of records.LAYER_FIELDS or BLOCK_FIELDS; None if not
-        recorded."""
+        """[n layers]: a head field aggregated over heads, or a number of records.LAYER_FIELDS or BLOCK_FIELDS; None if
+        not recorded."""
         if of_layers(name):
             known = [self.values.get(f"{name}/{layer}") for layer in self.layers]
             empty = np.full(len(self), np.nan)

@@ -285,8 +285,8 @@ class Monitor(Handle):
     """Measures the attention of a model; created by `qkeel.watch`, removed by `remove()` or at the end of `with`.
 
     With an optimizer, a measurement at step s shows the model after s optimizer steps, over all micro-batches of the
-    next step. If torchrun restarts a run (`--max-restarts`), the step numbers continue where the optimizer's loaded
-    state is. Without an optimizer each training pass is a step. Passes in eval mode are kept apart. An internal fault
+    next step. If torchrun restarts a run (`--max-restarts`), the step numbers continue from the optimizer's loaded
+    state. Without an optimizer, each training pass is a step. Passes in eval mode are kept apart. An internal fault
     causes one warning and switches the monitor off.
 
     Data flow one way: the tap measures calls, the end of the step collects the numbers, the group of processes merges
@@ -374,8 +374,9 @@ class Monitor(Handle):
 
     @property
     def model(self) -> nn.Module:
-        """The user's own module, inside the wrappers of torch.compile and DistributedDataParallel; for several models
-        an nn.ModuleDict in which the sites have their names."""
+        """The user's own module, inside the wrappers of torch.compile and DistributedDataParallel; for several models,
+        an nn.ModuleDict in which the sites have their names.
+        """
         return self._models.whole
 
     @property
@@ -390,7 +391,7 @@ class Monitor(Handle):
 
     @property
     def compiled(self) -> bool:
-        """Returns whether a pass that was seen ran compiled code."""
+        """Returns whether any observed forward pass ran compiled code."""
         return any(tap.compiled for tap in self._models.taps)
 
     @property
@@ -416,8 +417,8 @@ class Monitor(Handle):
 
         Call this if the weights were changed since the last step, or to get the numbers before watching ends.
 
-        The model as it is after N steps is recorded at step N, by one more forward pass on the batch of the training
-        pass seen last, in training mode; random number generators and buffers are restored. Gradients are not read:
+        The model as it is after N steps is recorded at step N, by one more forward pass on the batch of the last
+        training pass seen, in training mode; random number generators and buffers are restored. Gradients are not read:
         there is no backward pass. It does nothing if the last step was measured.
 
         Raises:

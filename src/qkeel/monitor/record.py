@@ -46,8 +46,8 @@ HISTOGRAMS = ("max_logit", "entropy")  # fields whose distribution over the head
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """The measurements of one step: numbers by name, of the whole model (records.STEP_FIELDS and VALUE_FIELDS) and of
-    each head (records.HEAD_FIELDS, NaN where a layer has fewer heads or it was not measured).
+    """The measurements of one step: numbers by name, for the whole model (records.STEP_FIELDS and VALUE_FIELDS) and for
+    each head (records.HEAD_FIELDS; NaN where a layer has fewer heads or the number was not measured).
     """
 
     step: int  #: optimizer steps done (forwards, where there is no optimizer)
@@ -72,20 +72,20 @@ class Sample:
         return f"<Sample of {self.phase} step {self.step:,}: {size}>"
 
     def by_layer(self, name: str) -> np.ndarray:
-        """[layers]: a head field, folded over heads as records.HEAD_FIELDS says, a number of records.LAYER_FIELDS or of
-        BLOCK_FIELDS; NaN where nothing was measured."""
+        """[layers]: a head field, aggregated over heads as records.HEAD_FIELDS specifies, or a number of
+        records.LAYER_FIELDS or of BLOCK_FIELDS; NaN where nothing was measured."""
         if of_layers(name):
             return np.array([self.values.get(f"{name}/{layer}", math.nan) for layer in self.layers], dtype=np.float64)
         return fold_heads(name, self.heads[measured_field(name)])
 
     def of_type(self, layer_type: str, name: str) -> float:
-        """A head or layer field folded over the layers of one type; NaN where nothing was measured."""
+        """A head or layer field aggregated over the layers of one type; NaN where nothing was measured."""
         rows = [self.types.get(layer) == layer_type for layer in self.layers]
         heads = self.heads[measured_field(name)][rows]
         return float(fold_heads(name, heads.reshape(1, -1))[0]) if heads.size else math.nan
 
     def overall(self, name: str) -> float:
-        """A head, layer or block field folded over the whole model, else the value of that name, else NaN."""
+        """A head, layer or block field aggregated over the whole model, else the value of that name, else NaN."""
         if name in BLOCK_FIELDS:
             every = [value for of, value in self.values.items() if of.partition("/")[0] == name]
             return float(fold_heads(name, np.array([every], dtype=np.float64))[0])
@@ -118,8 +118,8 @@ class Sample:
         """Returns numbers by tracker key, such as attn/max_logit and attn/layer_07/max_logit; never per head, never
         NaN. If layers have several types, attn/window/max_logit covers all layers of the type "window".
 
-        per_layer: the fields for which each layer gets a key; None means those that records.HEAD_FIELDS and
-            LAYER_FIELDS mark.
+        per_layer: the fields that get one key per layer; None means those flagged per_layer in records.HEAD_FIELDS and
+            LAYER_FIELDS.
 
         The loss and the learning rate are left out, because the trainer logs them under its own names.
         """
@@ -237,7 +237,7 @@ def monitor_line(sample: Sample) -> str:
 
 
 def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = "") -> str:
-    """Lists the layers, one per line: largest logit and the head that has it, entropy, norms; then the most severe
+    """Lists the layers, one per line: largest logit and its head, entropy, norms; then the most severe
     alarms.
 
     Logits and entropy are in nats. A number that was not measured has no column.

@@ -49,8 +49,8 @@ class _Columns:
 
 @final
 class Recording:
-    """The records of a run so far. It keeps all records up to `most`, and beyond that every 2nd, 4th, 8th …, the first
-    and the last two.
+    """The records of a run so far. It keeps all records up to `most`; beyond that, every 2nd, 4th, 8th …, and always
+    the first and the last two.
 
     Thinning leaves the learning-rate clock exact: the rate of a dropped record goes into the next one that is kept.
 

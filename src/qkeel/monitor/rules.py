@@ -45,7 +45,7 @@ class Alarm:
     number that the rule judged, in the unit of its field (nats for logits and entropies). `meaning` and `trend`
     describe the alarm in words, `remedy` is the line of code, and `source` states where the threshold comes from.
     `layer` and `head` are None where the rule is about the whole model, or the whole layer. `cause` says in words what
-    is going wrong; alarms with one cause belong together, and have one remedy.
+    is going wrong; alarms with the same cause belong together and have the same remedy.
     """
 
     rule: str
@@ -273,8 +273,8 @@ class Growth(Rule):
 
     The power law of `forecast` must predict such growth at the last record and at the one before, so that one odd batch
     raises no alarm. The forecast is of the largest logit of the run, whichever head has it: it is smoother than a
-    single head's, and its intervals are accurate (research/alarms.md). The alarm names the head that has the largest
-    logit now.
+    single head's, and its intervals are accurate (research/alarms.md). The alarm names the head that currently has the
+    largest logit.
     """
 
     floor: float = thresholds.GROWTH_FLOOR
@@ -344,9 +344,9 @@ class Outlook(Rule):
     """The largest logit will exceed `threshold` at the end of the planned schedule if its growth continues.
 
     z_end = z + (z - z_0) (c_end - c) / (c - c_0): in proportion to the clock c, the sum of learning rates, since the
-    first record. The rule checks once z is over `floor` and `factor` times z_0, so it can fire during the warm-up,
-    whose low rates have had little of the effect that the peak rate will have. It is silent if no schedule is known. It
-    fits no power law, because so early in a run the first points still reflect the logit before training.
+    first record. The rule applies as soon as z is over both `floor` and `factor` times z_0, so it can fire during the
+    warm-up, whose low rates have had little of the effect that the peak rate will have. It is silent if no schedule is
+    known. It fits no power law, because so early in a run the first points still reflect the logit before training.
     """
 
     threshold: Threshold = thresholds.OUTLOOK  #: of all layers, or by their types
@@ -475,7 +475,7 @@ class AllSinks(Rule):
 
     It ignores layers that were already like this at the start, layers of one head, and layers with uniform attention,
     which over short sequences gives the first key that much weight. It is not a default rule, because it was measured
-    at contexts of 32 tokens only, where it fired in 1 of 60 healthy runs (research/results/step-spectra.md).
+    only on contexts of 32 tokens, where it fired in 1 of 60 healthy runs (research/results/step-spectra.md).
     """
 
     uniform: float = 0.9  #: normalised entropy from which on a head has no preference

@@ -357,7 +357,7 @@ def load(run: str | Path) -> Run:
     Args:
         run: the directory that `qkeel.watch`, `qkeel watch` or `qkeel run` wrote; the run may be unfinished.
 
-    Raises: RunDirectoryError if there is no run; DamagedFileError, on reading a file that has changed since it was
+    Raises: RunDirectoryError if there is no run; DamagedFileError when a file is read that has changed since it was
     written.
 
     >>> from qkeel.records import write_json

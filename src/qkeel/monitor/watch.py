@@ -65,8 +65,8 @@ def watch(
               measured in full.
             - "entropy:sample=16" or 32, for GPUs: the exact largest logit from all rows, and the entropy from every
               16th or 32nd query row, in strata of positions, with half the width of its 95 % interval as entropy_error
-              and no entropy_min. Where no kernel samples, and in sequences of under 4 · 16 or 4 · 32 tokens, all rows
-              count and there is no entropy_error.
+              and no entropy_min. Where no kernel can sample, and in sequences of under 4 · 16 or 4 · 32 tokens, all
+              rows count and there is no entropy_error.
             - "max": the exact largest logit of each head and nothing else, for less than half the cost of True, and for
               nothing where the compiled attention of qkeel's own modules finds it. Alarms about entropy and norms are
               then silent.
@@ -98,9 +98,9 @@ def watch(
             each measured step changes its logits is then recorded, at the cost of two extra passes without gradients.
             Only one model can be probed.
         planned: the learning rates of the run, if known; alarms then come earlier, and forecasts follow the schedule.
-        sites: what `find_sites` found earlier, on this model before it was sharded or its heads were split; for
-            several models one for each, as a list or a dict by name. None finds them in the first measured pass.
-        layout: the place of this process in the run, if torch's own wrappers do not show it.
+        sites: what `find_sites` found earlier, on this model before it was sharded or its heads were split; for several
+            models, one result for each, as a list or a dict by name. None finds them in the first measured pass.
+        layout: this process's position in the parallel layout, if torch's own wrappers do not reveal it.
 
     Returns:
         The Monitor, with `read()`, `table()`, `alarms`, `close()` and `remove()`; a context manager. With an optimizer,

@@ -39,7 +39,7 @@ class Cache:
     """Tensors of all tokens so far, with tokens in dimension 2. Reserves `max_length` tokens at once, or doubles its
     capacity when full.
 
-    Under a position that depends on the pair (ReRope, a bias) or on the length (DynamicNTK) it holds raw keys and
+    Under a position that depends on the pair (ReRope, a bias) or on the length (DynamicNTK), it holds raw keys and
     values.
 
     `pos` [b|1 length] are the keys' positions if the caller gave some (left padding), else None for 0, 1, 2 …
@@ -371,7 +371,7 @@ class Attention(SpecModule):
         pos_context: PosK | None = None,
         stats: bool = False,
     ) -> Hidden | tuple[Hidden, LogitStats]:
-        """Maps x [b t m] to [b t m]; with `stats` also returns the statistics of the logits, per head.
+        """Maps x [b t m] to [b t m]; with `stats`, also returns the statistics of the logits, per head.
 
         Args:
             x: hidden states.
@@ -455,9 +455,9 @@ class GAU(SpecModule):
     """The layer out = (u ∘ A v) W_o; [u v] = silu(x W_uv), z = silu(x W_z), q = γ_q ∘ z + β_q, k = γ_k ∘ z + β_k.
 
     A are the attention weights of one head of `size` numbers under `spec`; u and v have `hidden` numbers. Two such
-    layers replace one attention layer and one MLP. With SquaredReLU as normalizer A = relu(z)²/n for n visible keys, as
-    in bert4keras; the paper's own code divides by n before squaring. It has no T5 bias, and no linear attention between
-    chunks.
+    layers replace one attention layer and one MLP. With SquaredReLU as normalizer, A = relu(z)²/n for n visible keys,
+    as in bert4keras; the paper's own code divides by n before squaring. It has no T5 bias, and no linear attention
+    between chunks.
 
     Args:
         d_model: width of the input.

@@ -143,7 +143,7 @@ def _check_integers(tokens: Tensor) -> None:
 class DecoderConfig:
     """Sizes and options of a Decoder. `spec` is one for all layers, or a tuple with one per layer (`layer_specs`).
 
-    With `base_width` the outputs follow µP: the head is initialised as at that width, and its logits are multiplied by
+    With `base_width`, the outputs follow µP: the head is initialised as at that width, and its logits are multiplied by
     base_width / d_model (Yang et al. 2022, arXiv 2203.03466, table 8). µP's learning rates are left to the optimizer.
     """
 
@@ -406,8 +406,9 @@ class EncoderDecoder(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Int[Tensor, "b st"]) -> Float[Tensor, "b t vocab"]:
-        """Maps source and target in one sequence [b source+t] (int64) to logits [b t vocab] of each next target
-        token."""
+        """Maps source and target, concatenated into one sequence [b source+t] (int64), to logits [b t vocab] for the
+        next target token at each position.
+        """
         if tokens.ndim != 2 or tokens.shape[1] <= self.source:
             raise ShapeError(f"expected tokens of shape [batch more than {self.source}], got {tuple(tokens.shape)}")
         _check_integers(tokens)

@@ -523,7 +523,7 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
 
 
 def head_field(name: str) -> HeadField | None:
-    """Returns the field of a number of each head, with or without token classes; None if the name is unknown.
+    """Returns the field of a per-head number, with or without token classes; None if the name is unknown.
 
     >>> head_field("class_max_logit/image->text").fold
     'max'
@@ -532,7 +532,7 @@ def head_field(name: str) -> HeadField | None:
 
 
 def field_unit(name: str) -> str:
-    """Returns the unit of a number of each head or layer.
+    """Returns the unit of a per-head or per-layer number.
 
     >>> field_unit("entropy")
     'nats'
@@ -551,7 +551,7 @@ def layer_fields() -> tuple[str, ...]:
 
 
 def measured_field(name: str) -> str:
-    """Returns the number of each head behind a number of each layer; other names are returned unchanged.
+    """Returns the per-head number from which a per-layer number is computed; other names are returned unchanged.
 
     >>> measured_field("sink_head_ratio"), measured_field("entropy")
     ('sink_share', 'entropy')

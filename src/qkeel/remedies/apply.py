@@ -173,9 +173,9 @@ def apply(
 ) -> Handle:
     """Applies remedies to a model (and its optimizer); `handle.remove()` restores both bit for bit.
 
-    If several processes train one model, all must apply the same remedies at the same place in the program, or each
-    raises an error and none is changed; they must remove them after the same step. A process waits in `apply` for the
-    others as long as the process group waits in a collective, and warns after 8 seconds.
+    If several processes train one model, all must apply the same remedies at the same point in the program, or each
+    raises an error and no model is changed; they must also remove them after the same step. In `apply`, a process waits
+    for the others up to the process group's timeout, and warns after 8 seconds.
 
     A model that `qkeel.watch` has seen in a forward pass needs no example: its attention and last batch are known. Any
     other model needs no example either if an optimizer is given; the remedies are then applied at the beginning of its
@@ -186,7 +186,7 @@ def apply(
         model: a model, or a part of one, that contains attention. A list of models, or a dict by name, is treated as
             one model, such as all pipeline stages of this process.
         optimizer: the optimizer of the model's weights. Remedies that act on its steps need it; new parameters join it.
-        example: a batch for one pass, which shows the attention of modules from other libraries: a tensor, a tuple of
+        example: a batch for one pass, which reveals the attention of modules from other libraries: a tensor, a tuple of
             the forward's arguments or a dict of its keyword arguments. For several models, give one for each, as a list
             or a dict by name. Not needed with an optimizer; see above.
         sites: the result of `find_sites` for this model, in place of an example. Find them before fully_shard or tensor

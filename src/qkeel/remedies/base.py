@@ -44,7 +44,7 @@ class Target:
         return self.trace or seen(self.model, args, kwargs)
 
     def short(self) -> Arguments:
-        """Returns the arguments of a pass that shows the sites, using as small a part of the example as possible."""
+        """Returns the arguments of a pass that reveals the sites, using as small a part of the example as possible."""
         if self.trace is None:
             return self.example
         args, kwargs = self.trace.given

@@ -30,11 +30,11 @@ Use = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[tuple[int, ...],
 class LALR(StepRemedy):
     """Rates lr(W) = τ · η · f(now) / f(start), f(W) = 1 / (product of the norms of the other matrices of the logit).
 
-    f is 1/‖W_K^h‖ for W_Q^h and 1/‖W_Q^h‖ for W_K^h, so a step changes the logits by a bounded amount however large the
-    weights have grown. A matrix that takes part in several terms of the logit (`AttentionSite.terms`) has the smallest
-    f of them, and one that heads share uses the largest product over these heads. This is the published algorithm 2 for
-    MLA, extended to grouped keys. In a GAU, W_z produces both q and k and is its own partner. A weight that layers
-    share takes part in the terms of all of them.
+    f is 1/‖W_K^h‖ for W_Q^h and 1/‖W_Q^h‖ for W_K^h, so a step changes the logits by a bounded amount, however large
+    the weights have grown. A matrix that takes part in several terms of the logit (`AttentionSite.terms`) gets the
+    smallest f of them, and one that heads share uses the largest product over these heads. This is the published
+    algorithm 2 for MLA, extended to grouped keys. In a GAU, W_z produces both q and k and is its own partner. A weight
+    that layers share takes part in the terms of all of them.
 
     Biases keep the base rate. The whole step is scaled, decoupled weight decay included, unless decay="plain" leaves
     that at the base rate η·λ. A matrix whose norm becomes zero counts with its initial norm; one that was zero at the

@@ -50,7 +50,7 @@ class OneSlot(ChangeSpec):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SoftcapRemedy(OneSlot):
-    """Bends logits so that none exceeds `cap`. Logits before the cap may keep growing."""
+    """Squashes logits so that none exceeds `cap`. Logits before the cap may keep growing."""
 
     cap: float = 50.0
 
@@ -67,9 +67,8 @@ class SoftcapRemedy(OneSlot):
 class LogNRemedy(OneSlot):
     """Logits z ← z · ln(n)/ln(L) for n visible keys; L = `length`, by default the training length.
 
-    clip=true uses max(1, ln n/ln L), which lowers no logit, for models trained without log n. In qkeel's own modules
-    n = position + 1. learned=head or layer: z ← z · s · ln(n) with a learned s that starts at 1/ln(L) (scalable
-    softmax).
+    clip=true uses max(1, ln n/ln L), which lowers no logit, for models trained without log n. In qkeel's own modules, n
+    = position + 1. learned=head or layer: z ← z · s · ln(n) with a learned s that starts at 1/ln(L) (scalable softmax).
     """
 
     length: int | None = None

@@ -90,7 +90,7 @@ def _capped(cap: float, module: nn.Module, inputs: object, output: Tensor) -> Te
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FinalSoftcap(Remedy):
-    """Bends the logits over the vocabulary so that none exceeds `cap`, in training, evaluation and generation.
+    """Squashes the logits over the vocabulary so that none exceeds `cap`, in training, evaluation and generation.
 
     `module` names the module that computes them; without it, the module is found on the example.
     """
@@ -120,12 +120,12 @@ LossWeight = Literal["loss", "mean"]
 class ZLoss(Remedy):
     """Trains on loss + coefficient · Σ_i c_i (ln Z_i)², where ln Z_i is the logsumexp of token i's final logits.
 
-    Forward pass and logged loss stay bit for bit unchanged: the backward pass adds 2 · coefficient · c_i · ln Z_i ·
-    softmax(z_i) to the gradient of the final logits z. c_i is the weight of token i's cross-entropy in the loss.
-    weight="loss" reads it from the gradient itself, c_i = Σ_{j≠y} g_ij / Σ_{j≠y} p_ij (since g_i = c_i (p_i - e_y),
-    y = argmin g_i), so that masked tokens, sums or means, accumulation, token weights and GradScaler count as they do
-    in the loss. This needs a cross-entropy with one target per token, which the first backward pass checks.
-    weight="mean" takes c_i = 1/(number of tokens) whatever the loss is, and ignores loss scaling.
+    The forward pass and the logged loss stay bit for bit unchanged: the backward pass adds 2 · coefficient · c_i · ln
+    Z_i · softmax(z_i) to the gradient of the final logits z. c_i is the weight of token i's cross-entropy in the loss.
+    weight="loss" reads it from the gradient itself, c_i = Σ_{j≠y} g_ij / Σ_{j≠y} p_ij (since g_i = c_i (p_i - e_y), y =
+    argmin g_i), so that masked tokens, sums or means, accumulation, token weights and GradScaler count as they do in
+    the loss. This needs a cross-entropy with one target per token, which the first backward pass checks. weight="mean"
+    takes c_i = 1/(number of tokens) whatever the loss is, and ignores loss scaling.
 
     Source: Chowdhery et al. 2022 (PaLM), arXiv 2204.02311, section 5; Wortsman et al. 2023, arXiv 2309.14322
     (coefficient 1e-4). The function is `functional.logits.z_loss`.

@@ -51,8 +51,8 @@ class QKClip(StepRemedy):
 
     How γ_h is divided:
 
-    - Query heads that share a key head: with groups="query" W_Q^h takes all of γ_h and the key is left alone, which is
-      exact for each head; with groups="group" the whole group is clipped by its largest logit, as in Megatron-LM.
+    - Query heads that share a key head: with groups="query", W_Q^h takes all of γ_h and the key is left alone, which is
+      exact for each head; with groups="group", the whole group is clipped by its largest logit, as in Megatron-LM.
     - A logit that is a sum of products: each product is multiplied by γ_h. If one of them has a table of positions as
       its key, W_Q^h takes all of γ_h and the other key stays unchanged.
     - MLA: √γ on both up-projections, γ on the rotated query; the shared rotated key is left alone.

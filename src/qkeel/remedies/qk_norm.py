@@ -30,11 +30,12 @@ from qkeel.spec.norm import GainKind, GainNorm
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QKNorm(NormOptions):
-    """Norms q̃ = norm(q) · gain, k̃ = norm(k) · gain; the scale stays.
+    """Normalizes q and k: q̃ = norm(q) · gain, k̃ = norm(k) · gain; the scale stays.
 
     kind=l2 makes unit vectors, whose logits would almost vanish under the scale 1/√d. It therefore replaces the scale:
-    with gain=scalar by one learned number per layer that starts at log₂(L² - L) (Henry et al. 2020; L = `length`, by
-    default the training length), with gain=head by one per head, else by √d, which equals an RMS norm with scale 1/√d.
+    with gain=scalar, by one learned number per layer, initialized to log₂(L² - L) (Henry et al. 2020; L = `length`, by
+    default the training length); with gain=head, by one per head; otherwise by √d, which equals an RMS norm with scale
+    1/√d.
     """
 
     length: int | None = None
@@ -73,7 +74,7 @@ class QKNorm(NormOptions):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KeyNorm(NormOptions):
-    """Norms keys alone: k̃ = norm(k) · gain. By default z = q·k̂, since an RMS norm with scale 1/√d equals a
+    """Normalizes keys only: k̃ = norm(k) · gain. By default z = q·k̂, since an RMS norm with scale 1/√d equals a
     unit vector with scale 1. kind=l2 makes that unit vector and sets the scale to 1."""
 
     gain: GainKind = "none"
@@ -87,7 +88,7 @@ class KeyNorm(NormOptions):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QueryNorm(NormOptions):
-    """Norms queries alone: q̃ = norm(q) · gain. By default z = q̂·k, since an RMS norm with scale 1/√d equals a
+    """Normalizes queries only: q̃ = norm(q) · gain. By default z = q̂·k, since an RMS norm with scale 1/√d equals a
     unit vector with scale 1. kind=l2 makes that unit vector and sets the scale to 1."""
 
     gain: GainKind = "none"
@@ -133,10 +134,11 @@ class Cosine(ChangeNorm):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QKVNorm(ChangeNorm):
-    """Norms q, k and v per head after the projection, each norm(x) · gain, and drops the block's norm before attention.
+    """Normalizes q, k and v per head after the projection, each norm(x) · gain, and drops the block's norm before
+    attention.
 
-    The values are normed per key-value head. `drop_pre_norm=false` keeps the norm before attention. In models from
-    other libraries that norm is recognised by the block's activations, and the remedy is refused if it is not found.
+    The values are normalized per key-value head. `drop_pre_norm=false` keeps the norm before attention. In models from
+    other libraries, that norm is recognised by the block's activations, and the remedy is refused if it is not found.
     qkeel's post and swin blocks have no norm to drop; a peri block loses the one before and keeps the one after.
     """
 

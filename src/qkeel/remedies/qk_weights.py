@@ -123,7 +123,7 @@ class QKWeightDecay(StepRemedy):
     """Decays w ← (1 - η·λ)·w before the optimizer's own step, for every row of a query or key weight; η is its rate.
 
     Biases, norms' gains and, in a fused projection, the rows of values are not decayed. This decay is added to the
-    optimizer's own. With AdamW(weight_decay=0) it equals AdamW(weight_decay=λ) for these weights up to rounding, and
+    optimizer's own. With AdamW(weight_decay=0), it equals AdamW(weight_decay=λ) for these weights up to rounding, and
     any other optimizer gets the same decay. `lalr` and `qk_lr` do not scale it. A weight without a gradient is not
     decayed, and no weight is in a step that a GradScaler skips.
     """

@@ -244,24 +244,24 @@ _OWN = (Attention, MLA, GAU)
 def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     """Returns every attention layer of the model; a module used twice in a forward pass is one site.
 
-    Without an example only qkeel's own modules are found, in module order. With an example, `model(*args, **kwargs)` is
-    run and every attention call that it computes is a site, in the order of the calls. An experiment on its operators
-    then confirms the weights of each head (`site.verified`). On a larger batch, the experiment uses a few rows if these
-    give the same result. The `missed` attribute of the result lists the attention layers that were seen but not
-    understood. The model, its buffers and caches, gradients and random number generators are left unchanged.
+    Without an example, only qkeel's own modules are found, in module order. With an example, `model(*args, **kwargs)`
+    is run, and every attention call it makes becomes a site, in call order. An experiment on its operators then
+    confirms the weights of each head (`site.verified`). On a larger batch, the experiment uses a few rows if these give
+    the same result. The `missed` attribute of the result lists the attention layers that were seen but not understood.
+    The model, its buffers and caches, gradients and random number generators are left unchanged.
 
     Where fully_shard has split the model, all processes must call this function, and each holds all weights during the
     search. If the model does not fit into the memory of one process, or if its heads will be split, which hides its
     weights, find the sites before the split and pass them as `sites=` to watch and apply. For a model on the meta
-    device, a copy with random weights is searched on the CPU, with an example on the CPU. This takes the memory of the
-    whole model; the sites refer to the given model.
+    device, a copy with random weights is searched on the CPU, with an example on the CPU. This needs as much memory as
+    the whole model; the sites refer to the model you passed.
 
     Raises:
         InvalidTypeError: the model is not a torch.nn.Module.
         RefusedError: there is no attention, or none that can be seen; the message says what was tried.
         InvalidValueError: the forward pass with this example fails, or the example is on another device.
         ApartError: the model is split, and another process has failed, or has not reached the search within the process
-            group's timeout; after 8 seconds a warning names the missing processes.
+            group's timeout; after 8 seconds, a warning names the missing processes.
 
     >>> from torch import nn, rand
     >>> sites = find_sites(nn.MultiheadAttention(8, 2), *(rand(3, 8) for _ in "qkv"))

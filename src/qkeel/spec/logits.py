@@ -92,7 +92,7 @@ class InverseSqrt(Scale):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sqrt(Scale):
-    """√d: with unit-norm q and k this equals RMS-normed q and k with the scale 1/√d."""
+    """√d: with unit-norm q and k, this equals RMS-normed q and k with the scale 1/√d."""
 
     kind = "sqrt"
 

@@ -45,7 +45,7 @@ class ALiBi(Position):
 class Kerple(Position):
     """Logits z plus a learned kernel of the distance, per head: -p ln(1 + a|i - j|) (kind log) or -a|i - j|^p (power).
 
-    Initial values are spread evenly over the heads, a in (0, 1) and p in (0, 2). In the source they are drawn at
+    Initial values are spread evenly over the heads, a in (0, 1) and p in (0, 2). In the source, they are drawn at
     random.
     Source: Chi et al. 2022, arXiv 2205.09921.
     """

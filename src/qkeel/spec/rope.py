@@ -363,7 +363,7 @@ class NoPosition(Position):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rope(Position):
-    """Rotary embedding of the first `rotary` share of each head.
+    """Rotary embedding applied to the first fraction `rotary` of each head's dimensions.
 
     `order` places the norm before or after the rotation. The two orders are equivalent for a norm without a gain per
     dimension. With such a gain, only norm_then_rotate keeps scores a function of the distance. To raise the base (ABF),
@@ -411,7 +411,7 @@ class Rope(Position):
     def tables(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[CosSin, CosSin]:
         """The cos and sin of q and those of k, [b|1 1 t half] each, float32 or wider.
 
-        On a GPU the tables are cached for later layers and steps, so callers must not write into them.
+        On a GPU, the tables are cached for later layers and steps, so callers must not write into them.
         """
         if torch.compiler.is_compiling() or q.device.type not in KEPT_ON:
             return self._made(q, k, pos_q, pos_k)
@@ -444,7 +444,7 @@ class Rope(Position):
 class SlidingWindow(Position):
     """The position `inner` under a window: query i sees only keys with |i - j| < window.
 
-    In causal attention these are the query's own key and the window - 1 keys before it. A window hides keys by their
+    In causal attention, these are the query's own key and the window - 1 keys before it. A window hides keys by their
     distance, so it belongs to the position slot. log n counts the keys that a query sees, n = min(position + 1,
     window). Mistral and Gemma use this window in transformers.
 

@@ -347,8 +347,8 @@ _WEIGHTS = (".safetensors", ".index.json", ".py", ".gguf", ".h5", ".msgpack", *P
 def convert(checkpoint: str | Path, to: str, out: str | Path, *, norm_eps: float | None = None) -> Path:
     """Converts a Hugging Face checkpoint with q/k norms to the architecture `to`.
 
-    Weights are memory-mapped and written file by file; nothing is unpickled or run. `out` appears complete, by one
-    rename, or not at all. Other small files (tokenizer, generation config) are copied.
+    Weights are memory-mapped and written file by file; nothing is unpickled or run. `out` is written atomically, by a
+    single rename: it is either complete or absent. Other small files (tokenizer, generation config) are copied.
 
     Args:
         checkpoint: a folder with config.json and safetensors.

@@ -123,7 +123,7 @@ def retrofit(
         named: "qk_norm" with its options, such as "qk_norm:gain=head_dim".
         batches: a tensor of tokens or a dict of arguments, or a list of several batches, which may also be tuples of
             arguments. The gains are fitted and the gaps measured on these batches.
-        optimizer: the gains join it; with fitting.anneal its steps blend the norm in.
+        optimizer: the gains join it; with fitting.anneal, its steps blend the norm in.
         fitting: settings; the defaults of RetrofitConfig if not given.
 
     Raises:
