@@ -146,7 +146,7 @@ SENTENCES: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("docs/guides/choose-a-remedy.md", "contradicted"): [
         (
-            "at a low rate LALR ended {mean:.3f} nats worse than no remedy at all",
+            "at a low rate, LALR ended {mean:.3f} nats worse than no remedy at all",
             "LALR is free at a low rate (LR 0.01)",
         ),
     ],
@@ -214,7 +214,7 @@ def test_the_range_of_the_cost_of_qk_norm_in_the_readme_is_that_of_the_tables_of
                 gains.setdefault((width, depth), []).append(pair[0] - pair[1])
     means = [float(np.mean(own)) for own in gains.values()]
     said = f"it ranges from a cost of {-min(means):.3f} to a gain of {max(means):.3f}"
-    assert f"over thirteen sizes {said}" in text_of("docs/what-we-found.md")
+    assert f"over thirteen sizes, {said}" in text_of("docs/what-we-found.md")
     assert len(means) == 13
 
 

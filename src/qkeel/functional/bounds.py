@@ -137,7 +137,7 @@ def squared_eigenvalue(
     nor vanish. Twelve batched products and fifteen other operations replace torch's GPU eigensolvers, which treat one
     matrix at a time while the host waits. The result is a mean of eigenvalues with weights λᵢᵖ, so it lies in
     [λ (1 - ln d / p), λ]: with 11 squarings, it is within 0.4 % of λ if many eigenvalues crowd just below the largest,
-    else exact; rounding adds ± 4 d u tr a · tr b, where u is the dtype's unit roundoff. Zero matrices give 0,
+    else exact; rounding adds ± 4 d u tr a · tr b, where u is the dtype's rounding unit. Zero matrices give 0,
     non-finite ones NaN.
     Source: derived, power iteration by squaring, from every start at once.
 

@@ -37,11 +37,11 @@ LOOK = "print(qkeel.explain_model(model))  # says which norm each attention laye
 class Resolution(Rule):
     """The rounding error of a logit reaches `tolerance` (nats, standard deviation), so attention ranks noise.
 
-    kernel "fused": the error of rounded q and k, see metrics.fused_logit_error; "eager": that of stored scores, see
-    metrics.stored_logit_error (up to √2 larger where code rounds both the product and the scaled product). Both errors
-    are computed from per-head records. scale: the factor applied to q·k, for the same q and k whose norms are recorded
-    as query_norm and key_norm; 1/√head_dim if not given. Eager attention needs no scale, because the largest logits are
-    recorded after scaling.
+    kernel "fused": the error of rounded q and k (see metrics.fused_logit_error); "eager": the error of stored scores
+    (see metrics.stored_logit_error; up to √2 larger where code rounds both the product and the scaled product). Both
+    errors are computed from per-head records. scale: the factor applied to q·k, for the same q and k whose norms are
+    recorded as query_norm and key_norm; 1/√head_dim if not given. Eager attention needs no scale, because the largest
+    logits are recorded after scaling.
     """
 
     dtype: Literal["bf16", "fp16"]  #: number format of q and k, or of the scores
@@ -192,8 +192,9 @@ class VanishingGradient(Rule):
 class Setting:
     """The facts of a run besides its records; None means unknown.
 
-    dtype: that of q, k and scores; kernel: "fused" if the scores are not written to memory; head_dim and scale as
-    in Resolution; norm: the q/k norm that was configured, on `sides`; fresh: whether training starts from new weights.
+    dtype: the dtype of q, k and the scores; kernel: "fused" if the scores are not written to memory; head_dim and scale
+    as in Resolution; norm: the q/k norm that was configured, on `sides`; fresh: whether training starts from new
+    weights.
     """
 
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
