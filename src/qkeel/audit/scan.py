@@ -279,7 +279,7 @@ class TensorReport:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """The result of `scan`: attention sites, candidates that could not be read (each with the reason), and every tensor."""
+    """The result of `scan`: attention sites, candidates that could not be read (each with why), and every tensor."""
 
     path: str  #: path of the checkpoint, as given
     n_bytes: int  #: size of the checkpoint in bytes
