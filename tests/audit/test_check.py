@@ -147,7 +147,7 @@ def test_a_checkpoint_is_judged_by_what_its_weights_allow(tmp_path: Path, capsys
     """Norms over heads of 4 with gains g: no logit is over g² · 4 / √4 = 2 g²."""
     heads = ["--n-heads", "2", "--n-kv-heads", "2"]
     assert main(["check", str(weights(tmp_path / "a.safetensors", 1.0)), *heads]) == 0
-    assert "healthy: no input can produce a logit over 2 (h.0.attn), under 1,000" in capsys.readouterr().out
+    assert "healthy: no input can produce a logit over 2 (h.0.attn); the threshold is 1,000" in capsys.readouterr().out
     large = str(weights(tmp_path / "b.safetensors", 30.0))
     assert main(["check", large, *heads]) == 0
     assert (

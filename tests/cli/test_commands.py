@@ -380,7 +380,7 @@ BAD = [
             ("--forms cosa:gain=2", "expected true or false for option 'gain' of preset 'cosa', got 2"),
             ("--forms kna --data topics --test-lengths 64000000", "the longest has"),
             ("--positions rope window", "window:window=128"),
-            ("--positions alibii,rope", "spaces separate them: alibii rope"),
+            ("--positions alibii,rope", "separate them with spaces: alibii rope"),
             ("--forms kna+rerope:window=64", "under the training length, got 64 of 64"),
             ("--continue-at 100", "larger multiple of the training length 64, got 100"),
             ("--continue-at 0", "a length in tokens after the @"),

@@ -133,7 +133,7 @@ def test_figures_show_what_was_recorded(run: Path) -> None:
     grows = History(steps=steps, values={}, heads={"max_logit": (2.0 * steps)[:, None, None] + np.zeros((1, 12, 1))})
     assert grows.plot("forecast").get_title().startswith("will pass 10,000 at step 5,000")
     for exponent, title in (
-        (0.1, "will not pass 10,000 by step 10,000 if it continues as now"),
+        (0.1, "will not pass 10,000 by step 10,000 if the trend continues"),
         (2, "is over 1e4 already"),
     ):
         values = (2.0 * steps**exponent)[:, None, None]

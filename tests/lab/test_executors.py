@@ -317,7 +317,8 @@ def test_a_full_disk_on_the_cluster_is_called_that() -> None:
     outcomes = died(UNIT, error)
     assert [outcome.directory for outcome in outcomes] == ["a", "b"]
     assert all(
-        "disk of the cluster or of --out is full" in outcome.error and "\n" not in outcome.error for outcome in outcomes
+        "disk of the cluster, or the disk that holds --out, is full" in outcome.error and "\n" not in outcome.error
+        for outcome in outcomes
     )
 
 

@@ -146,7 +146,7 @@ def test_bad_input_is_refused_with_what_was_expected_and_what_came() -> None:
         module(torch.randn(2, 5, 24), context=torch.randn(2, 5, 23))
     with pytest.raises(ShapeError, match=r"context.*\(3, 5, 24\)"):
         module(torch.randn(2, 5, 24), context=torch.randn(3, 5, 24))
-    with pytest.raises(InvalidValueError, match="exclude each other"):
+    with pytest.raises(InvalidValueError, match="are mutually exclusive"):
         module(torch.randn(2, 5, 24), context=torch.randn(2, 5, 24), cache=KVCache())
     with pytest.raises(ShapeError, match="mask"):
         module(torch.randn(2, 5, 24), mask=torch.ones(7, dtype=torch.bool))

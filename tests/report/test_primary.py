@@ -100,7 +100,7 @@ def test_few_seeds_are_said(tmp_path: Path, seeds: int, said: str) -> None:
 def test_without_a_known_spread_no_power_is_stated(tmp_path: Path) -> None:
     study = collect(planned(tmp_path / "study", expected=None, spread=None, source=""))
     cautions = [found.text for found in findings(study) if found.kind == "caution"]
-    assert cautions[0].startswith("8 seeds; no power was planned for these settings.")
+    assert cautions[0].startswith("8 seeds; no power analysis was made for these settings.")
 
 
 def test_a_worse_an_equal_and_an_undecided_primary_comparison_are_called_so(study: StudyData) -> None:

@@ -188,7 +188,7 @@ def test_failed_runs_are_listed_with_their_error(tmp_path: Path):
 def test_every_recorded_field_is_defined(tmp_path: Path):
     html = page(make_run(tmp_path / "one", SMALL[0]), tmp_path)
     assert "first logged step with max_logit &gt; 100" in html
-    assert "mean over query rows, heads, layers [nats]" in html
+    assert "mean over query rows, heads and layers [nats]" in html
 
 
 def test_losses_carry_the_unit_of_the_corpus(tmp_path: Path):

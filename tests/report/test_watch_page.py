@@ -150,7 +150,7 @@ def test_growth_by_norm_is_told_from_growth_by_angle(
     run = exact(tmp_path / "r", [0, 10], max_logit=logits, **fields)
     text = next(finding.text for finding in findings(read_watched([run])) if "cosine" in finding.text)
     assert cause in text
-    assert text.startswith("Since step 0 the logit of attn head 0 grew by a factor of ")
+    assert text.startswith("From step 0 on, the logit of attn head 0 grew by a factor of ")
 
 
 def test_an_unfinished_run_says_how_far_it_is(tmp_path: Path):
@@ -279,7 +279,7 @@ def test_a_run_whose_logits_became_nan_says_so_first(tmp_path: Path):
     run = read_watched([make_watch(tmp_path / "run")])[0]
     broken = {**run.alarms[-1], "rule": NonFinite().name, "step": 210}
     found = verdict(dataclasses.replace(run, alarms=[*run.alarms, broken]))
-    assert found.text.endswith(" At step 210 logits became NaN or infinite.")
+    assert found.text.endswith(" At step 210, logits became NaN or infinite.")
     assert "NaN" not in verdict(run).text
 
 

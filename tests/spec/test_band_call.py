@@ -157,7 +157,7 @@ def test_what_cannot_be_read_as_ends_of_sequences_is_named() -> None:
     ):
         with pytest.raises(error, match=re.escape(message)):
             qkeel.attention(x, x, x, spec=spec, cu_seqlens=given, stats=True)  # type: ignore[call-overload]
-    with pytest.raises(errors.InvalidValueError, match="no pos_q and pos_k with cu_seqlens"):
+    with pytest.raises(errors.InvalidValueError, match="neither pos_q nor pos_k with cu_seqlens"):
         attention(q, q, q, spec=spec, cu_seqlens=ENDS, pos_q=torch.arange(12))
 
 

@@ -186,7 +186,7 @@ def of_scan(found: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
     elif largest <= threshold:
         status, text = (
             Status.HEALTHY,
-            f"healthy: no input can produce a logit over {largest:,.4g} ({where}), under {threshold:,g}",
+            f"healthy: no input can produce a logit over {largest:,.4g} ({where}); the threshold is {threshold:,g}",
         )
     else:
         status = Status.NOT_KNOWN
@@ -195,7 +195,7 @@ def of_scan(found: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
         text += "; to decide, check a pass on data: qkeel.check(model, batch)"
     if apart:
         more = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
-        text += f". Far larger than the other heads: {', '.join(apart[:3])}{more}"
+        text += f". Outlier heads (|Wq'Wk|_2 far above the median): {', '.join(apart[:3])}{more}"
     return Health(status=status, sentence=text, largest=largest, threshold=threshold, columns=columns, rows=tuple(rows))
 
 

@@ -99,7 +99,7 @@ class QueryOrKey:
             return NormRecipe(kind="unknown", why=why)
         over = reach(a)
         if over in ("", "some tokens"):
-            why = "one token affects others, by a convolution or pooling"
+            why = "one token affects others through a convolution or pooling"
             return NormRecipe(kind="unknown", why=why if over else "its projection does not affect it")
         if over not in ("head", "layer"):
             return NormRecipe(kind="RMS" if not subtracts_mean(a) else "layer", over=over, gain="unknown")
@@ -124,7 +124,7 @@ class QueryOrKey:
         if not close(ratio, ratio[:1].expand_as(ratio), 1e-2):
             return NormRecipe(why="its factor differs by head")
         if reach(self.answers) == "some tokens":
-            return NormRecipe(why="one token affects others, by a convolution or pooling")
+            return NormRecipe(why="one token affects others through a convolution or pooling")
         value = float(ratio.median())
         return NormRecipe(factor=1.0 if abs(value - 1) < 1e-3 else value)
 
@@ -344,7 +344,7 @@ def explain_model(model: nn.Module, batch: object = None) -> Explanation:
         sites = [s for s in found if not isinstance(s.module, SpecModule)]
         if not sites:
             raise RefusedError(
-                f"all attention of this {type(model).__name__} is qkeel's own and follows its spec; to see it, call "
+                f"all attention in this {type(model).__name__} is qkeel's own and follows its spec; to see it, call "
                 "print(module.spec.explain()) on an attention module"
             )
         with torch.inference_mode(False), torch.no_grad():
@@ -416,9 +416,9 @@ def _recipe(experiment: SiteExperiments, site: AttentionSite) -> SiteRecipe:
 def _doubts(turns: list[Rotation | None], scale: tuple[float, ...] | None) -> tuple[str, ...]:
     found = []
     if (turns[0] is None) != (turns[1] is None):
-        found.append("only one of q and k changes with the position")
+        found.append("only one of q and k changes with position")
     if scale is None:
-        found.append("the scale: logits did not follow q·k times a constant, or no row sees two keys")
+        found.append("the scale: logits were not q·k times a constant, or no row sees two keys")
     return tuple(found)
 
 

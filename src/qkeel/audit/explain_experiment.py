@@ -420,7 +420,7 @@ def seen(visible: Tensor) -> tuple[str, int | None]:
         return f"keys up to its own (of {s}; a wider window looks the same)", None
     reach = int(distance[v].max()) + 1 if bool(v.any()) else 0
     if torch.equal(v, (distance >= 0) & (distance < reach)):
-        return f"the last {reach} keys, its own included", reach
+        return f"the last {reach} keys, including its own", reach
     if torch.equal(v, distance.abs() < reach):
         return f"keys less than {reach} away on both sides", reach
     own = v.any(0)

@@ -206,7 +206,7 @@ def rotation(y: Tensor, tolerance: float, among: Tensor | None = None) -> Rotati
     if r == 0:
         return None
     if r % 2:
-        return Rotation(dims=r, of=d, why=f"{r} dimensions change, which do not form pairs")
+        return Rotation(dims=r, of=d, why=f"the {r} dimensions that change do not form pairs")
     z = y[..., among]
     pairs = {"half": (z[..., : r // 2], z[..., r // 2 :]), "interleaved": (z[..., ::2], z[..., 1::2])}
     fits = [name for name, (u, v) in pairs.items() if _turns(u, v, tolerance)]
@@ -240,7 +240,7 @@ def _base(u: Tensor, v: Tensor, r: int) -> tuple[float | None, str]:
     logs = speed[good].log()
     slope = float((logs[-1] - logs[0]) / good[-1])
     if bool(((logs - logs[0] - slope * good).abs() > 0.02).any()) or abs(float(logs[0])) > 0.02:
-        return None, "the frequencies are not those of one base"
+        return None, "the frequencies do not fit a single base"
     return float(f"{math.exp(-slope * r / 2):.3g}"), ""
 
 
@@ -337,7 +337,7 @@ class SiteRecipe:
         folded = self.query.factor * self.key.factor
         z = f"z = {s} · q·k{' + a bias' if self.bias else ''}"
         if abs(folded - 1) > 1e-3 and self.scale:
-            z += f" (in all {scale_text((self.total_scale,), self.head_dim)}, with the factors on q and k)"
+            z += f" ({scale_text((self.total_scale,), self.head_dim)} in total, with the factors on q and k)"
         cap = "" if self.softcap is None else f", capped: {self.softcap:g} tanh(z / {self.softcap:g})"
         return f"{z}{cap}{f', {self.sinks}' if self.sinks else ''}"
 

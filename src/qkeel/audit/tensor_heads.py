@@ -385,7 +385,11 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
     if heads is None:
         return Unknown("", f"the number of heads is not known; give --n-heads ({leaf} is {shape[0]} x {shape[1]})")
     if layout is None:
-        return Unknown("", f"{leaf} may be [q | k | v] or q, k, v per head; give --layout blocks or --layout groups")
+        return Unknown(
+            "",
+            f"{leaf} is ambiguous: it could be [q | k | v] or q, k, v per head; give --layout blocks or --layout "
+            "groups",
+        )
     groups = geometry.n_kv_heads or heads
     width = _width(shape, heads, groups, geometry.head_dim)
     if not width or heads % groups:

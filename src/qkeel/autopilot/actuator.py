@@ -103,7 +103,9 @@ class PolicyRunner:
                 f"expected a decision for step {known.step} and one of the sites, got step {one.step} and {one.site!r}"
             )
         if site is not None and site.unknown and one.action is not Action.NONE:
-            raise InvalidValueError(f"{one.action} at {one.site}, whose weights are not confirmed: {site.unknown}")
+            raise InvalidValueError(
+                f"cannot use {one.action} at {one.site}, whose weights are not confirmed: {site.unknown}"
+            )
         if site is not None and one.heads and max(one.heads) >= site.n_heads:
             raise InvalidValueError(f"{one.site} has {site.n_heads} heads, but the policy names head {max(one.heads)}")
 
@@ -241,7 +243,7 @@ Refusals = list[tuple[Action, str | None, str]]
 
 _COMPILED = {
     Action.CLIP: "the model is compiled: to read its logits, qk_clip runs one more forward pass without gradients",
-    Action.NORM: "the model is compiled: adding a norm makes its next passes compile again",
+    Action.NORM: "the model is compiled: adding a norm makes it recompile",
 }
 
 

@@ -176,8 +176,8 @@ class DecisionEffect:
         """One sentence with the logit before and after."""
         place = "" if self.site is None else f" at {self.site or 'the model itself'}"
         return (
-            f"autopilot at step {self.step:,}: since {self.action}{place} at step {self.of_step:,} the max logit went "
-            f"from {self.before:,.4g} to {self.after:,.4g}"
+            f"autopilot at step {self.step:,}: since {self.action}{place} at step {self.of_step:,}, the max logit "
+            f"went from {self.before:,.4g} to {self.after:,.4g}"
         )
 
     def row(self) -> Row:
@@ -377,7 +377,7 @@ class _Step:
         if (spec, None) not in self.held:
             if not len(heads) or not (heads.any() or len(self.history) == 1):
                 return []
-            grown = f"{int(heads.sum())} heads have doubled and may end over {thresholds.CLIPS:g}"
+            grown = f"the logits of {int(heads.sum())} heads have doubled and may end over {thresholds.CLIPS:g}"
             return [self.of(Action.WATCH, None, "outlook of each head", grown if heads.any() else "the run begins")]
         if heads.any() or len(self.held) > 1 or self._since(Action.WATCH, None) < self.ladder.calm:
             return []
@@ -475,7 +475,7 @@ class _Step:
             calm = self._calm(i, action)
             own = [h for h in heads or range(self.records.sites[i].n_heads) if calm[h]]
             if own and (action is Action.CLIP or len(own) == self.records.sites[i].n_heads):
-                why = f"under half of the threshold for {self._patience(action, i)} records, and forecast to stay there"
+                why = f"under half the threshold for {self._patience(action, i)} records, and forecast to stay there"
                 found.append(self.off(spec, site, action, tuple(own) if heads else (), why))
         return found
 

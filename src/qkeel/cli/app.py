@@ -74,7 +74,7 @@ def _about_commas(words: Sequence[str], error: str) -> str:
     """Returns an error with what is to be said if it names a value with commas: several may have been meant."""
     values = [word.partition("=")[2] if word.startswith("--") else word for word in words]
     meant = next((v.split(",") for v in values if "," in v and v in error and "=" not in v.partition(",")[2]), [])
-    hint = f". If an option takes several values, spaces separate them: {' '.join(meant)}"
+    hint = f". If an option takes several values, separate them with spaces: {' '.join(meant)}"
     return error.rstrip(".") + hint if meant else error
 
 

@@ -287,7 +287,7 @@ class HowFlags:
     executor: Annotated[str, Parameter(show_default=False)] = "local"
     """Where the runs are executed: local, ray, dask or slurm, with options, like slurm:partition=gpu,time=60."""
     stack: Annotated[str, Parameter(show_default=False)] = "auto"
-    """Train runs that differ only in seed, steps and rates together as one model: auto (small models only), off, or
+    """Train together, as one model, runs that differ only in seed, steps and rates: auto (small models only), off, or
     the number of runs."""
     shard: Unset[str] = None
     """Run only part i of n, given as i/n: one part per machine or array task, all in one directory."""
@@ -399,7 +399,10 @@ def study_precision(
     }
     write_text(out / "report.html", precision_page(table, lines, grids.TOLERANCE, made, command_line()))
     console = make_console()
-    text = f"largest logit at which rounding moves logits by {grids.TOLERANCE:g} nats (– where it never does):"
+    text = (
+        f"value of the largest logit at which rounding first moves logits by {grids.TOLERANCE:g} nats (– where it "
+        "never does):"
+    )
     console.print(text, highlight=False)
     console.print(numbers(lines))
     print_line(console, f"report {out / 'report.html'}")

@@ -52,7 +52,7 @@ class When:
     adaptive: Switch = False
     """Measure every 100 steps, or as often as every 5 while logits are changing."""
     log_spaced: Switch = False
-    """Measure 20 steps per decade of steps: often at the start, then less and less."""
+    """Measure 20 steps per decade of steps: often at the start, then less and less often."""
 
     def cadence(self) -> Cadence:
         """The cadence that the options specify.

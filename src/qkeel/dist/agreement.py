@@ -173,7 +173,7 @@ def gather_messages(what: str, word: str, *, patience: float | None = None) -> l
     if silent:
         raise ApartError(
             f"{what} was called on only some processes of this run: {_processes(silent)} did not reach it within "
-            f"{_limit(patience):g} seconds. Every process must call it; where they reach it at very different times, "
+            f"{_limit(patience):g} seconds. Every process must call it; if they reach it at very different times, "
             "synchronise them first with torch.distributed.barrier()"
         )
     said = [one.partition("\n") for one in words if one is not None]

@@ -152,8 +152,7 @@ def _walk_back(x: Tensor, frame: ModuleCall, names: dict[int, str], what: str, *
             break
     if found.opaque:
         raise UnknownRowsError(
-            f"{what} is a product with {', '.join(found.opaque)}, and it is not known which of its rows belong to "
-            "which head"
+            f"{what} is a product with {', '.join(found.opaque)}, whose rows cannot be assigned to heads"
         )
     if not found.nearest:
         return Walk(nearest=_tables(x, names, what))

@@ -59,7 +59,9 @@ class HeadSlice:
         if self.index.ndim != 2 or not self.index.numel():
             raise ShapeError(f"expected the rows of each head, [heads rows], got shape {tuple(self.index.shape)}")
         if self.index.unique().numel() != self.index.numel() or self.index.min() < 0:
-            raise InvalidValueError(f"expected each row of {self.parameter} in at most one head, and no negative row")
+            raise InvalidValueError(
+                f"expected each row of {self.parameter} in at most one head, and no negative row index"
+            )
         object.__setattr__(self, "grid", _grid(self.index))
         object.__setattr__(self, "_placed", {})
 

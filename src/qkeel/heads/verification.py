@@ -237,9 +237,11 @@ class _Experiment:
         for factor, curved, grown in zip(factors, bent.tolist(), whole.tolist(), strict=True):
             for h, should in enumerate(factor.expected):
                 if should and not several and grown[h] <= self._rounding:
-                    grew = "left them as they were"
+                    grew = "left the logits as they were"
                 elif curved[h] > max(1e-2 * grown[h], noise) if should else grown[h] > noise:
-                    grew = "did not change them in proportion" if should else f"also changed those of head {h}"
+                    grew = (
+                        "did not change the logits in proportion" if should else f"also changed the logits of head {h}"
+                    )
                 else:
                     continue
                 yield (

@@ -143,7 +143,7 @@ _ALERT_LEVELS = {Severity.NOTICE: "INFO", Severity.ALARM: "WARN", Severity.CRITI
 _MANY = 100  # samples waiting before a warning
 _LATE = (
     f"{_MANY} samples wait for the owner of the active W&B run to log: one is sent with each of its logs, the rest "
-    "when watching ends. To write each at once, which advances the run's own step counter: wandb:commit=true"
+    "when watching ends. To write each at once (this advances the run's own step counter), use wandb:commit=true"
 )
 
 

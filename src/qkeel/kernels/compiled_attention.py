@@ -231,7 +231,7 @@ def _of_any(call: AttentionCall, *more: Tensor) -> str | None:
 def _decode_refuses_spec(call: AttentionCall) -> str | None:
     spec = call.spec
     if spec.normalizer.kind != "softmax" or spec.cap.kind != "none" or not spec.position.folds:
-        return "decoding is for softmax without a cap, after a position that folds into q and k"
+        return "decoding is for softmax without a cap and for positions that fold into q and k"
     return None
 
 

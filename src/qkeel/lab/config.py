@@ -38,7 +38,8 @@ class ModelConfig:
     position: str = ""
     """Replaces the preset's position encoding, e.g. 'alibi' or 'hwfa:window=16'; '/' separates layers."""
     block: Literal["mha", "mla", "gau"] = "mha"
-    """Multi-head (also grouped or multi-query), multi-head latent attention, or gated attention units without MLP."""
+    """Multi-head attention (also grouped or multi-query), multi-head latent attention, or gated attention units without
+    an MLP."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
     """The feed-forward branch."""
     mlp_ratio: float = 4.0
@@ -88,7 +89,7 @@ class DataConfig:
     vocab_size: Given = None
     """Number of token ids; by default 256 for bytes, 1024 for bpe, and the largest token + 1 for .bin."""
     tokens: Literal["bytes", "bpe"] = "bytes"
-    """Bytes, or byte pairs learned from the training part of the text; losses are nats per byte for both."""
+    """Bytes, or byte pairs learned from the training part of the text; losses are in nats per byte for both."""
     task: Literal["text", "multimodal", "vision", "translation"] = "text"
     """Predict text, text and images in one sequence, the class of an image, or a translation."""
     windows: Literal["drawn", "once"] = "drawn"
@@ -153,9 +154,9 @@ class OptimConfig:
     lr: Positive = 0.01
     """Peak learning rate."""
     beta1: NotNegative = 0.9
-    """AdamW: decay of the mean of gradients."""
+    """AdamW: decay of the running mean of gradients."""
     beta2: NotNegative = 0.95
-    """AdamW: decay of the mean of squared gradients."""
+    """AdamW: decay of the running mean of squared gradients."""
     eps: Positive = 1e-8
     """AdamW: added to the denominator."""
     momentum: NotNegative = 0.95
@@ -165,7 +166,7 @@ class OptimConfig:
     decay: Literal["coupled", "independent"] = "coupled"
     """Multiply weight decay by the learning rate, or by the rate relative to its peak."""
     grad_clip: NotNegative = 1.0
-    """Global norm to which gradients are clipped; 0 does not clip."""
+    """Global norm to which gradients are clipped; 0 disables clipping."""
     warmup: Share = 0.1
     """Share of the steps with linear warm-up."""
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
@@ -207,7 +208,7 @@ class RunConfig:
     remedy: str = "none"
     """Spec string of the remedy, like 'lalr:tau=0.1+qk_clip'."""
     seed: Natural = 0
-    """Seed of initial weights and batches."""
+    """Seed for initial weights and batches."""
     steps: Count = 150
     """Optimizer steps."""
     accumulate: Count = 1

@@ -413,7 +413,8 @@ def _check_same_results(one: RunDirectory, other: RunDirectory) -> None:
     if unlike:
         raise RunDirectoryError(
             f"{one.path} and {other.path} are the same run with different results; the first difference is "
-            f"{unlike[0]}. Machines, versions or kernels differed, so they are not parts of one study. Leave one of "
+            f"{unlike[0]}. The machines, versions or kernels differed, so the directories are not parts of one "
+            "study. Leave one of "
             "the directories out; nothing was changed."
         )
 
@@ -592,7 +593,7 @@ def _check_same_study(out: Path, old: Json, new: Json) -> None:
     if ("tuned" in old) != ("tuned" in new):
         changed.append("tune: whether each remedy is compared at its own rate")
     if old.get("primary") != new.get("primary"):
-        changed.append("primary: the comparison that the study decides")
+        changed.append("primary: the primary comparison of the study")
     for role, base in new["base"].items():
         changed += differences(old["base"].get(role, base), base)
     if changed:

@@ -261,7 +261,10 @@ def work_elsewhere(unit: Unit) -> list[Outcome]:
 def died(unit: Unit, error: BaseException) -> list[Outcome]:
     """Returns the outcomes of a unit whose process ended without a result."""
     if _FULL in str(error):
-        why = "a disk of the cluster or of --out is full: free some space, then run the same command again to continue"
+        why = (
+            "a disk of the cluster, or the disk that holds --out, is full: free some space, then run the same command "
+            "again to continue"
+        )
         return [Outcome(job.directory, why) for job in unit]
     said = " ".join(str(error).split())[-300:]
     reason = f"its process on the cluster died ({type(error).__name__}: {said}); run the same command again to continue"

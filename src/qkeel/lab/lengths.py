@@ -273,7 +273,7 @@ def _known(place: RunDirectory) -> list[JSONObject]:
     try:
         return place.long_contexts()
     except DamagedFileError as damage:
-        caution(f"{str(damage).rstrip('.')}. The whole file is measured again.")
+        caution(f"{str(damage).rstrip('.')}. All results in this file will be measured again.")
         return []
 
 

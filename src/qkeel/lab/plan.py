@@ -227,7 +227,7 @@ class StudyOption:
 AXIS_OPTIONS = (
     StudyOption("remedies", list[str], "Remedies as spec strings."),
     StudyOption("lrs", list[float], "Peak learning rates."),
-    StudyOption("seeds", list[int], "Seeds of weights and batches [default: 0 1 2]."),
+    StudyOption("seeds", list[int], "Seeds for weights and batches [default: 0 1 2]."),
     StudyOption("full_grid", bool, "Seven rates over three decades, 0.0003 to 0.3."),
     StudyOption("tune", Literal["lr"], "Compare each remedy at its best rate, chosen on separate seeds."),
     StudyOption("tuning_seeds", list[int], "Seeds for choosing the rates [default: 1000 1001 1002]."),

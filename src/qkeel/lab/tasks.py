@@ -97,8 +97,8 @@ class VisionTask(Task):
         pictures = load_pictures(config.images.images, config.images.image_size)
         if len(pictures.classes) < 2:
             raise DataError(
-                f"{config.images.images} has {len(pictures.classes)} classes; vision expects at least 2: a folder of "
-                "one subfolder per class, digits or photos"
+                f"{config.images.images} has {len(pictures.classes)} classes; vision expects at least 2: a folder "
+                "with one subfolder per class, digits or photos"
             )
         train = pictures.pixels[~pictures.held]
         deviation = float(train.std()) or 1.0

@@ -391,7 +391,7 @@ class History:
         elif len(self) < LEAST_POINTS:
             title = f"{len(self)} records are too few for a forecast; it takes {LEAST_POINTS}"
         elif found is None or farthest < found.step < np.inf:
-            title = f"will not pass 10,000 by step {farthest:,.0f} if it continues as now"
+            title = f"will not pass 10,000 by step {farthest:,.0f} if the trend continues"
         else:
             title = str(found)
             tables.draw_forecast(ax, found.threshold, (now, value), (found.low, found.step, found.high), farthest)

@@ -221,7 +221,8 @@ class TrainingEnd:
             return
         if dist.world() > 1 or self._group.members is not None:
             raise RefusedError(
-                "several processes train, and a pass in one of them alone could wait for the others; if the last "
+                "several processes train, and an extra pass in only one of them could wait for the others forever; "
+                "if the last "
                 "step is known in advance, pass planned=PlannedRates.of(rates) or call measure_next() before it"
             )
         if self._optimizer is None or not self._steps.done or stepping():
@@ -244,7 +245,8 @@ class TrainingEnd:
                 raise RefusedError("an exception is being handled")
             if self.hooks is not None and _changed(self._norm, _norm(self._optimizer)):
                 raise RefusedError(
-                    "its weights were changed after its last step, for example by a checkpoint or an average"
+                    "its weights were changed after its last step, for example by loading a checkpoint or averaging "
+                    "weights"
                 )
             self.measure()
         except RefusedError as error:

@@ -585,8 +585,8 @@ class Members:
             self.widen()
             caution(
                 "the attention statistics of this step need more space than those of the first measured step, for "
-                "example because heads of one layer begin to see different keys: this step is not recorded, the next "
-                "ones are"
+                "example because heads of one layer begin to see different keys: this step is not recorded; later "
+                "steps are"
             )
             return Measurement(stats={}, numbers={})
         numbers, by_class = self._unpack_numbers(reduced)
@@ -790,7 +790,7 @@ class Handshake:
         known = {name: stage for name in models if (stage := self.stages.get(name)) is not None}
         if known and len(known) < len(models):
             raise RefusedError(
-                f"expected models that are all stages of a pipeline, or none of them, got stages {known} among "
+                f"expected either all models or none to be stages of a pipeline, got stages {known} among "
                 f"{', '.join(models)}: watch the others separately"
             )
         return known

@@ -282,7 +282,7 @@ class Run:
         if self.status is RunStatus.MISSING or not {"kind", "optim"} & self.config.keys():
             raise RunDirectoryError(
                 f"expected the directory of a run, but {path} has no config.json of a run. Give a directory that "
-                "qkeel.watch, qkeel watch or qkeel run created; those of a study are the folders in it."
+                "qkeel.watch, qkeel watch or qkeel run created; the runs of a study are the folders in it."
             )
 
     @property

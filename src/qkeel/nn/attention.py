@@ -397,7 +397,7 @@ class Attention(SpecModule):
         check_input(x, self.d_model, self.q_proj)
         if context is not None:
             if cache is not None:
-                raise InvalidValueError("cache and context exclude each other: project the context once instead")
+                raise InvalidValueError("cache and context are mutually exclusive: project the context once instead")
             check_input(context, self.d_model, self.k_proj, "context")
             if len(context) != len(x):
                 expected = f"[{x.shape[0]} keys {self.d_model}]"

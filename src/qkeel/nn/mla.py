@@ -38,8 +38,8 @@ SharedKey = Float[Tensor, "b 1 t r"]
 GainTensor = Float[Tensor, "*gain"]
 BLOCK = 1 << 21  # largest number of logits computed at once
 _WAY_OUT = (
-    "use RMSNorm or L2Norm on q and k with gain none, dim, one_plus_dim or scalar; without a cache this norm works as "
-    "it is, from recomputed keys and values"
+    "use RMSNorm or L2Norm on q and k with gain none, dim, one_plus_dim or scalar; without a cache, this norm works "
+    "as it is, from recomputed keys and values"
 )
 
 

@@ -217,8 +217,8 @@ def take_out(old: InstanceForward) -> None:
 # Hooks around a model's outermost call, eager or compiled. Copies and pickles of the model do not include them.
 
 _OVERLAP = (
-    "several threads call {} at once: of passes that overlap, the one that began first is measured and the others are "
-    "not. To measure every pass, let one thread at a time call it, or watch a copy of the model for each thread"
+    "several threads call {} at once: of overlapping passes, only the one that began first is measured. To measure "
+    "every pass, let one thread at a time call it, or watch a copy of the model for each thread"
 )
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]

@@ -510,10 +510,10 @@ def _description(directory: Path, name: str, sealed: bool = False) -> JSONObject
     about = check_fields(read_json(place, sealed), "heads.json", str(place))
     names, layers = about["fields"], about.get("layers") or ()
     if len(names) * about["n_layers"] * about["n_heads"] > _MOST_NUMBERS or len(set(names)) < len(names):
-        fault = f"it names a field twice, or more than {_MOST_NUMBERS:,} numbers of a step"
+        fault = f"it names a field twice, or has more than {_MOST_NUMBERS:,} numbers per step"
         raise DamagedFileError(f"{place} does not describe {name}.f32: {fault}. {_MEND}")
     if layers and len(layers) != about["n_layers"]:
-        fault = f"{len(layers)} names of layers; expected {about['n_layers']}, as its n_layers"
+        fault = f"{len(layers)} layer names; expected {about['n_layers']}, its n_layers"
         raise DamagedFileError(f"{place} has {fault}. {_MEND}")
     return about
 

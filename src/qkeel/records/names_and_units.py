@@ -70,17 +70,21 @@ STEP_FIELDS: dict[str, Field] = {
     "train_loss": Field("nats/token", "loss of the last training batch; null at step 0"),
     "val_loss": Field("nats/token", "loss on held-out text; null where it was not evaluated"),
     "grad_norm": Field("1", "global gradient norm before clipping; null at step 0"),
-    "max_logit": Field("nats", "largest signed attention logit, scaled, before cap: layers, heads, probe"),
+    "max_logit": Field(
+        "nats", "largest signed attention logit over layers, heads and the probe batch, scaled, before cap"
+    ),
     "min_logit": Field("nats", "smallest signed attention logit, scaled, before cap"),
     "max_abs_logit": Field("nats", "largest magnitude of an attention logit, scaled, before cap"),
     "capped_max_logit": Field("nats", "largest attention logit after the cap; equals max_logit without one"),
-    "entropy": Field("nats", "attention entropy: mean over query rows, heads, layers"),
-    "logit_change": Field("nats", "root mean square change of the logits in the last step: heads, layers, probe"),
+    "entropy": Field("nats", "attention entropy: mean over query rows, heads and layers"),
+    "logit_change": Field(
+        "nats", "root mean square change of the logits in the last step, over layers, heads and the probe batch"
+    ),
     "cpu_seconds": Field("s", "process CPU time spent on the run so far"),
     "tokens_per_second": Field(
-        "1/s", "training tokens per second since the last record, without the time for measuring and saving"
+        "1/s", "training tokens per second since the last record, excluding the time for measuring and saving"
     ),
-    "mfu": Field("share", "model operations per second over the device's peak in bf16; null if the peak is unknown"),
+    "mfu": Field("share", "model FLOP/s divided by the device's peak in bf16; null if the peak is unknown"),
 }
 
 NON_FINITE = "non_finite"  # if it is 1, the other numbers of the head are meaningless, so code asks for it by name
@@ -168,7 +172,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "gain_bound": HeadField("nats", "largest logit that the gains of the q/k norm allow", "max", per_layer=True),
     "query_grad_rms": HeadField("1", "root mean square gradient of the head's query weight", "max"),
     "key_grad_rms": HeadField("1", "root mean square gradient of the head's key weight", "max"),
-    NON_FINITE: HeadField("0 or 1", "whether logits or their entropy were NaN or infinite", "max"),
+    NON_FINITE: HeadField("0 or 1", "whether a logit or the entropy was NaN or infinite", "max"),
     "grad_over_eps": HeadField("1", "smaller RMS gradient of q and k, divided by the optimizer's eps", "min"),
     "lse_mean": HeadField(
         "nats", "mean logsumexp of a query row's logits over its keys, after the cap", "mean", column="lse"
@@ -197,8 +201,8 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "index_key_norm": HeadField("1", "mean L2 norm of the keys that an indexer scores", "mean"),
     "index_key_norm_max": HeadField("1", "largest L2 norm of a key that an indexer scores", "max"),
     "index_weight_mean": HeadField("1", "mean weight of an indexer's heads in its scores", "mean"),
-    "index_weight_max": HeadField("1", "largest magnitude of a weight of an indexer's heads", "max"),
-    "index_weight_negative": HeadField("share", "share of the weights of an indexer's heads that are negative", "max"),
+    "index_weight_max": HeadField("1", "largest magnitude of an indexer's head weight", "max"),
+    "index_weight_negative": HeadField("share", "share of an indexer's head weights that are negative", "max"),
     "select_share": HeadField(
         "share",
         "keys that a query of a sparse layer reaches, divided by those it may choose from",
@@ -226,7 +230,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "dense_kl": HeadField(
         "nats", "mean divergence of sparse from dense attention: -ln of the recall, averaged over rows", "max"
     ),
-    "dense_kl_max": HeadField("nats", "largest divergence of sparse from dense attention in a row", "max"),
+    "dense_kl_max": HeadField("nats", "largest divergence of sparse from dense attention over query rows", "max"),
     "dense_top_share": HeadField("share", "share of rows whose largest dense logit belongs to a chosen key", "min"),
     "dense_entropy": HeadField("nats", "mean entropy of dense attention over the keys to choose from", "mean"),
     "delta2_spectral_norm": HeadField(
@@ -440,10 +444,16 @@ MONITOR_EXTREMES: dict[str, Field] = {
 TASK_FIELDS: dict[str, Field] = {
     "val_loss": Field("nats/token", "loss on held-out targets of one kind; null where it was not evaluated"),
     "val_accuracy": Field("share", "share of held-out images whose class has the largest logit"),
-    "query_norm": Field("1", "mean L2 norm of the class's queries as they enter the dot product, over heads, layers"),
-    "key_norm": Field("1", "mean L2 norm of the class's keys as they enter the dot product, over heads, layers"),
-    "max_logit": Field("nats", "largest signed attention logit of a query and a key class, scaled, before cap"),
-    "attention_mass": Field("share", "weight that queries of one class give to keys of the other, over heads, layers"),
+    "query_norm": Field(
+        "1", "mean L2 norm of the class's queries as they enter the dot product, over heads and layers"
+    ),
+    "key_norm": Field("1", "mean L2 norm of the class's keys as they enter the dot product, over heads and layers"),
+    "max_logit": Field(
+        "nats", "largest signed attention logit between a query class and a key class, scaled, before cap"
+    ),
+    "attention_mass": Field(
+        "share", "weight that queries of one class give to keys of the other, mean over heads and layers"
+    ),
     "uniform_mass": Field("share", "attention_mass if each query gave all visible keys the same weight"),
     "last_block_norm": Field("1", "mean L2 norm of the class's hidden states that leave the last block"),
     "mix": Field("name", "the mix of data in a multimodal study"),
@@ -468,7 +478,7 @@ LINEAR = "linear"  # the one type whose layers have no logits, so no numbers and
 TABLE_COLUMNS: dict[str, Field] = {
     "remedy": Field("name", "spec string of the remedy"),
     "lr": Field("1", "peak base learning rate"),
-    "seed": Field("1", "seed of weights and data order"),
+    "seed": Field("1", "seed for weights and data order"),
     "steps": Field("optimizer steps", "steps trained"),
     "val_loss": Field("nats/token", "held-out loss after the last step"),
     "max_logit": Field("nats", "largest max_logit over training"),
@@ -492,7 +502,7 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
     "block": Field("name", "gau | mha1 | mha4: gated attention units, or attention with that many heads and an MLP"),
     "form": Field("name", "what attention computes: a preset"),
     "posthoc": Field("name", "what was changed after training, see qkeel.spec.METHODS"),
-    "seed": Field("1", "seed of weights and data order"),
+    "seed": Field("1", "seed for weights and data order"),
     "train_length": Field("tokens", "context in training"),
     "test_length": Field("tokens", "context in the test"),
     "accuracy_train": Field(
@@ -510,7 +520,7 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
     "run_id": Field("name", "hash of the canonical configuration"),
     "accuracy_train_posthoc": Field("share", "accuracy_train under the post-hoc method"),
     "accuracy_last_short": Field(
-        "share", "the tokens of accuracy_last, predicted from only one training length of text"
+        "share", "accuracy on the tokens of accuracy_last, predicted from only one training length of text"
     ),
     "cos_outside": Field(
         "share", "share of visible pairs whose cos(q, k) lies outside the range that their head saw in training"

@@ -28,7 +28,7 @@ def read_integer(digits: str) -> int:
     12
     """
     if len(digits) > _MOST_DIGITS or not LEAST_INTEGER <= (number := int(digits)) <= MOST_INTEGER:
-        raise ValueError(f"expected a whole number of at most 64 bits, got one of {len(digits)} digits")
+        raise ValueError(f"expected a whole number of at most 64 bits, got one with {len(digits)} digits")
     return number
 
 
@@ -47,7 +47,7 @@ def read_float(digits: str) -> float:
 def refuse_strange(value: object, depth: int = 0) -> None:
     """Raises ValueError for values nested too deeply, integers beyond 64 bits, and text that is not Unicode."""
     if depth >= MOST_DEPTH and isinstance(value, (dict, list)):
-        raise ValueError(f"expected at most {MOST_DEPTH} tables or lists nested in each other")
+        raise ValueError(f"expected tables and lists nested at most {MOST_DEPTH} deep")
     if isinstance(value, str):
         if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
             raise ValueError(f"expected Unicode text, got half of a surrogate pair in {value[:40]!r}")

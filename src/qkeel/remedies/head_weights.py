@@ -40,7 +40,7 @@ def check_plain_rows(name: str, weight: Tensor, remedy: str) -> None:
     if not has_plain_rows(weight):
         raise RefusedError(
             f"{name} is quantised ({type(weight).__name__} of {weight.dtype}), so the rows of its heads cannot be read "
-            f"or scaled; apply {remedy} to plain floating point weights"
+            f"or scaled; apply {remedy} to plain floating-point weights"
         )
     dist.local_block(name, weight)
 

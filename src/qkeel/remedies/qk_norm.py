@@ -41,7 +41,7 @@ class QKNorm(NormOptions):
     length: int | None = None
 
     name = "qk_norm"
-    line = "normalises queries and keys, so a logit cannot outgrow its gains"
+    line = "normalises queries and keys, so no logit can exceed what the norm's gains allow"
     source = "Henry et al. 2020, arXiv 2010.04245; Dehghani et al. 2023, arXiv 2302.05442"
 
     def __post_init__(self) -> None:

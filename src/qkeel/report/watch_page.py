@@ -227,7 +227,7 @@ def class_tables(runs: Sequence[Watched]) -> Markup:
         text = (
             "Ratio: mean norm of the class with the longest vectors over that of the class with the shortest, averaged "
             "over heads; next to it the factor by which it has changed since the first sample. Weight: what queries of "
-            "the first class give to all keys of the second; in brackets what they would give if all keys counted "
+            "the first class give to all keys of the second; in brackets, what they would give if all keys counted "
             "alike."
         )
         title = f"Token classes of {run.name} at step {run.steps[-1]:,}"
@@ -299,14 +299,14 @@ def verdict(run: Watched) -> Verdict:
         place_now = "" if head is None else f" ({head.name}, head {head.head})"
         at_most = f"; the peak was {h.number(peak)}" if peak > 1.05 * now else ""
         broken = next((alarm for alarm in grave if alarm.get("rule") == NON_FINITE_RULE), None)
-        lost = "" if broken is None else f" At step {broken['step']:,} logits became NaN or infinite."
+        lost = "" if broken is None else f" At step {broken['step']:,}, logits became NaN or infinite."
         return Verdict("bad", f"{text}. The largest is now {h.number(now)}{place_now}{at_most}.{lost}", _WHY)
     if math.isnan(peak):
         return Verdict("none" if not run.alarms else "large", f"No attention logit was measured {span}.")
     if run.acted and peak > ALARM_THRESHOLD:
         light, lead = ("large", "Still large") if now > ALARM_THRESHOLD else ("good", "Under control")
         text = f"{lead}: the largest attention logit was {h.number(peak)}"
-        text += f"; with the remedies applied it is {h.number(now)}."
+        text += f"; with the remedies applied, it is {h.number(now)}."
         return Verdict(light, text)
     if peak > HARMFUL_LOGIT:
         return Verdict("bad", f"Attention logits are too large: {h.number(peak)} at most {span}.", _WHY)
@@ -405,7 +405,9 @@ def _growth_or_angle(run: Watched) -> str:
         grown = "longer" if share > 0.75 else "better aligned" if share < 0.25 else "longer and better aligned"
         cause = f" Queries and keys became {grown}" + (", which explains most of it." if " and " not in grown else ".")
     since = run.steps[int(fine[0])]
-    text = f"Since step {since:,} the logit of {head.name} head {head.head} grew by a factor of {h.number(logit, 2)}: "
+    text = (
+        f"From step {since:,} on, the logit of {head.name} head {head.head} grew by a factor of {h.number(logit, 2)}: "
+    )
     text += f"|q|\u2060·\u2060|k| by {h.number(norm, 2)}, the largest cosine by {h.number(angle, 2)}."
     return text + cause
 
@@ -476,9 +478,10 @@ RUNS = Chart(
 GROWTH = Chart(
     "growth",
     "Largest attention logit",
-    "Thin lines: the largest logit of each layer, coloured by depth. Pale band: the largest logit of the model, with "
-    "the head that has it now. Logarithmic axis; logits under 0.1 are drawn at its lower end. Dots are alarms, hollow "
-    "dots are samples in evaluation mode; vertical lines are actions of an autopilot; hover over one for its reason.",
+    "Thin lines: the largest logit of each layer, coloured by depth. Pale band: the model's largest logit, labelled "
+    "with the head that currently has it. Logarithmic axis; logits under 0.1 are drawn at its lower end. Dots are "
+    "alarms, hollow dots are samples in evaluation mode; vertical lines are actions of an autopilot; hover over one for "
+    "its reason.",
     "Line chart: largest attention logit against step, one line per layer.",
 )
 MAP = Chart(
@@ -517,7 +520,7 @@ LOSS = Chart(
 MORE = Chart(
     "more",
     "Any other number, by layer",
-    "One line per layer, coloured by depth; a layer's heads are folded as the definitions below say.",
+    "One line per layer, coloured by depth; a layer's heads are aggregated as defined below.",
     "Line chart: the chosen number against step, one line per layer.",
 )
 EXTRA = ("cos_max", "logit_change_rms", "gain_bound")
@@ -837,7 +840,7 @@ def _intervention(events: Sequence[Row], effects: Sequence[Row]) -> Markup:
         went = [f"from {e['before']:.4g} to {e['after']:.4g} at {e['site']}" for e in effects]
         below = [
             "; ".join(places),
-            *([f"By step {effects[0]['step']:,} the max logit went {'; '.join(went)}"] if went else []),
+            *([f"By step {effects[0]['step']:,}, the max logit went {'; '.join(went)}"] if went else []),
         ]
     parts = [h.tag("p", {}, h.tag("strong", {"class": "severity"}, kind.replace("_", " ")), f" {text}")]
     return h.tag("li", {"class": "alarm-notice"}, *parts, *(h.tag("p", {"class": "source"}, line) for line in below))

@@ -300,7 +300,7 @@ def _traced(
         caution(f"attention inside torch.jit.script and torch.func.vmap is not searched for: {below}")
     sites = _typed([reading.sites[name] for name in reading.order if name in reading.sites], reading.visible)
     if read == "verified" and below:
-        why = f"a pass in which operators are recorded failed: {below}"
+        why = f"the forward pass that records operators failed: {below}"
         sites = [dataclasses.replace(s, unverified=why) if s.terms else s for s in sites]
     groups = grouped([call.captured for call in reading.order.values()])
     calls = {group[0].name: [reading.order[captured.name] for captured in group] for group in groups}
@@ -912,7 +912,7 @@ def unseen(model: nn.Module, watcher: CaptureMode, unrecognized: Sequence[Unreco
         )
     hidden = f"Hidden from view: {', '.join(watcher.hidden)}. " if watcher.hidden else ""
     return (
-        f"{looked}None of these was there: no two activations were multiplied. {hidden}Inside custom C++, CUDA or "
+        f"{looked}None of these was found: no two activations were multiplied. {hidden}Inside custom C++, CUDA or "
         f"Triton operators nothing can be seen: if attention happens in one, {_BY_HAND}"
     )
 
@@ -939,9 +939,9 @@ def _value_slices(captured: CapturedCall, v: Tensor | None, names: dict[int, str
 
 _KEPT = (
     "the search for the attention of {} keeps tensors that gradient checkpointing would drop: weights and the logits "
-    "they produce lie in two checkpointed parts, or a part can't be run separately. It needs the memory of a pass "
-    "without checkpointing; "
-    "if that is too much, give find_sites an example of one short sequence, and its sites to watch(sites=...)"
+    "they produce lie in two checkpointed parts, or a part can't be run separately. It needs as much memory as a "
+    "pass without checkpointing; if that is too much, give find_sites an example of one short sequence, and its sites "
+    "to watch(sites=...)"
 )
 _BY_HAND = (
     "describe it by hand, as in\n"

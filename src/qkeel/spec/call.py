@@ -298,8 +298,8 @@ def _mask(mask: GivenMask | None, q: Tensor, s: int) -> Tensor | None:
         )
     if b == t > 1 and mask.shape == (b, s):
         raise ShapeError(
-            f"a mask of shape {tuple(mask.shape)} may be one of [batch keys] or of [queries keys] here; "
-            "pass mask[:, None, None, :] if it hides padding, mask[None, None] if it hides pairs"
+            f"a mask of shape {tuple(mask.shape)} is ambiguous here: it could be [batch keys] or [queries keys]; "
+            "pass mask[:, None, None, :] if it hides padding, mask[None, None] if it hides query-key pairs"
         )
     full = mask[:, None, None, :] if mask.shape == (b, s) else mask
     while full.ndim < 4:
@@ -495,7 +495,7 @@ def _check(call: AttentionCall, *ends: object) -> None:
             "without cu_seqlens each row of a batch is a sequence"
         )
     if not call.plain:
-        raise InvalidValueError("expected no pos_q and pos_k with cu_seqlens: positions restart in each sequence")
+        raise InvalidValueError("expected neither pos_q nor pos_k with cu_seqlens: positions restart in each sequence")
     for x, total in zip(ends, (call.q.shape[2], call.k.shape[2])):
         if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__

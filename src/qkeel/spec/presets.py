@@ -230,8 +230,8 @@ def scale_advice(spec: AttentionSpec, head_dim: int) -> str | None:
     if 1 / FAR_OFF <= scale.value / best <= FAR_OFF:
         return None
     return (
-        f"λ = 4 ln n = {scale.value:.4g} was derived for heads of 128 numbers; for head_dim {head_dim} most gradient "
-        f"passes at {best:.4g}: use cosa:gradient=true (a GradientMax scale)"
+        f"λ = 4 ln n = {scale.value:.4g} was derived for head_dim 128; for head_dim {head_dim}, most gradient passes "
+        f"at {best:.4g}: use cosa:gradient=true (a GradientMax scale)"
     )
 
 

@@ -142,7 +142,7 @@ _DECIDES = (
 )
 DRIFT = Study(
     help="It trains widths 32, 64 and 128 with 1, 2 and 4 blocks, and separately varies head size, schedule and "
-    "steps. The law of logit growth is fitted on these runs. --held-out runs its test sizes, up to width 256 and 8 "
+    "steps. The law of logit growth is fitted to these runs. --held-out runs its test sizes, up to width 256 and 8 "
     "blocks.",
     grid=GRID,
     runs=runs,
@@ -353,7 +353,7 @@ OPTIONS = (
         list[Literal["gau", "mha1", "mha4"]],
         "Gated attention units, or attention with 1 or 4 heads and an MLP [default: gau].",
     ),
-    StudyOption("seeds", list[int], "Seeds of weights and batches [default: 0 1]."),
+    StudyOption("seeds", list[int], "Seeds for weights and batches [default: 0 1]."),
     StudyOption(
         "posthoc",
         list[str],
@@ -363,7 +363,7 @@ OPTIONS = (
     StudyOption(
         "continue_at",
         int,
-        "Continue training at this length in tokens: kna as it is; baseline as it is, with pi and with abf.",
+        "Continue training at this length in tokens: kna unchanged; baseline unchanged, with pi and with abf.",
     ),
     StudyOption("continue_steps", int, "Steps of continued training [default: 100]."),
     StudyOption(

@@ -144,12 +144,14 @@ def floors_table(study: StudyData) -> Markup:
         return Markup("")
     text = (
         "Each run is compared with one that differs by one float32 step in one weight. Chaos floor: root mean square "
-        "over seeds "
-        "of the difference in final held-out loss. Exponent: slope of ln distance of the heads' largest and smallest "
-        "logits against steps, until it passes a tenth of their size; mean and 95 % interval over seeds."
+        "over seeds of the difference in final held-out loss. Exponent: slope against steps of the logarithm of the "
+        "distance between the two runs' logits (the largest and smallest of each head), until the distance passes a "
+        "tenth of their size; mean and 95 % interval over seeds."
     )
     head = [*h.columns("Remedy", kind="text")]
-    head += h.columns("LR", "Chaos floor", "Largest difference", "Distance of logits at the end", "Exponent per step")
+    head += h.columns(
+        "LR", "Chaos floor", "Largest difference", "Distance between logits at the end", "Exponent per step"
+    )
     return h.join([h.note(text), h.table("What one float32 step does", head, lines, sortable=True)])
 
 
@@ -187,7 +189,7 @@ def _counted(study: StudyData) -> Iterator[str]:
         means.setdefault((run.remedy, run.lr), []).append(run.row["val_loss"])
     over = sum(not statistics.fmean(own) < level for own in means.values())
     yield (
-        f"A bigram model, counted on the text that a run reads, has a held-out loss of {h.loss(level)} "
+        f"A bigram model fitted to the text that a run reads has a held-out loss of {h.loss(level)} "
         f"{study.loss_unit()}. Averaged over seeds, {over} of {h.count(len(means), 'combination')} of remedy and LR "
         f"{'does' if over == 1 else 'do'} not get below that."
     )
@@ -278,7 +280,7 @@ def _planned(study: StudyData, named: Row) -> str:
     )
     n = len(set.intersection(*sides))
     if named.get("expected") is None or named.get("spread") is None:
-        return f"{h.count(n, 'seed')}; no power was planned for these settings."
+        return f"{h.count(n, 'seed')}; no power analysis was made for these settings."
     # Rounding must not turn a probability below 1 into 100 %.
     power = min(0.999, planned_power(named["expected"], named["spread"], n, margin=MARGIN)) if n > 1 else 0.0
     source = f" ({named['source']})" if named.get("source") else ""

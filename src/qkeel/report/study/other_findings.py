@@ -177,7 +177,8 @@ def _needles(study: StudyData, rows: Sequence[Measured]) -> Markup:
         "the range below; "
         "a guess finds one in eight. Weight on it: what the question gives the needle in the longest text, in the "
         "head that gives it most. "
-        "At most: the weight that the norms of that head's queries and keys allow one of that many keys."
+        "At most: the largest weight that one key among that many could get, given the norms of that head's queries "
+        "and keys."
     )
     body = []
     for form, method in dict.fromkeys(key[:2] for key in known):
@@ -360,7 +361,7 @@ def modality_findings(study: StudyData) -> list[Finding]:
         ]
     answer = _answer(study, found)
     text = f"Why do mixed modalities blow up? {answer}" if answer else ""
-    tally = f"{len(held)} of {h.count(len(found), 'claim')} held, by intervals of 95 % for all at once (Holm)."
+    tally = f"{len(held)} of {h.count(len(found), 'claim')} held, by 95 % intervals for all claims at once (Holm)."
     notes = [Finding("undecided" if claim.effect.verdict == UNDECIDED else "note", claim.text) for claim in found]
     return [Finding("lead", f"{text}{tally}"), *notes, *_cautions(study)]
 
@@ -372,7 +373,7 @@ def _cautions(study: StudyData) -> Iterator[Finding]:
     yield Finding(
         "caution",
         "One small model on small images: what is not shown here may hold at another size, and vice versa. "
-        "Norms and logits are measured on one probe, the same for every mix.",
+        "Norms and logits are measured on one probe batch, the same for every mix.",
     )
 
 
@@ -389,9 +390,9 @@ def _answer(study: StudyData, found: Sequence[Claim]) -> str:
     for name, part in parts:
         one = times(_of(part, high, "max_logit"), _of(part, low, "max_logit"))
         grown += [f"{h.number(one.mean, 2)}× in {name}"] if one else []
-    begins = f"at LR {h.rate(high)} "
+    begins = f"at LR {h.rate(high)}, "
     mixed = [c.effect for c in found if c.name.startswith("Mixing makes logits") and c.sentence.startswith(begins)]
-    answer = f"From LR {h.rate(low)} to {h.rate(high)} the largest logit grows {h.listing(grown)}. " if grown else ""
+    answer = f"From LR {h.rate(low)} to {h.rate(high)}, the largest logit grows {h.listing(grown)}. " if grown else ""
     if mixed:
         more = f"Mixing multiplies it by {h.listing([e.text() for e in mixed])} at LR {h.rate(high)}"
         clear = all(e.verdict == HELD for e in mixed)
@@ -424,7 +425,7 @@ def _norms(study: StudyData) -> Iterator[Claim]:
             if one is None:
                 continue
             against = times(_shares(part, lr, f"{kind}_norm"), _shares(text, lr, f"{kind}_norm")) if text else None
-            what = f"at LR {h.rate(lr)} image {plural} are {{}} as long as text {plural}"
+            what = f"at LR {h.rate(lr)}, image {plural} are {{}} as long as text {plural}"
             if against is not None:
                 what = what.replace("{}", one.text()) + ", which is {} the ratio in a model of text alone"
             yield Claim(f"Mixing makes image {plural} longer ({name})", what, against or one)
@@ -434,7 +435,7 @@ def _drift(study: StudyData) -> Iterator[Claim]:
     for name, part, lr in _each(study, _rates(study)):
         one = times(_shares(part, lr, "query_norm"), _shares(part, lr, "query_norm", at=0))
         if one is not None:
-            what = f"at LR {h.rate(lr)} the ratio of image to text query norms ends at {{}} its value before training"
+            what = f"at LR {h.rate(lr)}, the ratio of image to text query norms ends at {{}} its value before training"
             yield Claim(f"Norms compete, so their ratio grows ({name})", what, one)
 
 
@@ -442,7 +443,7 @@ def _mass(study: StudyData) -> Iterator[Claim]:
     for name, part, lr in _each(study, _rates(study)[:1]):
         one = times(_of(part, lr, "attention_mass/text>image"), _of(part, lr, "uniform_mass/text>image"))
         if one is not None:
-            what = f"at LR {h.rate(lr)} text gives images {{}} the weight that uniform attention would give them"
+            what = f"at LR {h.rate(lr)}, text gives images {{}} the weight that uniform attention would give them"
             yield Claim(f"Images draw the attention of text ({name})", what, one)
 
 
@@ -453,7 +454,7 @@ def _mixing(study: StudyData) -> Iterator[Claim]:
         one = times(*both)
         if one is not None:
             tops = [h.number(_middle(each.values()), 2) for each in both]
-            what = f"at LR {h.rate(lr)} the largest logit is {{}} that of text alone ({tops[0]} against {tops[1]})"
+            what = f"at LR {h.rate(lr)}, the largest logit is {{}} that of text alone ({tops[0]} against {tops[1]})"
             yield Claim(f"Mixing makes logits grow ({name})", what, one)
 
 
@@ -464,7 +465,7 @@ def _alarm(study: StudyData) -> Iterator[Claim]:
         one = less(*steps, margin=1.0)
         if one is not None:
             means = [f"{_middle(s.values()):.0f}" for s in steps]
-            what = f"at LR {h.rate(lr)} the alarm comes at step {means[0]} against {means[1]} in text alone"
+            what = f"at LR {h.rate(lr)}, the alarm comes at step {means[0]} against {means[1]} in text alone"
             yield Claim(f"Mixed training fails earlier ({name})", what, one)
 
 
@@ -476,11 +477,11 @@ def _cure(study: StudyData) -> Iterator[Claim]:
     for name, part, lr in _each(study, _rates(study)[-1:]):
         one = _cured(part, lr)
         if one is not None:
-            what = f"at LR {h.rate(lr)} the largest logit of {BASELINE} is {{}} that of {REMEDY}"
+            what = f"at LR {h.rate(lr)}, the largest logit of {BASELINE} is {{}} that of {REMEDY}"
             yield Claim(f"QK-norm limits the logits ({name})", what, one)
         image = less(_of(part, lr, "val_loss/image", REMEDY), _of(part, lr, "val_loss/image"), MARGIN)
         if image is not None:
-            what = f"at LR {h.rate(lr)} the image loss of {REMEDY} is {{}} nats better than that of {BASELINE}"
+            what = f"at LR {h.rate(lr)}, the image loss of {REMEDY} is {{}} nats better than that of {BASELINE}"
             yield Claim(f"QK-norm saves the images ({name})", what, image)
 
 
@@ -492,7 +493,8 @@ def _hidden(study: StudyData) -> Iterator[Claim]:
             one = times(norm, _of(part, lr, "last_block_norm/image", remedy))
             if one is not None:
                 what = (
-                    f"at LR {h.rate(lr)} hidden states leave the last block {{}} as long with {REMEDY} as with {remedy}"
+                    f"at LR {h.rate(lr)}, hidden states leave the last block {{}} as long with {REMEDY} as with "
+                    f"{remedy}"
                 )
                 yield Claim(f"QK-norm alone lets the hidden norm grow ({name})", what, one)
 
@@ -506,7 +508,7 @@ def _variance(study: StudyData) -> Iterator[Claim]:
             for what, read in _READ.items():
                 one = times(*(_over_shares(cells, order, v, lr, read) for v in (top, 1.0)))
                 if one is not None:
-                    said = f"at LR {h.rate(lr)} {what} is {{}} that at variance 1"
+                    said = f"at LR {h.rate(lr)}, {what} is {{}} that at variance 1"
                     yield Claim(f"Variance ×{top:g} of images, {_NAMES.get(order, order)}", said, one)
 
 

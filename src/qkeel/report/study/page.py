@@ -471,8 +471,8 @@ def precision_page(
     what = (
         "Spread: independent logits whose standard deviation grows. Shifted: logits of standard deviation 1 around a "
         "mean that grows, which does not change softmax but is rounded. Fused kernels read q, k and v in the format; "
-        "eager ones also store the scores in it. Nothing is trained. A number is the largest logit at which rounding "
-        f"first moves logits by {h.number(tolerance)} nats (root mean square), or the output by "
+        "eager ones also store the scores in it. Nothing is trained. A number is the value of the largest logit at "
+        f"which rounding first moves logits by {h.number(tolerance)} nats (root mean square), or the output by "
         f"{h.number(100 * tolerance)} % of its length; a dash: at no size that was tried."
     )
     harmed = [row for row in thresholds if any(isinstance(v, float) and math.isfinite(v) for v in row.values())]
@@ -507,7 +507,7 @@ def _answer(thresholds: Sequence[PrecisionTableRow], tolerance: float) -> list[F
     ]
     if not parts:
         return [
-            Finding("lead", f"Without a remedy no format moves logits by {h.number(tolerance)} nats at these sizes.")
+            Finding("lead", f"Without a remedy, no format moves logits by {h.number(tolerance)} nats at these sizes.")
         ]
     lead = f"Rounding moves the logits of attention by {h.number(tolerance)} nats in {h.listing(parts)}."
     held = [r for r in dict.fromkeys(str(row["remedy"]) for row in found) if r != "none"]

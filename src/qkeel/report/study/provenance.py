@@ -278,7 +278,7 @@ def definitions() -> Markup:
         "Gain": "Held-out loss of none minus that of the remedy, seed by seed: same weights at the start, same "
         "batches. Positive: the remedy is better. Below it is the interval of the mean by Student's t: 95 % for all "
         ""
-        "gains of the table at once (Holm), or for each gain alone where the study names one comparison to decide.",
+        "gains of the table at once (Holm), or for each gain alone where the study names a primary comparison.",
         "Verdict": f"Better or worse: the interval lies beyond ±{MARGIN:g} nats. Equal: inside. Else undecided. "
         "One seed has no interval and no verdict. A remedy whose attention collapsed is not called better.",
         "Chaos floor": "What one float32 step in one weight does to the final held-out loss, root mean square over the "
