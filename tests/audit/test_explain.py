@@ -105,7 +105,7 @@ def test_gains_are_named_by_the_parameter_that_moves_them() -> None:
 @pytest.mark.parametrize(
     ("name", "norm"),
     [
-        ("nanochat", ("RMS", "head", 1e-5, "scalar 1.2", "before or after RoPE (the same without a gain per dim)")),
+        ("nanochat", ("RMS", "head", 1e-5, "scalar 1.2", "before or after RoPE (equivalent without a gain per dim)")),
         ("norm then rope", ("RMS", "head", 1e-6, "per dim", "before RoPE")),
         ("rope then norm", ("RMS", "head", 1e-6, "per dim", "after RoPE")),
         ("l2", ("L2", "head", 1e-12, "none", "")),

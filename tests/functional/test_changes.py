@@ -148,7 +148,7 @@ def test_hand_written_scores_change_as_the_calls_do(seen: str) -> None:
 def test_bad_pairs_of_calls_are_refused() -> None:
     before, after = two_calls()
     short = make_call(AttentionSpec(), *(x[:, :, :5] for x in (after.q, after.k, after.v)))
-    with pytest.raises(ShapeError, match="two calls of the same batch"):
+    with pytest.raises(ShapeError, match="two calls on the same batch"):
         logit_change(before, short)
 
     class Unfolded(NoPosition):

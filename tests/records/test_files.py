@@ -46,7 +46,7 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunDirectoryError, match=r"x\.txt: No space left on device.*what was there is not lost"):
+    with pytest.raises(RunDirectoryError, match=r"x\.txt: No space left on device.*existing files are not lost"):
         write_text(tmp_path / "x.txt", "new")
     assert (tmp_path / "x.txt").read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1

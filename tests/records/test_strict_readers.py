@@ -79,7 +79,7 @@ def test_a_header_is_read_as_it_was_saved(tmp_path: Path) -> None:
         ({"shape": [2**62, 2**62]}, "not what F32 of shape"),
         ({"data_offsets": [0.0, 16.0]}, "to be begin and end"),
         ({"data_offsets": [16, 0]}, "to be begin and end"),
-        ({"data_offsets": [8, 24]}, "leaves a hole after the header"),
+        ({"data_offsets": [8, 24]}, "leaves a gap after the header"),
         ({"data_offsets": [0, 12]}, "not what F32 of shape"),
         ({"more": 1}, "expected dtype, shape and data_offsets"),
     ],

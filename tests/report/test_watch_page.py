@@ -124,8 +124,8 @@ def test_a_run_that_a_command_watched_is_fixed_by_that_command(tmp_path: Path):
     ("logits", "light", "says"),
     [
         ([1.0, 7.0], "good", "Healthy: the largest attention logit in 1 step is 7"),
-        ([1.0, 168.0], "large", "Attention logits are large: 168 at most in 1 step"),
-        ([1.0, 1340.0], "bad", "Attention logits are too large: 1,340 at most in 1 step."),
+        ([1.0, 168.0], "large", "Attention logits are large: up to 168 in 1 step"),
+        ([1.0, 1340.0], "bad", "Attention logits are too large: up to 1,340 in 1 step."),
         ([np.nan, np.nan], "none", "No attention logit was measured in 1 step."),
     ],
 )

@@ -212,7 +212,7 @@ UNKNOWN: dict[str, tuple[Callable[[Sum, dict[str, Tensor]], Tensor], str]] = {
     "talking heads": (mixed_linear, r"its heads are mixed by a weight \(linear\) before the softmax"),
     "talking heads, einsum": (mixed_einsum, r"its heads are mixed by a weight \(einsum\) before the softmax"),
     "gated bias": (gated, "a term added to its scores depends on the input and is not a product"),
-    "a part capped": (capped_part, "a part of it is capped before it is added"),
+    "a part capped": (capped_part, "a term of the sum is capped before it is added"),
 }
 
 

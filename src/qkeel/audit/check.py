@@ -181,7 +181,7 @@ def of_scan(found: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
     elif unbounded or found.unknown or not bounds:
         left = [*unbounded, *(one.name for one in found.unknown)]
         status = Status.NOT_KNOWN
-        text = f"not known: weights are finite, but give no bound on the logits of {left[0] if left else 'this model'}"
+        text = f"not known: weights are finite but imply no bound on the logits of {left[0] if left else 'this model'}"
         text += f" and {len(left) - 1} more layers" if len(left) > 1 else ""
     elif largest <= threshold:
         status, text = (

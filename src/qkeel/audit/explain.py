@@ -176,7 +176,7 @@ class QueryOrKey:
         divided = rotation(y / gain[:, None], self.answers.tolerance, among)
         after = divided is not None and bool(divided.pairing)
         if before and after:
-            return "before RoPE" if kind == "layer" else "before or after RoPE (the same without a gain per dim)"
+            return "before RoPE" if kind == "layer" else "before or after RoPE (equivalent without a gain per dim)"
         return "before RoPE" if before else "after RoPE" if after else "order with RoPE unknown"
 
 

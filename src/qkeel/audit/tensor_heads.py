@@ -202,7 +202,7 @@ FUSED: dict[str, str | None] = {
 # Model types that override the table above (transformers 5.23, modeling files).
 GROUPED = frozenset(["gpt_neox", "gpt_neox_japanese", "bloom", "falcon", "persimmon", "internlm2", "gpt_bigcode"])
 BLOCKS = frozenset(["chatglm"])
-OTHER = {"codegen": "its qkv_proj is cut into 4 parts of [q | v | k] (a trace of the TPUs it was trained on)"}
+OTHER = {"codegen": "its qkv_proj is cut into 4 parts of [q | v | k] (a relic of its training on TPUs)"}
 # Model types whose q_proj holds, per head, the query and a gate of the same width.
 GATED = frozenset(["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"])
 # Gains of a q/k norm next to the projections: (query, key).

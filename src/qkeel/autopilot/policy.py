@@ -352,7 +352,7 @@ class _Step:
         """Builds a decision for this step."""
         expected = {
             Action.WATCH: "a record every few steps; nothing else changes",
-            Action.CLIP: f"the max logit of these heads stays at about {self.ladder.threshold:g} or under",
+            Action.CLIP: f"the max logit of these heads stays at or under about {self.ladder.threshold:g}",
             Action.RATES: f"steps of this layer's query and key weights are at most {self.ladder.tau:g} times as long",
             Action.NORM: "the max logit is at most what the gains allow; qk_clip and lalr are removed",
             Action.RATE: "the logits grow in proportion to the learning rate",

@@ -443,7 +443,7 @@ def scores_change(before: ScoresCall, after: ScoresCall) -> LogitChange:
     is a difference of logits and contains their rounding."""
     if before.logits.shape != after.logits.shape:
         raise ShapeError(
-            f"expected two calls of the same batch, got scores {tuple(before.logits.shape)} and then "
+            f"expected two calls on the same batch, got scores {tuple(before.logits.shape)} and then "
             f"{tuple(after.logits.shape)}"
         )
     parts = []

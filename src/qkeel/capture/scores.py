@@ -49,7 +49,7 @@ def added(one: Scores, other: Scores, factors: tuple[float, float], out: Tensor,
     lost = list(dict.fromkeys((*one.lost, *other.lost)))
     for tag in (one, other):
         if tag.uncapped is not None or tag.before_tanh is not None:
-            lost.append("a part of it is capped before it is added")
+            lost.append("a term of the sum is capped before it is added")
     parts = [_part(p, factors[0], out) for p in one.parts]
     # What was mixed from these very products is not a product besides them.
     known = {(id(a), id(b)) for a, b in (p.operands for p in one.parts)}
@@ -263,7 +263,7 @@ def written(tag: Scores | None, x: Tensor, index: object, value: object, new: Sc
     if isinstance(value, Tensor) and value.shape == x.shape:
         return dataclasses.replace(new, hidden=hidden)
     return dataclasses.replace(
-        tag, hidden=hidden, lost=(*tag.lost, "a part of it is a sum of more products than the rest")
+        tag, hidden=hidden, lost=(*tag.lost, "part of its scores is a sum of more products than the rest")
     )
 
 

@@ -365,7 +365,7 @@ def _elementwise(name: str, tag: Scores, x: Tensor, given: Given, out: Tensor) -
     if name in ("abs", "absolute"):
         # What a mask hid would come out as the largest of all, and a cap or a shift before it is not undone.
         changed = (tag.hidden, tag.uncapped, tag.before_tanh, tag.unshifted, tag.keys)
-        why = "its softmax takes their absolute values"
+        why = "its softmax takes the absolute values of the scores"
         return None if any(x is not None for x in changed) else dataclasses.replace(tag, lost=(*tag.lost, why))
     if name in ("max", "min"):
         return tag if len(args) > 1 and isinstance(args[1], torch.Tensor) else None

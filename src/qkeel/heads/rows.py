@@ -86,7 +86,7 @@ def logit_terms(
         if (shared := a.dims & b.dims)
     )
     if not terms:
-        raise UnknownRowsError("no part of a head is computed by projections on both sides")
+        raise UnknownRowsError("no part of a head is computed by projections of both q and k")
     return terms, query.normed or key.normed
 
 

@@ -144,7 +144,7 @@ class _Experiment:
         """The reasons why no experiment is possible."""
         site = self._site
         if not self._calls:
-            yield "the recorded pass did not show it again"
+            yield "the recorded pass did not contain its attention call"
             return
         self._logits = RepeatedLogits([call.captured.call for call in self._calls])
         self.seen = self._logits()
@@ -330,7 +330,7 @@ class _Experiment:
                 # A constant in the place of a query makes one number per key, which is not a product.
                 before, after = ([z - z.nanmean(dim, keepdim=True) for z in parts] for parts in (before, after))
             if self._varies(before, after, scale):
-                yield f"{words}{where} with its input: a part of them comes from other weights"
+                yield f"{words}{where} with its input: part of them comes from other weights"
 
     def _varies(self, a: list[Tensor], b: list[Tensor], scale: list[float]) -> bool:
         noise = 4 * self._rounding

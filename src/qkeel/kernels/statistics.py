@@ -361,7 +361,7 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
     """
     if before.q.shape != after.q.shape or before.k.shape != after.k.shape:
         raise ShapeError(
-            f"expected two calls of the same batch, got q {tuple(before.q.shape)}, k {tuple(before.k.shape)} and then "
+            f"expected two calls on the same batch, got q {tuple(before.q.shape)}, k {tuple(before.k.shape)} and then "
             f"q {tuple(after.q.shape)}, k {tuple(after.k.shape)}"
         )
     if not after.spec.position.folds:

@@ -151,7 +151,7 @@ class IdleNorm(Rule):
         if np.isnan(ratio).all() or not np.nanmax(ratio) > 1 + self.tolerance:
             return None
         at, times = peak("max_logit", ratio), float(np.nanmax(ratio))
-        text = f"{self.kind} norm is configured, but a logit is {times:.3g} times what its gains allow"
+        text = f"{self.kind} norm is configured, but a logit is {times:.3g} times what the norm's gains allow"
         return self.alarm(history, text, times, at=at)
 
 

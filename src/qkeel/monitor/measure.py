@@ -739,7 +739,7 @@ class StepNumbers(Visitor):
         if others:
             caution(
                 f"the change that a step causes is not measured for {', '.join(others)}: the q and k weights are "
-                "unknown, split over processes, or not matrices that are multiplied with each other"
+                "unknown, split over processes, or not matrices that are multiplied together"
             )
         return StepSpectra(self._sites.model, sites)
 

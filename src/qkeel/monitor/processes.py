@@ -48,7 +48,7 @@ _FLAGS = _OWN + len(MONITOR_EXTREMES)
 
 UNLIKE = (
     "the processes of this run do not see the same attention, so nothing can be merged. Pipeline stages that torch "
-    "did not create, and other splits that do not show in the weights, must be given: qkeel.watch(..., "
+    "did not create, and other splits that are not visible in the weights, must be given: qkeel.watch(..., "
     "layout=Layout.of_mesh(mesh, layers=...)), Layout from qkeel.monitor"
 )
 

@@ -496,7 +496,7 @@ class AllSinks(Rule):
             return None
         layer = int(layers[0])
         least = float(np.nanmin(weights[-1, layer]))
-        text = f"every head of the layer is a sink head: each gives its first key {least:.0%} of its weight or more"
+        text = f"every head of the layer is a sink head: each gives its first key at least {least:.0%} of its weight"
         was = f"{ratios[begun, layer]:.0%} of them were at first"
         return self.alarm(history, text, least, at=RecordPlace("sink_share", layer, None), trend=was)
 

@@ -200,7 +200,7 @@ def replace_file(path: Path, data: bytes | bytearray) -> None:
         RunDirectoryError: the file cannot be written, or the path is not a regular file.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
-    kept = "Expected a writable place with free space; what was there is not lost. Free some space or choose another"
+    kept = "Expected a writable place with free space; existing files are not lost. Free some space or choose another"
     with _reported("write", path, f"{kept} directory."):
         refuse_irregular(path)
         try:

@@ -294,7 +294,7 @@ def _entries(table: object, data: int) -> dict[str, TensorEntry]:
     place, before = data, "the header"
     for name, entry in ordered.items():
         if entry.begin != place:
-            kind = "overlaps" if entry.begin < place else "leaves a hole after"
+            kind = "overlaps" if entry.begin < place else "leaves a gap after"
             raise ValueError(
                 f"{name[:80]!r} begins at byte {entry.begin:,} and {kind} {before}, which ends at {place:,}"
             )

@@ -104,7 +104,7 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
             raise RefusedError(
                 f"{remedy} at {where(site)}: expected a block x + A(N₁(x)), then x + M(N₂(x)), "
                 "with A, M and both norms direct children of it, but found none around this attention (post-norm, "
-                "parallel and fused blocks have another form; blocks from other libraries are recognised on an "
+                "parallel and fused blocks have a different form; blocks from other libraries are recognised on an "
                 "example batch: apply(..., example=batch)); build the model with the order you want"
             )
         branches.update({(b.name, b.function): b for b in found})

@@ -55,7 +55,7 @@ class SoftcapRemedy(OneSlot):
     cap: float = 50.0
 
     name, slot = "softcap", "cap"
-    line = "bends logits with cap·tanh(z/cap); the logits before the cap may still grow"
+    line = "squashes logits with cap·tanh(z/cap); the logits before the cap may still grow"
     source = "Gemma 2, arXiv 2408.00118"
 
     def value(self, old: AttentionSpec, train_length: int | None) -> Softcap:

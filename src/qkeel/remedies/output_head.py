@@ -99,7 +99,7 @@ class FinalSoftcap(Remedy):
     module: str = ""
 
     name = "final_softcap"
-    line = "bends the logits over the vocabulary with cap·tanh(z/cap)"
+    line = "squashes the logits over the vocabulary with cap·tanh(z/cap)"
     source = "Gemma 2, arXiv 2408.00118, section 2"
     rule = "logits over the vocabulary: z ← {cap:g} · tanh(z / {cap:g})"
     on_attention = False

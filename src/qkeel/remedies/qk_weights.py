@@ -60,8 +60,8 @@ class FrozenQK(StepRemedy):
     """
 
     name = "frozen_qk"
-    line = "leaves the weights, biases and gains of queries and keys as they are: the control of a comparison"
-    source = "the control of a comparison; random attention as in Tay et al. 2021, arXiv 2005.00743"
+    line = "leaves the weights, biases and gains of queries and keys as they are: the control in a comparison"
+    source = "the control in a comparison; random attention as in Tay et al. 2021, arXiv 2005.00743"
     rule = "each step: W_Q, W_K, their biases and the gains of norms on q and k stay as they were"
 
     def apply(self, target: Target) -> Handle:

@@ -309,9 +309,9 @@ def verdict(run: Watched) -> Verdict:
         text += f"; with the remedies applied, it is {h.number(now)}."
         return Verdict(light, text)
     if peak > HARMFUL_LOGIT:
-        return Verdict("bad", f"Attention logits are too large: {h.number(peak)} at most {span}.", _WHY)
+        return Verdict("bad", f"Attention logits are too large: up to {h.number(peak)} {span}.", _WHY)
     if peak > ALARM_THRESHOLD:
-        return Verdict("large", f"Attention logits are large: {h.number(peak)} at most {span}{where}.", _WHY)
+        return Verdict("large", f"Attention logits are large: up to {h.number(peak)} {span}{where}.", _WHY)
     text = f"Healthy: the largest attention logit {span} is {h.number(peak)}{where}"
     return Verdict("good", f"{text}. Logits above {h.number(ALARM_THRESHOLD)} count as large.")
 
@@ -480,8 +480,8 @@ GROWTH = Chart(
     "Largest attention logit",
     "Thin lines: the largest logit of each layer, coloured by depth. Pale band: the model's largest logit, labelled "
     "with the head that currently has it. Logarithmic axis; logits under 0.1 are drawn at its lower end. Dots are "
-    "alarms, hollow dots are samples in evaluation mode; vertical lines are actions of an autopilot; hover over one for "
-    "its reason.",
+    "alarms, hollow dots are samples in evaluation mode; vertical lines are actions of an autopilot; hover over one "
+    "for its reason.",
     "Line chart: largest attention logit against step, one line per layer.",
 )
 MAP = Chart(
@@ -840,7 +840,7 @@ def _intervention(events: Sequence[Row], effects: Sequence[Row]) -> Markup:
         went = [f"from {e['before']:.4g} to {e['after']:.4g} at {e['site']}" for e in effects]
         below = [
             "; ".join(places),
-            *([f"By step {effects[0]['step']:,}, the max logit went {'; '.join(went)}"] if went else []),
+            *([f"By step {effects[0]['step']:,}, the max logit had gone {'; '.join(went)}"] if went else []),
         ]
     parts = [h.tag("p", {}, h.tag("strong", {"class": "severity"}, kind.replace("_", " ")), f" {text}")]
     return h.tag("li", {"class": "alarm-notice"}, *parts, *(h.tag("p", {"class": "source"}, line) for line in below))

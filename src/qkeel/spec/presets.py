@@ -90,7 +90,7 @@ def _deep_enough(name: str, n_layers: int) -> None:
 
 # Names that are not here may be methods of `AttentionSpec.extrapolate`, here used in training.
 POSITIONS: dict[str, Recipe[Specs]] = {
-    "rope": Recipe("rotary; base=, rotary= (share of each head)", "arXiv 2104.09864", _rope),
+    "rope": Recipe("rotary; base=, rotary= (fraction of each head)", "arXiv 2104.09864", _rope),
     "nope": Recipe("none: the causal mask alone", "arXiv 2305.19466", _plain(NoPosition())),
     "alibi": Recipe("- m_h|i - j| on the logit", "arXiv 2108.12409", _plain(ALiBi())),
     "kerple_log": Recipe("- p ln(1 + a|i - j|), learned per head", "arXiv 2205.09921", _plain(Kerple())),

@@ -127,7 +127,7 @@ def bent(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("change", "terms", "why"),
-    [(whole_sum, 2, ""), (sum_in_part, 0, "a part of it is a sum of more products than the rest")],
+    [(whole_sum, 2, ""), (sum_in_part, 0, "part of its scores is a sum of more products than the rest")],
 )
 def test_a_sum_that_is_written_back_is_watched_and_its_terms_are_known_or_told(
     change: Change, terms: int, why: str

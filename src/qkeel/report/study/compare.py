@@ -339,7 +339,7 @@ class SeedEffect:
         if self.verdict == UNDECIDED:
             return f"not shown: {more_seeds(self.judged)}"
         if self.verdict == INSIDE:
-            return f"not so: any effect is below {'10 %' if self.ratio else f'{self.margin:g}'}"
+            return f"did not hold: any effect is below {'10 %' if self.ratio else f'{self.margin:g}'}"
         return "held" if self.verdict == HELD else "the reverse was seen"
 
     def _back(self, number: float) -> float:
