@@ -140,7 +140,7 @@ def test_the_lead_answers_with_numbers(tmp_path: Path) -> None:
     assert text.index("not shown</summary>") < text.index("Charts</h2>")
     marked = page.mark(f"as with {WIDE}: more than none, and swin_norm:a=1")
     assert re.findall('"name">([^<]*)', marked) == [WIDE, "none"]
-    assert lead.text.startswith("Why do mixed modalities blow up? From LR 0.01 to 0.1 the largest logit grows")
+    assert lead.text.startswith("Why do mixed modalities blow up? From LR 0.01 to 0.1, the largest logit grows")
     assert "which is not shown" in lead.text
 
 
