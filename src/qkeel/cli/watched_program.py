@@ -160,7 +160,7 @@ class MessageSink(Sink):
             now = math.nan if self._sample is None else self._sample.overall("max_logit")
             if cause == GROWTH and self._acted and now <= ALARM_THRESHOLD:
                 self.writer(
-                    f"{cause} at step {own[0].step:,}; now, after the autopilot acted, the largest logit is {now:,.4g}"
+                    f"{cause} at step {own[0].step:,}; after the autopilot acted, the largest logit is {now:,.4g}"
                 )
             else:
                 self.writer(f"{cause}, since step {own[0].step:,}; {grave.line}")
