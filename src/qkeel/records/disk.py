@@ -133,7 +133,7 @@ def refuse_links(folder: Path) -> None:
     Raises:
         RunDirectoryError: an entry is a link; the message names the first one.
     """
-    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+    for entry in sorted(folder.iterdir()) if os.path.isdir(folder) else ():  # Path.is_dir raises for a long name
         if entry.is_symlink():
             raise RunDirectoryError(
                 f"cannot use {entry}: it is a link; expected the files of a run in its own folder. Copy its target "
@@ -287,9 +287,9 @@ def make_directory(path: Path, parents: bool = True) -> bool:
     Raises:
         RunDirectoryError: the directory cannot be created.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         return False
-    if parents and not path.parent.exists():
+    if parents and not os.path.exists(path.parent):
         make_directory(path.parent)
     with _reported("make", path, "Choose a writable directory with free space."):
         try:
