@@ -178,5 +178,5 @@ def test_a_scale_made_for_other_heads_is_warned_of_once_with_the_better_one() ->
             Attention(64, 1, spec=preset("cosa"))
         Attention(64, 2, spec=preset("cosa_logn", train_length=64))
     assert len(said) == 2
-    assert "head_dim 64 most gradient passes at 16.64" in said[0]
+    assert "head_dim 64, most gradient passes at 16.64" in said[0]
     assert "cosa:gradient=true" in said[1]

@@ -280,7 +280,7 @@ def test_the_primary_comparison_is_recorded_and_kept_where_more_runs_join(tiny: 
     assert "primary" in (out / "table.csv").read_text().splitlines()[0].split(",")
     about = {k: v for k, v in read_json(out / "study.json").items() if k != "primary"}
     write_json(out / "study.json", about)
-    with pytest.raises(RunDirectoryError, match="primary: the comparison"):
+    with pytest.raises(RunDirectoryError, match="primary: the primary comparison"):
         run_plan(plan, out, Execution())
 
 

@@ -280,7 +280,7 @@ def test_advice_is_given_where_a_fixed_scale_is_a_quarter_off_the_best_for_the_h
         off = max(cosa.scale.value / own, own / cosa.scale.value)  # type: ignore[attr-defined]
         said = scale_advice(cosa, d)
         assert (said is None) == (off <= 1.25), d
-        assert said is None or f"for head_dim {d} most gradient passes at {own:.4g}" in said
+        assert said is None or f"for head_dim {d}, most gradient passes at {own:.4g}" in said
     assert scale_advice(cosa, 128) is None
     assert scale_advice(PUBLISHED["cosa_logn"], 512) is not None
     for other in (
