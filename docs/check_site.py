@@ -18,7 +18,7 @@ ANSWERS = {
     "does it change my loss": "are bit-identical with and without it",
     "how to read heads in pandas": "heads.to_pandas()",
     "how to add my own attention": "Describe what cannot be seen",
-    "what happens at NaN": "A critical alarm comes once",
+    "what happens at NaN": "A critical alarm is raised once",
     "is my model supported": "Is my model supported?",
 }
 

@@ -93,7 +93,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     lost = [name for name in _weight_map(path) if name not in tensors] if (path / INDEX).exists() else []
     if lost:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-        raise DataError(f"{INDEX} names {', '.join(lost[:3])}{more}, which no file of {path} holds; download it again")
+        raise DataError(f"{INDEX} lists {', '.join(lost[:3])}{more}, but no file in {path} has it; download it again")
     return Checkpoint(path=path, tensors=tensors, config=_config(path))
 
 

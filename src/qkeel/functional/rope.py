@@ -166,7 +166,7 @@ def interpolate(theta: Frequencies, factor: float) -> Frequencies:
 
 
 def ntk(theta: Frequencies, factor: float | Tensor, *, exact: bool = False) -> Frequencies:
-    """Returns θ_i · k^(-2i/d), as for the base times k; `exact`: θ_i · k^(-2i/(d - 2)), with the last pair 1/k as fast.
+    """Returns θ_i · k^(-2i/d), the base times k; `exact`: θ_i · k^(-2i/(d - 2)), the last pair 1/k as fast.
 
     Source: bloc97 2023 (NTK-aware); the exact base as in transformers' "dynamic" rope; "NTK-old" of kexue.fm 9706.
 

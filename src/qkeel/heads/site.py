@@ -160,8 +160,9 @@ class QKProduct:
     Plain attention has one term, (W_q) and (W_k). MLA has two: (W_dq, W_uq)·(W_dkv, W_uk) and the rotated
     (W_dq, W_qr)·(W_kr). A norm cuts the path: what lies before it does not scale the logit and is left out.
 
-    Low-rank adapters add paths: (W_base) and, for each active adapter, (A, B), where B has rows per head and A is
-    shared by all heads, even while B is still zero. With both projections adapted, there are four terms. A merged
+    With low-rank adapters, there is one path for the base weight, (W_base), and one for each active adapter, (A, B),
+    even while B is still zero. B has rows for each head; all heads share A. With both projections adapted, there are
+    four terms. A merged
     adapter is part of W_base and not a separate path. DoRA divides by a norm of the weights that it keeps out of the
     graph, so `normed` does not show it.
     """
@@ -257,7 +258,7 @@ class AttentionSite:
 
     `terms` is empty where the weights of the logit or of a part of it are unknown; `why` then states the reason.
     `unverified` says why an experiment did not confirm that these weights, and no others, determine the logits of these
-    heads. `normed`: a norm lies between the weights and the logit, one that is part of the model, not of the spec.
+    heads. `normed`: a norm that belongs to the model, not to the spec, lies between the weights and the logit.
     `unscaled` says how an experiment showed that the logits do not grow with the rows of q, or of k, as a product does.
     `below`: only a CaptureMode with dispatch=True sees this attention. `description` is set for a site described by
     hand.

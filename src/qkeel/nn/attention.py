@@ -164,9 +164,9 @@ class RowObserver:
     """An observer that also accepts row statistics from the kernel, where the kernel computes them in its pass."""
 
     see: Observer
-    """Called with a call before it is computed, if the kernel returns no row statistics."""
+    """Receives each attention call before it is computed, if the kernel returns no row statistics."""
     read: Callable[[AttentionCall, KernelRows], None]
-    """Called with a computed call and its row statistics."""
+    """Receives each computed attention call and its row statistics."""
 
     def __call__(self, call: AttentionCall) -> None:
         self.see(call)

@@ -39,7 +39,7 @@ def scaled_dot_product_attention(
 
     On a CPU, supported calls use qkeel's compiled attention, which gives a watched model's largest logits and entropies
     at no extra cost. All other calls (dropout, autocast, float64, subclasses, torch.func, torch.compile, a GPU) go to
-    torch's function. Watching, bounds, clipping and remedies treat both alike.
+    torch's function. Watching, bounds, clipping and remedies work the same way with both.
 
     Args:
         query: [... t d].

@@ -114,7 +114,7 @@ class Cosine(ChangeNorm):
     def __post_init__(self) -> None:
         ChangeNorm.__post_init__(self)
         if self.length is not None and self.scale is not None:
-            raise InvalidValueError("cosine takes its scale from a length or as scale=…, got both")
+            raise InvalidValueError("cosine takes either a length or scale=…, got both")
         if self.length is not None:
             cosine_scale(self.length)  # validates the length
 

@@ -299,8 +299,9 @@ class Tap(Handle):
     eager code; once the modules that contain it are known, the mode is entered in their calls only, and the whole pass
     is searched from time to time (see `places`).
 
-    Two kinds of models are measured in an additional pass before their own: eager, without gradients, after which
-    random number generators and buffers are restored. Compiled code must not run inside a mode; torch modules with a
+    Compiled models, and torch modules with a fast path for evaluation, are measured in an additional pass before their
+    own. It runs eagerly and without gradients, and random number generators and buffers are restored after it.
+    Compiled code must not run inside a mode; torch modules with a
     fast path for evaluation would lose it inside a mode, so that results would differ in the last bits. Where no sites
     are known, one more pass before the first measured one shows whether there is attention inside torch.jit.script or
     torch.func.vmap; such attention is then observed operator by operator.

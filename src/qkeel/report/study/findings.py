@@ -257,7 +257,7 @@ def _primary(study: StudyData, named: Row) -> list[Finding]:
     if gain is None:
         return [Finding("lead", f"{what} No seed has finished both.")]
     if gain.effect is None:
-        text = "One seed decides nothing" if math.isfinite(gain.mean) else "A loss is not finite, so none is compared"
+        text = "One seed decides nothing" if math.isfinite(gain.mean) else "A loss is not finite: nothing is compared"
         return [Finding("lead", f"{what} {text}.")]
     outcome = {
         "better": f"{gain.remedy} is better by {h.loss(gain.mean)} nats",
@@ -455,7 +455,7 @@ def _losses_against_baseline(study: StudyData, rows: Sequence[Row]) -> list[Find
 
 def _collapse(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     fallen = {remedy: lrs for remedy in study.remedies if (lrs := collapsed_at(rows, remedy))}
-    test = f"mean entropy under {COLLAPSE_ENTROPY} nats, or no better than before training"
+    test = f"mean entropy under {COLLAPSE_ENTROPY} nats, or held-out loss NaN or no better than before training"
     if not fallen:
         return [Finding("note", f"No finished run collapsed ({test}).")]
     parts = [f"{remedy} at LR {h.listing(lrs)}" for remedy, lrs in fallen.items()]
