@@ -18,7 +18,8 @@ Run = dict[str, str]
 
 _HEAD = """# The second test of the autopilot
 
-Written from the lines of the runs by the command below; a test compares. What the autopilot does when:
+Written from the lines of the runs by the command below; a test compares. A later test, on settings drawn at random, has
+a page of [its own](autopilot-drawn.md). What the autopilot does when:
 [autopilot](../docs/guides/autopilot.md).
 
 ```sh

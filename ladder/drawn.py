@@ -226,13 +226,13 @@ def goals(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def bands(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The loss of each arm over that of none and over that of frozen_qk, by the band of the rate."""
+    """The loss of each arm less that of none, of frozen_qk and of qk_norm, by the band of the rate."""
     losses = {(r["setting"], r["arm"], r["seed"]): r["val_loss"] for r in rows if r["val_loss"] is not None}
-    yield "| times the tuned rate | over | " + " | ".join(arm for arm in ARMS[2:]) + " |"
+    yield "| times the tuned rate | less | " + " | ".join(arm for arm in ARMS[2:]) + " |"
     yield "|---|---|" + "---|" * len(ARMS[2:])
     for low, high in BANDS:
         inside = [i for i, setting in enumerate(settings) if low <= setting["times"] <= high]
-        for base in ARMS[:2]:
+        for base in ARMS[:3]:
             cells = []
             for arm in ARMS[2:]:
                 pairs = [[(losses.get((i, arm, s)), losses.get((i, base, s))) for s in SEEDS] for i in inside]
@@ -241,7 +241,7 @@ def bands(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> Iterato
                     for own in pairs
                     if all(None not in pair for pair in own)
                 ]
-                if len(gains) > 5:
+                if len(gains) > 5 and arm != base:
                     least, most = exact_interval(gains, 0.95)
                     cells.append(f"{statistics.fmean(gains):+.3f} ({least:+.3f} to {most:+.3f}), {len(gains)}")
                 else:
@@ -259,9 +259,9 @@ def each_setting(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> 
         for arm in ARMS:
             mine = [r for r in own if r["arm"] == arm]
             known = [r["val_loss"] for r in mine if r["val_loss"] is not None]
-            lost = "\\*" if any(r["collapsed"] for r in mine) else ""
+            mark = "\\*" if any(r["collapsed"] for r in mine) else ""
             refused = "refused" if any(r.get("refused") for r in mine) else "–"
-            cells.append(f"{statistics.fmean(known):.3f}{lost}" if known else refused)
+            cells.append(f"{statistics.fmean(known):.3f}{mark}" if known else refused)
         lost = {arm: sum(bool(r["collapsed"]) for r in own if r["arm"] == arm) for arm in ("none", "autopilot")}
         touched = sum(bool(r["touched"]) for r in own if r["arm"] == "autopilot")
         behind = gap(own)
@@ -286,8 +286,9 @@ def page(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> str:
         f"{'All' if done == total else done} of {total} runs are done ({made}; {hours:.1f} core-hours).",
         *("", "## Goals", "", *goals(judge(rows, settings)), ""),
         *("## Losses by rate", ""),
-        "Held-out loss of an arm less that of `none` and of `frozen_qk`, whose query and key weights keep their first",
-        "values: the mean over settings of the mean of both seeds, its 95 % interval, and the number of settings.",
+        "Held-out loss of an arm less that of `none`, of `frozen_qk`, whose query and key weights keep their first",
+        "values, and of `qk_norm`: the mean over settings of the mean of both seeds, its 95 % interval, and the number",
+        "of settings.",
         *("", *bands(rows, settings), ""),
         *("## Each setting", ""),
         "Mean held-out loss of both seeds, in nats; \\* marks an arm of which a run collapsed.",

@@ -175,7 +175,7 @@ def trained_stage(name: str, setup: str) -> dict[str, Tensor]:
     }
 
 
-def farthest(a: dict[str, Tensor], b: dict[str, Tensor], least: int = 3) -> float:
+def farthest(a: dict[str, Tensor], b: dict[str, Tensor], least: int = 6) -> float:
     """The largest difference of weights of the same name, of which there are some."""
     both = a.keys() & b.keys()
     assert len(both) >= least
@@ -189,7 +189,8 @@ def outcome(name: str, setup: str, one: dict[str, Tensor], noise: float) -> str:
     that does not.
     """
     try:
-        difference = farthest(trained(name, setup), one)
+        attention_alone = setup.startswith("context")
+        difference = farthest(trained(name, setup), one, 3 if attention_alone else 6)
     except RefusedError as error:
         return f"refused: {error}"
     print(f"{setup} {name}: {difference:.1e}, {noise:.1e}", flush=True)
