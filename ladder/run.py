@@ -1,9 +1,10 @@
 """`make ladder`: runs what is left of the plan, the smallest size first, and writes rows as runs end.
 
-    python -m ladder.run [--rung 0.13M …] [--work FOLDER] [--results FOLDER] [--idle]
+    python -m ladder.run [--rung 0.13M …] [--seed 5000 …] [--work FOLDER] [--results FOLDER] [--idle]
 
 A run that is in the results is never run again. SIGTERM or SIGINT: checkpoints are written and the process ends;
-started again it goes on there, to the same numbers. Before the first run of a rung the prediction from the rungs below
+started again it goes on there, to the same numbers. Several processes share a rung when each has seeds and folders of
+its own; `cat` joins their rows. Before the first run of a rung the prediction from the rungs below
 is written next to the results, and never changed.
 """
 
@@ -83,8 +84,8 @@ def folder(work: Path, of: Point) -> Path:
     return work / of.rung / f"{of.arm}-{of.lr:g}-{of.seed}"
 
 
-def climb(names: Sequence[str], work: Path, results: Path, stop: Stop) -> int:
-    """Runs what is left of these rungs."""
+def climb(names: Sequence[str], work: Path, results: Path, stop: Stop, seeds: Sequence[int] = ()) -> int:
+    """Runs what is left of these rungs, on these seeds alone where any are named."""
     watcher = Watcher(should_stop=lambda: stop.asked)
     for name in names:
         rung, rows = RUNGS[name], read(name, results)
@@ -92,7 +93,7 @@ def climb(names: Sequence[str], work: Path, results: Path, stop: Stop) -> int:
         done = {point(r) for r in rows}
         predict_before(name, results, begun=bool(rows))
         for unit in units(rung):
-            left = [p for p in unit if p not in done]
+            left = [p for p in unit if p not in done and (not seeds or p.seed in seeds)]
             if not left:
                 continue
             places = [folder(work, p) for p in left]
@@ -145,6 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what is left."""
     parser = argparse.ArgumentParser(prog="python -m ladder.run", description=__doc__)
     parser.add_argument("--rung", nargs="*", choices=list(RUNGS), default=list(RUNGS), help="sizes, the smallest first")
+    parser.add_argument("--seed", nargs="*", type=int, default=(), help="these seeds alone; without it every seed")
     parser.add_argument("--work", type=Path, default=Path("runs/ladder"), help="folder of runs that are under way")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of rows")
     parser.add_argument("--idle", action="store_true", help="run only when no other process wants the processor")
@@ -152,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.idle:
         step_aside()
     options.results.mkdir(parents=True, exist_ok=True)
-    return climb(options.rung, options.work, options.results, Stop())
+    return climb(options.rung, options.work, options.results, Stop(), options.seed)
 
 
 if __name__ == "__main__":
