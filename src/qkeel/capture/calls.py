@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.functional.bounds import LogitChange, change_rows, reduce_changes
-from qkeel.functional.class_statistics import ClassStats, TokenClasses, joined_classes
+from qkeel.functional.class_statistics import TokenClasses, joined_classes
 from qkeel.functional.norms import wide
 from qkeel.functional.statistics import (
     TENSORS,
@@ -681,22 +681,10 @@ class SiteStats(Mapping[str, LogitStats]):
             found[name] = merge(found[name], stats) if name in found else stats
         return SiteStats.of(found)
 
-    def each(self, change: Callable[[list[Tensor]], list[Tensor]]) -> SiteStats:
-        """Returns the statistics with tensors replaced: `change` gets those of a block, in the same order each time."""
-        return SiteStats([block._replace(joint=_changed(block.joint, change)) for block in self.blocks], self.names)
-
     def renamed(self, rename: Callable[[str], str]) -> SiteStats:
         """Returns the statistics with other names of sites."""
         blocks = [block._replace(names=tuple(map(rename, block.names))) for block in self.blocks]
         return SiteStats(blocks, map(rename, self.names))
-
-
-def _changed(stats: LogitStats, change: Callable[[list[Tensor]], list[Tensor]]) -> LogitStats:
-    classes, fields = stats.classes, stats.tensors()
-    if classes is not None:
-        own = classes.tensors()
-        classes = ClassStats(names=classes.names, **dict(zip(own, change([*own.values()]))))
-    return LogitStats(**dict(zip(fields, change([*fields.values()]))), classes=classes)  # type: ignore[arg-type]
 
 
 @final

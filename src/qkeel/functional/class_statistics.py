@@ -73,20 +73,28 @@ def _field_names(kind: type[DataclassInstance]) -> tuple[str, ...]:
 
 def _merged(parts: Sequence[Mapping[str, Tensor]], name: str, rule: Merge) -> Tensor:
     values = [part[name] for part in parts]
-    if rule.how == "root":
-        return functools.reduce(torch.hypot, values)
-    if rule.how == "mean" and len(parts) > 2:
-        counts = torch.stack([part[rule.count] for part in parts])
-        share = counts.to(values[0].dtype) / counts.sum(0).clamp_min(1)
-        over = torch.stack(values) - values[0]  # so that the mean of equal values is that value
-        return values[0] + (over * (share if share.ndim == over.ndim else share[..., None])).sum(0)
-    if rule.how == "mean":
+    if rule.how == "mean" and len(parts) == 2:
         mine, other = (part[rule.count] for part in parts)
         # In the mean's dtype, since dividing integers would give float32.
         share = other.to(values[0].dtype) / (mine + other).clamp_min(1)
         return torch.lerp(values[0], values[1], share if share.ndim == values[0].ndim else share[..., None])
-    every = torch.stack(values)
-    return {"max": every.amax, "min": every.amin, "sum": every.sum}[rule.how](0)
+    every = {name: torch.stack(values)}
+    if rule.count:
+        every[rule.count] = torch.stack([part[rule.count] for part in parts])
+    return merged_rows(every, name, rule)
+
+
+def merged_rows(every: Mapping[str, Tensor], name: str, rule: Merge) -> Tensor:
+    """Returns the merged value of a field of data sets that are stacked along the first dimension."""
+    values = every[name]
+    if rule.how == "root":
+        return functools.reduce(torch.hypot, values.unbind())
+    if rule.how == "mean":
+        counts = every[rule.count]
+        share = counts.to(values.dtype) / counts.sum(0).clamp_min(1)
+        over = values - values[0]  # so that the mean of equal values is that value
+        return values[0] + (over * (share if share.ndim == over.ndim else share[..., None])).sum(0)
+    return {"max": values.amax, "min": values.amin, "sum": values.sum}[rule.how](0)
 
 
 # ClassStats: per head, norms, largest logits and attention weights of one site, split by token class.

@@ -28,6 +28,7 @@ from qkeel.functional.class_statistics import (
     merge_classes,
     merge_rules,
     merged,
+    merged_rows,
     one_hot,
     row_formulas,
     rule,
@@ -181,9 +182,22 @@ def merge(a: LogitStats, *others: LogitStats) -> LogitStats:
     sampled = [part for part in parts if "entropy_error" in part]
     error = sampled[0]["entropy_error"] if sampled else None
     if len(sampled) > 1:
-        error = merged(sampled, {"entropy_error": Merge("mean", count="n_queries")})["entropy_error"]
+        error = merged(sampled, {"entropy_error": _ERROR})["entropy_error"]
     classes = functools.reduce(merge_classes, [one.classes for one in others], a.classes)
     return LogitStats(**merged(parts, MERGES), classes=classes, entropy_error=error)
+
+
+def merge_stacked(every: Mapping[str, Tensor]) -> LogitStats:
+    """Merges data sets whose fields are stacked: [n h] instead of [h] for n data sets, by name.
+
+    The statistics by token class are left out. Source: derived, as `merge`.
+    """
+    error = merged_rows(every, "entropy_error", _ERROR) if "entropy_error" in every else None
+    fields: dict[str, Any] = {name: merged_rows(every, name, rule) for name, rule in MERGES.items()}
+    return LogitStats(**fields, entropy_error=error)
+
+
+_ERROR = Merge("mean", count="n_queries")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

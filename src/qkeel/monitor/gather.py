@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, final
+from typing import Literal, NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qkeel.capture.calls import SiteStats
+from qkeel.capture.calls import ScoreBlock, SiteStats
 from qkeel.errors import InvalidValueError
+from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.norms import widest
-from qkeel.functional.statistics import LogitStats, merge
+from qkeel.functional.statistics import LogitStats, merge, merge_stacked
 
 # The share that each process has in a number, and the number that all shares make.
 
@@ -156,20 +158,6 @@ MADE: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], Callable[..., Tensor]
 _LAST = frozenset(parts[-1] for parts, _, _ in MADE.values())
 
 
-def with_made(numbers: Numbers) -> Numbers:
-    """Returns the numbers and those derived from them."""
-    if isinstance(numbers, SiteNumbers) and not any([name in _LAST for _, name in numbers.single]):  # noqa: C419
-        return numbers
-    found = dict(numbers)
-    for name, (parts, only, make) in MADE.items():
-        for site in [site for site, known in numbers if known == parts[-1]]:
-            if all((site, part) in numbers for part in parts):
-                found[site, name] = make(*(numbers[site, part] for part in parts))
-            for part in only:
-                found.pop((site, part), None)
-    return found
-
-
 # From the device to the host, and from every process to every process, in one piece.
 
 Stats = Mapping[str, LogitStats]
@@ -183,15 +171,12 @@ ALIKE = "alike"  # of numbers that all processes with the same weights know
 class Measurement:
     """The measurement of one step: statistics by site, and other numbers by (site, name), "" for the whole model.
 
-    `monitor` is what is known of the monitor itself, by records.MONITOR_FIELDS and MONITOR_EXTREMES. `arrays` are the
-    statistics with one number per head of each block of sites, as arrays of NumPy; they are made with a measurement
-    that has arrived, where one view of all numbers takes the place of some twenty.
+    `monitor` is what is known of the monitor itself, by records.MONITOR_FIELDS and MONITOR_EXTREMES.
     """
 
     stats: Mapping[str, LogitStats]
     numbers: GivenNumbers
     monitor: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    arrays: Sequence[Mapping[str, np.ndarray]] = ()
 
     def form(self) -> MeasurementForm:
         """Returns the form of the measurement, which must be the same in every step."""
@@ -201,36 +186,196 @@ class Measurement:
             found.append((site, name, tuple(value.shape), how))
         return tuple(found)
 
-    def each(self, change: Callable[[list[Tensor]], list[Tensor]]) -> Measurement:
-        """Returns the measurement with changed tensors, and with numbers in place of partial values. `change` gets some
-        of the tensors at a time, in the order of `parts`."""
-        stats = SiteStats.of(self.stats).each(change)
-        numbers = self.numbers if type(self.numbers) is SiteNumbers else SiteNumbers((), self.numbers)
-        rows, single = numbers.rows, numbers.single
-        values = change([row.values for row in rows])
-        known = change([x.value if isinstance(x, PartialValue) else x for x in single.values()])
-        shares = {key: x for key, x in single.items() if isinstance(x, PartialValue)}
-        weights = dict(zip(shares, change([x.weight for x in shares.values()])))
-        found: dict[NumberKey, Tensor | PartialValue] = {
-            key: x.where(weights[key] > 0, torch.nan) if key in shares else x for key, x in zip(single, known)
-        }
-        kept = [
-            SentRow(name=row.name, sites=row.sites, counts=row.counts, values=x, weight=None)
-            for row, x in zip(rows, values)
-        ]
-        return Measurement(stats=stats, numbers=SiteNumbers(kept, found))
 
-    def parts(self) -> list[Tensor]:
-        """Returns all tensors in the order in which `each` passes them on."""
-        found: list[Tensor] = []
-        for block in SiteStats.of(self.stats).blocks:
-            if block.joint.classes is not None:
-                found += block.joint.classes.tensors().values()
-            found += block.joint.tensors().values()
-        numbers = self.numbers if type(self.numbers) is SiteNumbers else SiteNumbers((), self.numbers)
-        found += [row.values for row in numbers.rows]
-        found += [x.value if isinstance(x, PartialValue) else x for x in numbers.single.values()]
-        return found + [x.weight for x in numbers.single.values() if isinstance(x, PartialValue)]
+class _Place(NamedTuple):
+    """Where one tensor lies in a vector: the index of its first number, its shape, and its dtype."""
+
+    first: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def indices(self) -> np.ndarray:
+        """The index of each of its numbers, in its shape."""
+        return np.arange(self.first, self.first + math.prod(self.shape)).reshape(self.shape)
+
+    def read(self, vector: np.ndarray) -> Tensor:
+        """Returns the tensor in float64, or in its own dtype if that is no floating-point one; of several vectors
+        [n size], the tensors of all [n …]."""
+        x = torch.from_numpy(vector[..., self.first : self.first + math.prod(self.shape)])
+        x = x.view(self.shape) if x.ndim == 1 else x.reshape(len(x), *self.shape)
+        return x if self.dtype.is_floating_point else x.to(self.dtype)
+
+
+class BlockPlaces(NamedTuple):
+    """Where the statistics of a block of sites lie: those of `LogitStats` by name, and those by token class."""
+
+    layout: tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
+    fields: Mapping[str, _Place]
+    classes: tuple[str, ...] | None
+    by_class: Mapping[str, _Place]
+
+    def read(self, vector: np.ndarray) -> ScoreBlock:
+        """Returns the block."""
+        classes = None
+        if self.classes is not None:
+            own = {name: place.read(vector) for name, place in self.by_class.items()}
+            classes = ClassStats(names=self.classes, **own)
+        fields = {name: place.read(vector) for name, place in self.fields.items()}
+        return ScoreBlock(*self.layout, LogitStats(**fields, classes=classes))  # type: ignore[arg-type]
+
+    def merged(self, vectors: np.ndarray) -> ScoreBlock:
+        """Returns the block of several vectors, merged; without the statistics by token class."""
+        return ScoreBlock(*self.layout, merge_stacked({name: x.read(vectors) for name, x in self.fields.items()}))
+
+
+class _Form(NamedTuple):
+    """What measurements of equal form have in common."""
+
+    sites: tuple[str, ...]
+    blocks: tuple[tuple[object, ...], ...]
+    rows: tuple[tuple[str, tuple[str, ...], tuple[int, ...]], ...]
+    single: tuple[NumberKey, ...]
+    shares: tuple[NumberKey, ...]
+    tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+
+@final
+class Packing:
+    """Where the numbers of a measurement lie in one vector, for all measurements of one form.
+
+    Tensors of one dtype are adjacent, so that they are converted together.
+    """
+
+    def __init__(self, form: _Form) -> None:
+        self.sites = form.sites
+        self.by_dtype: dict[torch.dtype, list[int]] = {}  # the indices of tensors, in the order of the vector
+        for i, (dtype, _) in enumerate(form.tensors):
+            self.by_dtype.setdefault(dtype, []).append(i)
+        self.size = 0
+        firsts: dict[int, int] = {}
+        for i in itertools.chain.from_iterable(self.by_dtype.values()):
+            firsts[i] = self.size
+            self.size += math.prod(form.tensors[i][1])
+        places = iter([_Place(firsts[i], shape, dtype) for i, (dtype, shape) in enumerate(form.tensors)])
+        self.blocks: list[BlockPlaces] = []
+        for layout, fields, classes, by_class in form.blocks:
+            own = {name: next(places) for name in by_class}  # type: ignore[attr-defined]
+            self.blocks.append(BlockPlaces(layout, {name: next(places) for name in fields}, classes, own))  # type: ignore
+        self.rows = {(name, sites, counts): next(places) for name, sites, counts in form.rows}
+        self.single = {key: next(places) for key in form.single}
+        weights = [next(places) for _ in form.shares]
+        self._shares = _indices([self.single[key] for key in form.shares])
+        self._weights = _indices(weights)
+        self._made: list[tuple[Callable[..., Tensor], list[np.ndarray]]] = []
+        if any(name in _LAST for _, name in self.single):
+            self._make()
+
+    @classmethod
+    def of(cls, measured: Measurement) -> tuple[Packing, list[Tensor]]:
+        """Returns the packing of a measurement, and the tensors in its order."""
+        stats = SiteStats.of(measured.stats)
+        numbers = measured.numbers if type(measured.numbers) is SiteNumbers else SiteNumbers((), measured.numbers)
+        tensors: list[Tensor] = []
+        blocks = []
+        for block in stats.blocks:
+            classes, fields = block.joint.classes, block.joint.tensors()
+            by_class = {} if classes is None else classes.tensors()
+            tensors += [*by_class.values(), *fields.values()]
+            blocks.append((block.layout, tuple(fields), None if classes is None else classes.names, tuple(by_class)))
+        tensors += [row.values for row in numbers.rows]
+        tensors += [x.value if isinstance(x, PartialValue) else x for x in numbers.single.values()]
+        shares = {key: x.weight for key, x in numbers.single.items() if isinstance(x, PartialValue)}
+        tensors += shares.values()
+        form = _Form(
+            stats.names,
+            tuple(blocks),
+            tuple([(row.name, row.sites, row.counts) for row in numbers.rows]),
+            tuple(numbers.single),
+            tuple(shares),
+            tuple([(x.dtype, tuple(x.shape)) for x in tensors]),
+        )
+        return _packing(form), tensors
+
+    def pack(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Returns the tensors as one vector on the device, in the widest float there, exact for counts under 2^53."""
+        dtype = widest(device)
+        parts = []
+        for of in self.by_dtype.values():
+            own = [x.detach() if x.requires_grad else x for x in [tensors[i] for i in of]]
+            flat = [
+                (x if x.ndim == 1 else x.reshape(-1)) if x.device == device else on_device(device, dtype, x)
+                for x in own
+            ]
+            parts.append(torch.cat(flat).to(dtype))
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
+
+    def finish(self, vector: np.ndarray) -> np.ndarray:
+        """Returns the vector in float64, with NaN for numbers that no process knows, and with those that are made of
+        others at its end."""
+        vector = vector.astype(np.float64, copy=False)
+        if len(self._shares):
+            vector[self._shares[~(vector[self._weights] > 0)]] = np.nan
+        made = [make(*[torch.from_numpy(vector[i]) for i in parts]).numpy() for make, parts in self._made]
+        return np.concatenate([vector, *made]) if made else vector
+
+    def _make(self) -> None:
+        """Finds the numbers that are made of others, by MADE."""
+        known = {key: place.indices for key, place in self.single.items()}
+        for (name, sites, counts), place in self.rows.items():
+            parts = np.split(place.indices, np.cumsum(counts)[:-1]) if counts else place.indices
+            known |= {key: x for key, x in zip([(site, name) for site in sites], parts) if key not in known}
+        for name, (parts, only, make) in MADE.items():
+            sites = [site for site, other in known if other == parts[-1]]
+            ready = [site for site in sites if all((site, part) in known for part in parts)]
+            found = [np.broadcast_arrays(*[known[site, part] for part in parts]) for site in ready]
+            for site, of in zip(ready, found):
+                known[site, name] = np.arange(self.size, self.size + of[0].size)
+                self.single[site, name] = _Place(self.size, of[0].shape, torch.float64)
+                self.size += of[0].size
+            if ready:
+                self._made.append((make, [np.concatenate([x.reshape(-1) for x in xs]) for xs in zip(*found)]))
+            for key in itertools.product(sites, only):
+                known.pop(key, None)
+                self.single.pop(key, None)
+
+
+_packing = functools.lru_cache(maxsize=32)(Packing)
+
+
+def _indices(places: Sequence[_Place]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype=np.intp), *[place.indices.reshape(-1) for place in places]])
+
+
+@final
+class Arrived:
+    """The measurement of a step on the host, as one vector in float64; tensors are made of it where they are read.
+
+    `monitor` is what is known of the monitor itself, by records.MONITOR_FIELDS and MONITOR_EXTREMES.
+    """
+
+    def __init__(self, packing: Packing, vector: np.ndarray, monitor: Mapping[str, float] | None = None) -> None:
+        self.packing, self.vector, self.monitor = packing, packing.finish(vector), monitor or {}
+
+    @classmethod
+    def of(cls, measured: Measurement) -> Arrived:
+        """Returns a measurement that is on the host already."""
+        packing, tensors = Packing.of(measured)
+        return cls(packing, packing.pack(tensors, torch.device("cpu")).numpy(), measured.monitor)
+
+    @functools.cached_property
+    def stats(self) -> SiteStats:
+        """The statistics by site."""
+        return SiteStats([block.read(self.vector) for block in self.packing.blocks], self.packing.sites)
+
+    def number(self, name: str) -> dict[str, Tensor]:
+        """Returns a number besides the statistics, by site."""
+        found = {site: place.read(self.vector) for (site, of), place in self.packing.single.items() if of == name}
+        for (of, sites, counts), place in self.packing.rows.items():
+            if of == name:
+                x = place.read(self.vector)
+                found = {**dict(zip(sites, x.split_with_sizes(counts) if counts else x.unbind())), **found}
+        return found
 
 
 def on_device(device: torch.device, dtype: torch.dtype, x: Tensor) -> Tensor:
@@ -247,7 +392,7 @@ class Transfer:
     def __init__(
         self,
         vectors: Sequence[Tensor],
-        read: Callable[[list[Tensor]], Measurement],
+        read: Callable[[list[Tensor]], Arrived],
         stopped: Callable[[list[Tensor]], bool] | None = None,
     ) -> None:
         """Starts the copy of the vectors.
@@ -271,38 +416,9 @@ class Transfer:
     @classmethod
     def alone(cls, measured: Measurement) -> Transfer:
         """Starts the transfer of this process's measurement to its host."""
-        given = measured.parts()
-        sizes = [x.numel() for x in given]
-        device = _device(measured)
-        dtype = widest(device)  # exact for counts under 2^53
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for i, x in enumerate(given):
-            by_dtype.setdefault(x.dtype, []).append(i)
-        parts = []
-        for of in by_dtype.values():
-            own = [x.detach() if x.requires_grad else x for x in [given[i] for i in of]]
-            flat = [
-                (x if x.ndim == 1 else x.reshape(-1)) if x.device == device else on_device(device, dtype, x)
-                for x in own
-            ]
-            parts.append(torch.cat(flat).to(dtype))
-        lengths = [x.numel() for x in parts]
-        order = list(itertools.chain.from_iterable(by_dtype.values()))
-        places = itertools.accumulate([sizes[i] for i in order], initial=0)
-        firsts = dict(zip(order, places))  # of each part in the vector
-
-        def read(rows: list[Tensor]) -> Measurement:
-            values: list[Tensor | None] = [None] * len(given)
-            groups = rows[0].split_with_sizes(lengths)
-            for (kind, of), group in zip(by_dtype.items(), groups):
-                group = group if kind.is_floating_point else group.to(kind)
-                for i, x in zip(of, group.split_with_sizes([sizes[i] for i in of])):
-                    values[i] = x if given[i].ndim == 1 else x.view(given[i].shape)
-            at = iter(values)
-            found = measured.each(lambda tensors: [next(at) for _ in tensors])  # type: ignore[misc]
-            return dataclasses.replace(found, arrays=_arrays(SiteStats.of(measured.stats), rows[0].numpy(), firsts))
-
-        return cls([torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)], read)
+        packing, tensors = Packing.of(measured)
+        vector = packing.pack(tensors, _device(measured))
+        return cls([vector], lambda rows: Arrived(packing, rows[0].numpy()))
 
     @property
     def arrived(self) -> bool:
@@ -321,7 +437,7 @@ class Transfer:
             self._event.synchronize()
         return self._host
 
-    def result(self) -> Measurement:
+    def result(self) -> Arrived:
         """The numbers on the host; waits for them if need be.
 
         Raises:
@@ -331,23 +447,7 @@ class Transfer:
             raise InvalidValueError(
                 "the monitor of another process of this run has switched itself off, or was closed there"
             )
-        measured = self._read(self.vectors)
-        return dataclasses.replace(measured, numbers=with_made(measured.numbers))  # type: ignore[arg-type]
-
-
-def _arrays(stats: SiteStats, flat: np.ndarray, firsts: Mapping[int, int]) -> list[dict[str, np.ndarray]]:
-    """The statistics of each block with one number per head, in a vector in which part i of `Measurement.parts` begins
-    at `firsts[i]`."""
-    found, i = [], 0
-    for block in stats.blocks:
-        i += 0 if block.joint.classes is None else len(block.joint.classes.tensors())
-        own = {}
-        for name, x in block.joint.tensors().items():
-            if x.ndim == 1:
-                own[name] = flat[firsts[i] : firsts[i] + x.numel()]
-            i += 1
-        found.append(own)
-    return found
+        return self._read(self.vectors)
 
 
 def _how(share: PartialValue) -> str:
@@ -379,8 +479,18 @@ def merged(parts: Iterable[Stats]) -> SiteStats:
     return functools.reduce(SiteStats.merged, found, SiteStats())
 
 
+def merged_arrivals(steps: Sequence[Arrived]) -> SiteStats:
+    """Merges the statistics of several steps."""
+    packings = {step.packing for step in steps}
+    if len(steps) == 1 or len(packings) > 1 or any(block.classes for block in steps[0].packing.blocks):
+        return merged([step.stats for step in steps])
+    every = np.stack([step.vector for step in steps])
+    (packing,) = packings
+    return SiteStats([block.merged(every) for block in packing.blocks], packing.sites)
+
+
 def on_host(stats: Stats) -> SiteStats:
     """Returns the statistics on the CPU, in float64."""
     if not stats:
         return SiteStats()
-    return SiteStats.of(Transfer.alone(Measurement(stats=stats, numbers={})).result().stats)
+    return Transfer.alone(Measurement(stats=stats, numbers={})).result().stats

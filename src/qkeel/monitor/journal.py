@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import final
 
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from qkeel import dist
-from qkeel.capture.calls import ScoreBlock, SiteStats
+from qkeel.capture.calls import SiteStats
 from qkeel.errors import AlarmWarning, caution
 from qkeel.functional import statistics
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import State
 from qkeel.monitor.alarms import AlarmLog
-from qkeel.monitor.gather import Measurement, SiteNumbers, Stats, Transfer, merged
+from qkeel.monitor.gather import Arrived, BlockPlaces, Packing, Stats, Transfer, merged, merged_arrivals
 from qkeel.monitor.history import History, PlannedRates
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.record import Sample, pad_layers, repeat_groups
@@ -64,29 +64,29 @@ class Recorder:
         self.sites: tuple[str, ...] = ()
         self._types, self._local = types, dict[str, str]()
         self._described: Mapping[str, str] = {}  # types of all layers, by the description of the run
-        self._table = HeadRows((), 0)  # made when the sites are known
-        self._names: dict[tuple[str, tuple[str, ...]], list[str]] = {}  # of the numbers of a row without heads
+        self._width = 0  # heads of the layer that has most, once the sites are known
+        self._tables: weakref.WeakKeyDictionary[Packing, RecordTable] = weakref.WeakKeyDictionary()
         self._late: set[str] = set()  # sites of which it was said that they came too late
         self.dropped = 0  # sinks that failed
         self.complete = False  # whether training ended as planned
         self._carried: State = {}  # from a checkpoint, until the first numbers come
 
-    def add(self, step: int, phase: Phase, measured: Measurement) -> None:
+    def add(self, step: int, phase: Phase, arrived: Arrived) -> None:
         """One step's numbers."""
         if not self.sites:
-            self.sites = tuple(measured.stats)
-            self._table = HeadRows(self.sites, max(len(s.max_logit) for s in measured.stats.values()))
+            self.sites = arrived.packing.sites
+            self._width = max(max(block.layout[1]) for block in arrived.packing.blocks)
             self.recording = Recording(self.sites, planned=self.recording.planned)
             self._evaluated = Recording(self.sites)
-        self._tell_late(step, measured)
+        self._tell_late(step, arrived)
         if self._about is not None:
-            about, self._about = {**self._about(), **class_facts(measured.stats)}, None
+            about, self._about = {**self._about(), **class_facts(arrived.stats)}, None
             self.log = AlarmLog(self._rules())
             self._take_up()
             self._each(lambda sink: sink.open(about))
             self._local, self._described = dict(self._types()), layer_types(about)
         self._tell_types(step)
-        sample = self.sample = self._sample(step, phase, measured)
+        sample = self.sample = self._sample(step, phase, arrived)
         self._each(lambda sink: sink.write(sample))
         if phase == "eval" and not len(self.recording) and sample.step > self._last_evaluated:
             self._last_evaluated = sample.step
@@ -116,9 +116,11 @@ class Recorder:
         linear = {name: of for name, of in known.items() if of == LINEAR}
         return {site: known[site] for site in self.sites if site in known} | linear
 
-    def _tell_late(self, step: int, measured: Measurement) -> None:
-        """Say once for each site that it is not recorded, as the first measured step did not have it."""
-        late = [site for site in measured.stats if site not in self.sites and site not in self._late]
+    def _tell_late(self, step: int, arrived: Arrived) -> None:
+        """Says once for each site that it is not recorded, as the first measured step did not have it."""
+        if arrived.packing in self._tables:
+            return
+        late = [site for site in arrived.packing.sites if site not in self.sites and site not in self._late]
         self._late.update(late)
         if late and dist.rank() == 0:
             caution(
@@ -181,147 +183,124 @@ class Recorder:
                     "Statistics and training continue"
                 )
 
-    def _sample(self, step: int, phase: Phase, measured: Measurement) -> Sample:
-        stats = SiteStats.of(measured.stats)
-        numbers = measured.numbers if type(measured.numbers) is SiteNumbers else SiteNumbers((), measured.numbers)
-        table = self._table
-        table.begin()
-        for block, own in itertools.zip_longest(stats.blocks, measured.arrays):
-            table.add_statistics(block, own)
-        seen = set(table.heads)
-        values = {"step": float(step)}
-        for row in numbers.rows:
-            if row.counts and row.name in HEAD_FIELDS:
-                table.put(row.name, row.sites, row.counts, row.values.numpy())
-            elif not row.counts:
-                names = self._names.get((row.name, row.sites))
-                if names is None:
-                    names = self._names[row.name, row.sites] = [f"{row.name}/{site}" for site in row.sites]
-                values |= zip(names, row.values.tolist())
-        for (site, name), value in numbers.single.items():
-            assert isinstance(value, Tensor)  # shares were made numbers when they arrived
-            if value.ndim == 0:
-                values[f"{name}/{site}" if site else name] = float(value)
-            elif name in HEAD_FIELDS and site in table.place:
-                table.put(name, (site,), (len(value),), value.double().numpy())
-        heads = {name: table.heads[name] for name in HEAD_FIELDS if name in table.heads}
-        split = class_rows([stats.get(site) for site in self.sites]) if table.classes else {}
-        heads |= {n: pad_layers(of, table.width) for n, of in split.items() if any(row is not None for row in of)}
-        folded = {
-            name: float(fold_heads(name, heads[name].reshape(1, -1))[0])
-            for name in _WHOLE
-            if name in seen and table.measured(name)
-        }
+    def _sample(self, step: int, phase: Phase, arrived: Arrived) -> Sample:
+        table = self._tables.get(arrived.packing)
+        if table is None:
+            table = self._tables[arrived.packing] = RecordTable(arrived.packing, self.sites, self._width)
+        heads, known, values = table.read(arrived.vector)
+        if any(block.classes for block in arrived.packing.blocks):
+            split = class_rows([arrived.stats.get(site) for site in self.sites])
+            rows = {n: pad_layers(of, self._width) for n, of in split.items() if any(row is not None for row in of)}
+            heads |= rows
+        folded = {name: float(fold_heads(name, heads[name].reshape(1, -1))[0]) for name in _WHOLE if name in known}
         return Sample(
             step=step,
-            values={"step": values.pop("step"), **folded, **values},
+            values={"step": float(step), **folded, **values},
             layers=self.sites,
             heads=heads,
             phase=phase,
-            monitor=measured.monitor,
+            monitor=arrived.monitor,
             types=self.types,
         )
 
 
-class HeadRows:
-    """The numbers of one record by name, [layers heads] each, NaN where a layer has fewer heads or was not measured."""
+@final
+class RecordTable:
+    """Makes a record of the vector in which the numbers of a step arrive: which index each number of the record has.
 
-    def __init__(self, sites: Sequence[str], width: int) -> None:
-        self.place = {site: i for i, site in enumerate(sites)}
-        self.width = width
-        self._nothing = np.full((len(sites), width), np.nan)
-        # Of each recorded number of a call's logits, the count of those it was made of.
-        self._made_of = {name: field.count for name, field in HEAD_FIELDS.items() if name in statistics.RECORDED}
-        self._places: dict[object, tuple[np.ndarray, np.ndarray]] = {}
-        self._groups: dict[object, np.ndarray] = {}
-        self.begin()
+    A record has a table [layers heads] for each name, with NaN where a layer has fewer heads or was not measured, and
+    numbers without heads.
+    """
 
-    def begin(self) -> None:
-        """Begins a record."""
-        self.heads: dict[str, np.ndarray] = {}
-        self.classes = False  # whether some statistics are split by class
-        self._known: set[str] = set()
+    def __init__(self, packing: Packing, sites: Sequence[str], width: int) -> None:
+        """Takes the layers of the record, and how many heads the widest has."""
+        self._shape = len(sites), width
+        self._place = {site: i for i, site in enumerate(sites)}
+        self._nan, self._zero, self._one = packing.size, packing.size + 1, packing.size + 2  # see `read`
+        # Of each name the index of each number, and that of the count of what it was made of.
+        index: dict[str, np.ndarray] = {}
+        counts: dict[str, np.ndarray] = {}
+        for block in packing.blocks:
+            self._add_block(block, index, counts)
+        self._measured = tuple(index)  # from the logits of calls
+        scalars: dict[str, int] = {}
+        for (name, names, n_heads), place in packing.rows.items():
+            if not n_heads:
+                scalars |= zip([f"{name}/{site}" for site in names], place.indices.tolist())
+            elif name in HEAD_FIELDS:
+                self._put(name, names, n_heads, place.indices, index, counts)
+        for (site, name), place in packing.single.items():
+            if not place.shape:
+                scalars[f"{name}/{site}" if site else name] = place.first
+            elif name in HEAD_FIELDS:
+                self._put(name, (site,), place.shape[:1], place.indices, index, counts)
+        self._names = [name for name in HEAD_FIELDS if name in index]
+        nothing = [np.zeros((0, len(sites) * width), dtype=np.intp)]
+        self._index = np.concatenate([*nothing, *[index[name][None] for name in self._names]])
+        self._counts = np.concatenate([*nothing, *[counts[name][None] for name in self._names]])
+        self._there = np.not_equal(self._counts, self._zero)
+        self._rows = {name: i for i, name in enumerate(self._names)}
+        self._scalars, self._of_scalars = [*scalars], np.array([*scalars.values()], dtype=np.intp)
 
-    def put(self, name: str, sites: tuple[str, ...], counts: tuple[int, ...], values: np.ndarray) -> None:
-        """Takes the numbers of the heads of some sites, one after the other."""
-        to, of = self._at(sites, counts)
-        if len(to):
-            table = self.heads.get(name)
-            if table is None:
-                table = self.heads[name] = self._nothing.copy()
-            table.reshape(-1)[to] = values[of]
-
-    def add_statistics(self, block: ScoreBlock, arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Takes the statistics of a block of sites; `arrays` are those with one number per head, where they are known
-        as arrays already."""
-        stats, (names, heads, kv_heads) = block.joint, block.layout
-        if self.place.keys().isdisjoint(names):
-            return
-        self.classes = self.classes or stats.classes is not None
-        if arrays is None:
-            own = {name: x.numpy() for name, x in stats.tensors().items() if x.ndim == 1}
-        else:
-            own = {**arrays}
-        with_maxima = own["max_logit"] != -np.inf
-        own[NON_FINITE] = statistics.is_not_finite(*(own[name] for name in _FINITE))
-        given = {name: own[name] if name in own else stats.value(name) for name in self._made_of}
-        values = {n: x if isinstance(x, np.ndarray) else x.double().numpy() for n, x in given.items() if x is not None}
-        counts = {count: own[count] > 0 for count in self._made_of.values()}
-        if heads != kv_heads:
-            group = self._group(heads, kv_heads)
-            for rows in (values, counts):
-                for name in rows:
-                    if len(rows[name]) == sum(kv_heads):  # of key heads
-                        rows[name] = rows[name][group]
-        # All names as one table: there are some twenty in every measured step.
-        table = np.array([*values.values()], dtype=np.float64)
-        known = np.array([counts[self._made_of[name]] for name in values])
-        for i, name in enumerate(values):
-            if name in _OF_MAXIMA:  # where maxima alone were looked for
-                known[i] |= with_maxima if name != "capped_max_logit" else table[i] != -np.inf
+    def read(self, vector: np.ndarray) -> tuple[dict[str, np.ndarray], set[str], dict[str, float]]:
+        """Returns the tables by name, in the order of HEAD_FIELDS; the names of which a call's logits gave any number;
+        and the numbers without heads."""
+        vector = np.concatenate([vector, (np.nan, 0.0, 1.0)])
+        table = vector[self._index]
+        known = np.greater(vector[self._counts], 0)
+        row = self._rows
+        if self._measured:
+            with np.errstate(invalid="ignore"):
+                largest, smallest, entropy = (table[row[name]] for name in ("max_logit", "min_logit", "entropy"))
+                n_pairs = vector[self._counts[row["min_logit"]]]
+                table[row["max_abs_logit"]] = np.maximum(np.maximum(largest, -smallest), 0)
+                table[row[NON_FINITE]] = statistics.is_not_finite(largest, smallest, entropy, n_pairs)
+            for name in _OF_MAXIMA:  # where maxima alone were looked for
+                of = row["capped_max_logit" if name == "capped_max_logit" else "max_logit"]
+                known[row[name]] |= self._there[row[name]] & np.not_equal(table[of], -np.inf)
         table[~known] = np.nan
-        some = np.logical_or.reduce(known, axis=1).tolist()
-        self._known.update([name for name, any_head in zip(values, some) if any_head])
-        to, of = self._at(names, heads)
-        if not len(to):
+        some = known.any(1).tolist()
+        heads = dict(zip(self._names, table.reshape(-1, *self._shape)))
+        measured = {name for name in self._measured if some[row[name]]}
+        return heads, measured, dict(zip(self._scalars, vector[self._of_scalars].tolist()))
+
+    def _add_block(self, block: BlockPlaces, index: dict[str, np.ndarray], counts: dict[str, np.ndarray]) -> None:
+        sites, n_heads, n_kv_heads = block.layout
+        if self._place.keys().isdisjoint(sites):
             return
-        new = [name for name in values if name not in self.heads]
-        blank = np.empty((len(new), *self._nothing.shape))
-        blank.fill(np.nan)
-        self.heads |= zip(new, blank)
-        table = table if len(of) == table.shape[1] else table[:, of]
-        if len(new) == len(values):
-            blank.reshape(len(new), -1)[:, to] = table
-        else:
-            for name, row in zip(values, table):
-                self.heads[name].reshape(-1)[to] = row
+        of_key = np.concatenate([repeat_groups(i, n) for i, n in _numbered(n_heads, n_kv_heads)])
+        places = {name: place.indices for name, place in block.fields.items() if len(place.shape) == 1}
+        places |= {name: x[of_key] for name, x in places.items() if name.startswith(("key_", "n_keys"))}
+        places |= dict.fromkeys(statistics.DERIVED, places["max_logit"])  # computed in `read`
+        for name, field in HEAD_FIELDS.items():
+            if name in places and name in statistics.RECORDED:
+                self._put(name, sites, n_heads, places[name], index, counts, places[field.count])
 
-    def _group(self, heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> np.ndarray:
-        """The place of each query head's key head among those of all sites."""
-        group = self._groups.get((heads, kv_heads))
-        if group is None:
-            parts = [repeat_groups(i, n) for i, n in _numbered(heads, kv_heads)]
-            group = self._groups[heads, kv_heads] = np.concatenate(parts)
-        return group
-
-    def measured(self, name: str) -> bool:
-        """Returns whether the number was measured for any head."""
-        return name in self._known
-
-    def _at(self, sites: tuple[str, ...], counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """The places in a flat table of the numbers of these heads, and which of the numbers these are."""
-        known = self._places.get((sites, counts))
-        if known is None:
-            place = [self.place.get(site, -1) for site in sites]
-            rows = np.repeat(np.array(place), counts)
-            columns = np.concatenate([np.arange(n) for n in counts])
-            own = np.flatnonzero((rows >= 0) & (columns < self.width))
-            known = self._places[sites, counts] = (rows * self.width + columns)[own], own
-        return known
+    def _put(
+        self,
+        name: str,
+        sites: tuple[str, ...],
+        n_heads: tuple[int, ...],
+        places: np.ndarray,
+        index: dict[str, np.ndarray],
+        counts: dict[str, np.ndarray],
+        of: np.ndarray | None = None,
+    ) -> None:
+        """Notes the indices of the heads of some sites, one after the other, and those of their counts."""
+        layers = np.repeat([self._place.get(site, -1) for site in sites], n_heads)
+        columns = np.concatenate([np.arange(n) for n in n_heads])
+        own = (layers >= 0) & (columns < self._shape[1])
+        if not own.any():
+            return
+        if name not in index:
+            n = self._shape[0] * self._shape[1]
+            index[name], counts[name] = np.full(n, self._nan), np.full(n, self._zero)
+        to = (layers * self._shape[1] + columns)[own]
+        index[name][to] = places[own]
+        counts[name][to] = self._one if of is None else of[own]
 
 
 _OF_MAXIMA = ("max_logit", "capped_max_logit", NON_FINITE)
-_FINITE = ("max_logit", "min_logit", "entropy", "n_pairs")
 
 
 def _numbered(heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> Iterator[tuple[np.ndarray, int]]:
@@ -388,7 +367,7 @@ def _row(value: Tensor, n_heads: int) -> np.ndarray:
 
 # The numbers of steps that are on their way from the device and the other processes.
 
-_UNREAD = 16  # steps whose statistics wait to be merged, if anybody reads them
+_UNREAD = 32  # steps whose statistics wait to be merged, if anybody reads them
 
 
 @final
@@ -400,7 +379,7 @@ class PendingResults:
     def __init__(self, group: ProcessGroup, journal: Recorder) -> None:
         self._group, self._journal = group, journal
         self._coming: list[_Coming] = []
-        self._unread: dict[Phase, list[Stats]] = {"train": [], "eval": []}
+        self._unread: dict[Phase, list[Arrived | Stats]] = {"train": [], "eval": []}
         self._said = False
 
     def add(
@@ -424,31 +403,27 @@ class PendingResults:
             one = self._coming.pop(0)
             if one.transfer.stopped:
                 self._group.over = True
-            measured = one.transfer.result()
-            self._say_unknown(measured)
-            unread = measured.stats if one.unread is None else one.unread
+            arrived = one.transfer.result()
+            self._say_unknown(arrived)
             waiting = self._unread[one.phase]
-            if unread:
-                waiting.append(unread)
+            if one.unread if one.unread is not None else arrived.packing.sites:
+                waiting.append(arrived if one.unread is None else one.unread)
             if len(waiting) > _UNREAD:
-                waiting[:] = [merged(waiting)]
-            if measured.stats:
-                monitor = {**one.monitor, **measured.monitor}
-                self._journal.add(one.step, one.phase, dataclasses.replace(measured, monitor=monitor))
+                waiting[:] = [_merged(waiting)]
+            if arrived.packing.sites:
+                arrived.monitor = {**one.monitor, **arrived.monitor}
+                self._journal.add(one.step, one.phase, arrived)
 
-    def _say_unknown(self, measured: Measurement) -> None:
+    def _say_unknown(self, arrived: Arrived) -> None:
         """Warns once about sites whose heads are split over processes, for which a number is not measured."""
         if not self._group.several or self._said:
             return
-        numbers = measured.numbers
-        norms = {
-            site: x for (site, name), x in numbers.items() if name == "query_weight_norm" and isinstance(x, Tensor)
-        }
-        unknown = []
-        for site, norm in norms.items():
-            largest = numbers.get((site, "qk_spectral_norm"))
-            if isinstance(largest, Tensor) and bool((largest.isnan() & norm.isfinite()).any()):
-                unknown.append(site)
+        norms, largest = arrived.number("query_weight_norm"), arrived.number("qk_spectral_norm")
+        unknown = [
+            site
+            for site, norm in norms.items()
+            if site in largest and bool((largest[site].isnan() & norm.isfinite()).any())
+        ]
         if unknown:
             self._said = True
             caution(
@@ -463,7 +438,13 @@ class PendingResults:
     def take(self, phase: Phase) -> Stats:
         """Those statistics, once."""
         found, self._unread[phase] = self._unread[phase], []
-        return merged(found)
+        return _merged(found)
+
+
+def _merged(waiting: Sequence[Arrived | Stats]) -> SiteStats:
+    steps = [one for one in waiting if isinstance(one, Arrived)]
+    others = [one for one in waiting if not isinstance(one, Arrived)]
+    return merged([*others, merged_arrivals(steps)] if steps else others)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

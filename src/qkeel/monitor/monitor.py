@@ -174,7 +174,7 @@ def _rate(optimizer: Optimizer) -> float | Tensor:
 
 def _rate_tensor(rate: float | Tensor) -> Tensor:
     """The same rate as a tensor, which most steps do not need."""
-    return rate if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
+    return rate if isinstance(rate, Tensor) else torch.scalar_tensor(rate, dtype=torch.float64)
 
 
 @final

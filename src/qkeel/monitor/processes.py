@@ -25,6 +25,7 @@ from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.monitor.gather import (
     ALIKE,
     WHOLE_MODEL,
+    Arrived,
     Measurement,
     MeasurementForm,
     NumberKey,
@@ -1010,12 +1011,13 @@ class ProcessGroup:
         own = members.alike(measured)
         known = [on_device(device, widest(device), x.detach()).to(widest(device)) for x in own.values()]
 
-        def read(vectors: list[Tensor]) -> Measurement:
+        def read(vectors: list[Tensor]) -> Arrived:
             found = members.unpack(vectors[: len(reduced)])
-            if not found.stats:
-                return found
-            parts = zip(own.items(), vectors[-1].split([x.numel() for x in own.values()])) if own else ()
-            return dataclasses.replace(found, numbers={**{k: x.view(y.shape) for (k, y), x in parts}, **found.numbers})
+            if found.stats and own:
+                parts = vectors[-1].split([x.numel() for x in own.values()])
+                alike = {key: x.view(like.shape) for (key, like), x in zip(own.items(), parts)}
+                found = dataclasses.replace(found, numbers={**alike, **found.numbers})
+            return Arrived.of(found)
 
         vectors = [*reduced, *([torch.cat(known)] if known else [])]
         self._under_way = Transfer(vectors, read, lambda v: float(v[0][_STOPPED]) == 1)

@@ -68,6 +68,8 @@ class Recording:
         # Kinds: own, values, heads, tops (the largest of all heads); those of heads by their shape.
         self._columns: dict[tuple[str, tuple[int, ...]], _Columns] = {}
         self._room = 4
+        # The names and shapes of the record before, and the names by shape.
+        self._form: tuple[tuple[tuple[str, object], ...], list[tuple[str, ...]]] = (), []
 
     def append(self, values: Mapping[str, object], heads: Mapping[str, np.ndarray] | None = None) -> None:
         """Adds the record of a step that comes after the last one.
@@ -80,15 +82,17 @@ class Recording:
         record.
         """
         heads = {} if heads is None else heads
-        shapes = self._check(values, heads)
+        self._check_step(values)
+        form = tuple([(n, x.shape if isinstance(x, np.ndarray) else np.shape(x)) for n, x in heads.items()])
+        if form != self._form[0]:
+            self._form = form, self._by_shape(heads)
         row = self._next_row()
         step, rate = number(values["step"]), number(values.get("lr"))
         self._rated = self._rated and bool(np.isfinite(rate))
         self._put("own", row, ("index", "step", "rate"), np.array([self._seen, step, rate]))
         numbers = [value if type(value) is float else number(value) for value in values.values()]
         self._put("values", row, tuple(values), np.array(numbers, dtype=np.float64))
-        for shape in dict.fromkeys(shapes):
-            names = tuple([name for name, own in zip(heads, shapes) if own == shape])
+        for names in self._form[1]:
             with np.errstate(over="ignore"):  # beyond float32 is infinite
                 record = np.array([heads[name] for name in names], dtype=np.float64).astype(np.float32)
             self._put("heads", row, names, record)
@@ -127,6 +131,7 @@ class Recording:
         self._every, self._seen, self._kept, rated = (int(x) for x in state["counts"])
         self._rated = bool(rated)
         self._columns, self._room = {}, max(4, self._kept)
+        self._form = (), []
         for key, x in state.items():
             kind, _, name = key.partition(":")
             if name:
@@ -138,23 +143,24 @@ class Recording:
         """Records appended, kept or not."""
         return self._seen
 
-    def _check(self, values: Mapping[str, object], heads: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
-        """Returns the shapes of the numbers of heads."""
+    def _check_step(self, values: Mapping[str, object]) -> None:
         step = number(values.get("step"))
         last = self._own("step")[self._kept - 1] if self._kept else -np.inf
         if not step > last:
             raise ShapeError(f"expected a record of a step after {last:g}, got step {values.get('step')}")
-        shapes = [value.shape if isinstance(value, np.ndarray) else np.shape(value) for value in heads.values()]
-        for name, shape in zip(heads, shapes):
-            columns = self._columns.get(("heads", shape))
-            if columns is not None and name in columns.places:
-                continue  # as before
+
+    def _by_shape(self, heads: Mapping[str, np.ndarray]) -> list[tuple[str, ...]]:
+        """Returns the names of the numbers of heads, those of one shape together, and checks the shapes."""
+        found: dict[tuple[int, ...], list[str]] = {}
+        for name, value in heads.items():
+            shape = np.shape(value)
             if len(shape) != 2 or (self.layers and shape[0] != len(self.layers)):
                 raise ShapeError(f"expected {name!r} as [{len(self.layers) or 'layers'} heads], got shape {shape}")
             known = [own for (kind, own), of in self._columns.items() if kind == "heads" and name in of.places]
-            if known:
+            if known and known[0] != shape:
                 raise ShapeError(f"expected {name!r} of shape {known[0]} as before, got {shape}")
-        return shapes
+            found.setdefault(shape, []).append(name)
+        return [tuple(names) for names in found.values()]
 
     def _next_row(self) -> int:
         """The index of the new record: after the last, which first replaces the one before it if that is dropped."""
