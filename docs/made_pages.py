@@ -51,7 +51,7 @@ def field_texts(cls: type) -> dict[str, str]:
 
 
 def inherited(cls: type) -> list[str]:
-    """The field descriptions of a class's bases, as lines of its docstring, because its page lists only its own fields."""
+    """The field descriptions of a class's bases, as lines of its docstring: its page lists only its own fields."""
     rows = [f"- `{name}`: {text}" for name, text in field_texts(cls).items() if name not in own_texts(cls)]
     return ["", "Fields of its bases:", "", *rows] if rows else []
 
