@@ -1,4 +1,4 @@
-"""Pages of the site that are made when it is built: the commands and the tables of recorded numbers."""
+"""Generates pages when the site is built: the commands, and the tables of recorded fields."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 MADE = HERE / "_made"
-# What to do next, for pages that programs write. Every other page says it in its last line.
+# The "Next" line of pages that programs write. Every other page contains its own as its last line.
 NEXT = {"compatibility": "[Remedies](remedies.md) has each of them with an example."}
 
 
 def command_pages() -> dict[str, str]:
-    """The pages of the program's commands, of what each says about itself."""
+    """The page of the program's commands, generated from their help texts."""
     from qkeel.cli.app import make_app
     from qkeel.cli.commands import commands
 
@@ -35,7 +35,7 @@ def command_pages() -> dict[str, str]:
 
 
 def own_texts(cls: type) -> dict[str, str]:
-    """The texts at the fields that a class of qkeel's adds or changes: behind `#:` or in quotes, before or after it."""
+    """The descriptions of the fields that a qkeel class adds or changes, from `#:` comments or strings next to them."""
     if not cls.__module__.startswith("qkeel"):
         return {}
     source = Path(sys.modules[cls.__module__].__file__ or "").read_text(encoding="utf-8")
@@ -46,18 +46,18 @@ def own_texts(cls: type) -> dict[str, str]:
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """The texts at the fields of a class and of its bases."""
+    """The descriptions of the fields of a class and of its bases."""
     return {name: text for one in reversed(cls.__mro__) for name, text in own_texts(one).items()}
 
 
 def inherited(cls: type) -> list[str]:
-    """The texts of a class's bases alone, as lines of its docstring: on its page only its own fields have entries."""
+    """The field descriptions of a class's bases, as lines of its docstring: its page lists only its own fields."""
     rows = [f"- `{name}`: {text}" for name, text in field_texts(cls).items() if name not in own_texts(cls)]
     return ["", "Fields of its bases:", "", *rows] if rows else []
 
 
 def sourced(value: object) -> list[str]:
-    """What a remedy's class says of itself, as lines of its docstring: name, rule with the default options, source."""
+    """A remedy's name, line, rule with default options, and source, as lines for the docstring of its class."""
     from qkeel.remedies.base import Remedy
 
     if not (isinstance(value, type) and issubclass(value, Remedy) and "source" in vars(value)):
@@ -68,7 +68,7 @@ def sourced(value: object) -> list[str]:
 
 
 def pruned(tree: str) -> str:
-    """The tree of the sidebar, its groups closed and without the third level, except where the reader is."""
+    """The sidebar tree with closed groups and without the third level, except around the current page."""
     deeper = r'(<li class="toctree-l2) has-children("><a [^>]*>[^<]*</a>)<input [^>]*/><label .*?</label><ul>.*?</ul>'
     first, *groups = re.split(r'(?=<p class="caption")', re.sub(deeper, r"\1\2", tree, flags=re.S))
     mine = [i for i, group in enumerate(groups) if re.search(r'class="[^"]*\bcurrent\b', group)] or [0, 1]
@@ -80,7 +80,7 @@ def pruned(tree: str) -> str:
 
 
 def breakable(body: str) -> str:
-    """A page's text. Names in tables and headings may be broken behind their signs, options of commands never."""
+    """A page whose names in tables and headings may break after punctuation, but whose command options never break."""
 
     def broken(name: re.Match[str]) -> str:
         return re.sub(r"(?<=[_:+=,(/.])(?=[^<])", "<wbr>", name[0])
@@ -98,8 +98,8 @@ def breakable(body: str) -> str:
 
 
 def stackable(body: str) -> str:
-    """A page's text. A table of three columns or more with sentences in it gets the class "stacked", and each of its
-    cells the name of its column, which site.css shows before the cell where a phone has no room for columns."""
+    """A page in which each table with three or more columns and with sentences in it gets the class "stacked". Each of
+    its cells gets the name of its column, which site.css shows before the cell if a phone has no room for columns."""
 
     def named(table: re.Match[str]) -> str:
         names = [re.sub("<.*?>", "", name) for name in re.findall(r"<th.*?</th>", table[0], flags=re.S)]
@@ -114,7 +114,7 @@ def stackable(body: str) -> str:
 
 
 def field_tables() -> dict[str, str]:
-    """Tables of recorded numbers, for docs/file-formats.md."""
+    """Tables of recorded fields, for docs/file-formats.md."""
     from qkeel.records import BLOCK_FIELDS, HEAD_FIELDS, LAYER_FIELDS, MONITOR_FIELDS, STEP_FIELDS, TABLE_COLUMNS
 
     def table(fields: Mapping[str, Field | HeadField | LayerField | BlockField]) -> str:
@@ -143,7 +143,7 @@ def terms() -> dict[str, str]:
 
 
 def write_pages() -> None:
-    """Writes all of them into docs/_made/, which git ignores."""
+    """Writes all generated pages into docs/_made/, which git ignores."""
     MADE.mkdir(exist_ok=True)
     for old in MADE.glob("*.md"):
         old.unlink()
@@ -152,14 +152,14 @@ def write_pages() -> None:
 
 
 def _download(name: str, link: re.Match[str]) -> str:
-    """A link of a page as a download, where it leads out of docs/."""
+    """Turns a link on a page into a download if it leads out of docs/."""
     place = (HERE / name).parent / link[2]
     return link[0] if place.resolve().is_relative_to(HERE) else f"{{download}}`{link[1]} <{link[2]}>`"
 
 
 def changed(name: str, text: str) -> str:
-    """What is read of a page instead of its file: links to files that are not on the site become downloads, and what to
-    do next is added where a program writes the page."""
+    """The text that Sphinx reads in place of the file: links to files that are not on the site become downloads, and a
+    "Next" line is added to pages that programs write."""
     text = re.sub(
         r"\[([^]`\n]+)\]\(((?:\.\./)+[A-Za-z][^)#\s]*\.md)(?:#[^)]*)?\)", lambda link: _download(name, link), text
     )

@@ -1,13 +1,13 @@
 """Makes the pictures of docs/gallery.md, of the first page and of the README: `make gallery`.
 
-Needs chromium, Pillow, matplotlib and what builds the docs. With a folder as argument the runs
-are kept there, and what is newer there than the code is not run again;
-names of pictures behind it make those only. A command that fails, or whose
-watcher says that it failed, ends the program, and then no picture and no
-page is changed.
+Needs chromium, Pillow, matplotlib and the packages that build the docs. If a
+folder is given as the first argument, the runs are kept there, and runs that
+are newer than the code are not repeated. If names of pictures follow, only
+these pictures are made. If a command fails, or its watcher reports a failure,
+the program ends, and no picture and no page is changed.
 
-What the picture of the demo shows stands in demo.json next to it, with the
-study's definition: tests compare it with the code and with README.
+The content of the demo's picture is stored next to it in demo.json, together
+with the study's definition; tests compare both with the code and with README.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ IMAGES = ROOT / "docs" / "images" / "gallery"
 SCHEMES = {"light": "1", "dark": "0"}  # as Chromium numbers the schemes that a reader may prefer
 DARK = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "#131416")  # the site's own
 STYLES = {"light": ["default"], "dark": ["dark_background", DARK]}  # of matplotlib
-# A page that is older than one of these is made again.
+# A page that is older than any of these files is made again.
 CODE = [path for path in (ROOT / "src").rglob("*.*") if "__pycache__" not in path.parts and path.is_file()]
 CODE.append(ROOT / "examples" / "train_gpt.py")
-# What a run says on stderr whose script went through while something of qkeel's did not.
+# What stderr contains if the script succeeded but something in qkeel failed.
 FAULT = re.compile(r"failed|switched itself off|Not understood|^Traceback|^error", re.M)
 
 
 class Picture(NamedTuple):
-    """name of the files; title; what it shows; the commands that make it; the page, else NAME.html; its rows."""
+    """File name, title, description, the commands that make it, the page (by default NAME.html), the rows to show."""
 
     name: str
     title: str
@@ -55,7 +55,7 @@ class Picture(NamedTuple):
     rows: tuple[int, int] = (0, 0)
 
     def outputs(self, folder: Path) -> list[Path]:
-        """The directories of its runs: `qkeel watch` would write beside an old one, and a study go on with it."""
+        """The run directories; `qkeel watch` would write next to an old one, and a study would resume it."""
         return [folder / out for out in re.findall(r"--out (\S+)", " ".join(self.commands))]
 
 
@@ -63,7 +63,7 @@ PAGES = (
     Picture(
         "demo",
         "Six remedies at three rates",
-        "The demo reports how often attention collapsed, the comparison that it decides, and the largest logit.",
+        "The demo reports how often attention collapsed, the primary comparison, and the largest logit.",
         ("qkeel demo --out demo",),
         page="demo/report.html",
         rows=(0, 1570),
@@ -102,7 +102,7 @@ PAGES = (
     Picture(
         "lengths",
         "Longer texts than in training",
-        "The page compares KeyNorm and plain attention at eight times the training length, as trained and under "
+        "The page compares KeyNorm and plain attention at eight times the training length, both as trained and with "
         "ReRoPE.",
         (
             "qkeel study extrapolation --forms baseline kna --posthoc none rerope --seeds 0 --out runs/lengths",
@@ -119,11 +119,11 @@ PAGES = (
         rows=(0, 1040),
     ),
 )
-# What a reader sees first, before scrolling; the page is that of a picture above, or the docs' own.
+# What a reader sees before scrolling, on the page of a picture above or on the first page of the docs.
 SCREEN = (0, 800)
 FIRST = {
     "watch": "The first screen of a run that goes wrong says what is wrong, what that means, and what to do.",
-    "demo": "The first screen of the demo shows counts, and the comparison that it decides.",
+    "demo": "The first screen of the demo shows the counts and the primary comparison.",
     "home": "This is the first screen of the documentation.",
 }
 PLOT = Picture(
@@ -135,7 +135,7 @@ PLOT = Picture(
 
 
 def run(command: str, folder: Path) -> None:
-    """Runs one command line of qkeel in a folder; ends the program where something of it failed."""
+    """Runs a qkeel command line in a folder; ends the program if any part of it failed."""
     done = subprocess.run(
         [sys.executable, "-m", *shlex.split(command)],
         cwd=folder,
@@ -148,12 +148,12 @@ def run(command: str, folder: Path) -> None:
 
 
 def is_new(page: Path) -> bool:
-    """Whether a page is there and no code was changed after it."""
+    """Whether a page exists and is newer than all code."""
     return page.exists() and page.stat().st_mtime > max(path.stat().st_mtime for path in CODE)
 
 
 def save(image: Image.Image, path: Path) -> None:
-    """Writes a PNG of at most 256 colours, a third of the size, in which small patches keep their colour."""
+    """Writes a PNG with at most 256 colours, which takes a third of the space; small patches keep their colour."""
     from PIL.Image import Quantize
 
     image.convert("RGB").quantize(256, Quantize.MAXCOVERAGE).save(path, optimize=True)
@@ -176,7 +176,7 @@ def photograph(page: Path, name: str, rows: tuple[int, int]) -> None:
 
 
 def draw_drift(folder: Path, scheme: str) -> Foreign:
-    """The picture of the first page, which is read on phones too: the longest runs of the demo and nothing else."""
+    """The picture of the first page: only the longest runs of the demo, so that it is readable on phones."""
     import matplotlib.pyplot as plt
 
     import qkeel
@@ -199,7 +199,7 @@ def draw_drift(folder: Path, scheme: str) -> Foreign:
 
 
 def draw_heads(folder: Path, scheme: str) -> Foreign:
-    """The figure that a reader can make of the watched script."""
+    """The figure that a reader can draw from the run of the watched script."""
     import qkeel
 
     return qkeel.load(folder / "runs" / "gpt").plot("heads").get_figure()
