@@ -1,4 +1,4 @@
-"""How the numbers of a step travel between processes: partial values, and how they are gathered."""
+"""How the numbers of a step are exchanged between processes: partial values, and how they are gathered."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from qkeel.errors import InvalidValueError
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import LogitStats, merge
 
-# The share that each process has in a number, and the number that all shares make.
+# The contribution of each process to a number, and how all contributions are combined.
 
 NumberKey = tuple[str, str]  # the site, "" for the whole model, and the name of the number
-WHOLE_MODEL = ("lr", "train_loss", "final_hidden_norm")  # of no site
+WHOLE_MODEL = ("lr", "train_loss", "final_hidden_norm")  # numbers that do not belong to a site
 Reduction = Literal["mean", "root_mean", "root", "max"]
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartialValue:
-    """What one process knows of a number: its value over some of the data, or over its part of a weight.
+    """What one process knows about a number: its value over some of the data, or over its part of a weight.
 
-    mean: Σ weight · value / Σ weight; root_mean: √(Σ weight · value² / Σ weight); root: √Σ value²; max: the largest.
-    A process with weight 0 contributes nothing.
+    `how` says how the values are combined. mean: Σ weight · value / Σ weight; root_mean: √(Σ weight · value² / Σ
+    weight); root: √Σ value²; max: the largest value. A process with weight 0 contributes nothing.
 
     Args:
-        value, weight: of the same shape.
-        of: "data" combines all processes, "weights" those that hold different parts of the weights.
-        own: the values are of the heads that this process computes, not of all heads.
+        value, weight: two tensors of the same shape.
+        of: "data" combines all processes; "weights" combines the processes that hold different parts of the weights.
+        own: True if the values cover only the heads that this process computes, rather than all heads.
     """
 
     value: Tensor
@@ -47,21 +47,22 @@ class PartialValue:
 
 GivenNumbers = Mapping[
     NumberKey, Tensor | PartialValue
-]  # a tensor is known alike to all processes that hold the same weights
+]  # all processes that hold the same weights know the same tensor
 Numbers = Mapping[NumberKey, Tensor]
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SentRow:
-    """One named number for many sites: one per head, or one per site.
+    """One named number for many sites, with one value per head or one per site.
 
     Args:
-        name: of the number.
-        sites: their names.
-        counts: how many heads each has; () for one number of each site.
+        name: the name of the number.
+        sites: the names of the sites.
+        counts: the number of heads of each site; () if there is one value per site.
         values: [heads of all sites], or [sites].
-        weight: of how many tokens or other data each is the mean; None for what all processes know.
+        weight: the number of tokens or other data over which each value is a mean; None for values that all processes
+            know.
         how: how the values of several processes are combined, see PartialValue.
     """
 
@@ -73,7 +74,7 @@ class SentRow:
     how: Reduction = "mean"
 
     def split(self) -> Iterator[tuple[NumberKey, Tensor | PartialValue]]:
-        """Yields the numbers of each site."""
+        """Yields the values of each site."""
         parts = self.values.split_with_sizes(self.counts) if self.counts else self.values.unbind()
         for site, x in zip(self.sites, parts, strict=True):
             known = (
@@ -86,10 +87,11 @@ class SentRow:
 
 @final
 class SiteNumbers(Mapping[NumberKey, Tensor | PartialValue]):
-    """Numbers by site and name. Numbers that all sites have are stored as rows, and split when a single one is read."""
+    """Numbers by site and name. Numbers that all sites have are stored as rows, which are split when a single number is
+    read."""
 
     def __init__(self, rows: Iterable[SentRow] = (), single: GivenNumbers | None = None) -> None:
-        """Takes rows and single numbers; if a key occurs more than once, the last one counts."""
+        """Creates the mapping from rows and single numbers; if a key occurs more than once, its last value is used."""
         self.rows, self.single = tuple(rows), single or {}
 
     @functools.cached_property
@@ -106,7 +108,7 @@ class SiteNumbers(Mapping[NumberKey, Tensor | PartialValue]):
         return len(self._by_key)
 
     def __or__(self, other: GivenNumbers) -> SiteNumbers:
-        """Returns these numbers and others."""
+        """Returns these numbers combined with others."""
         if isinstance(other, SiteNumbers):
             return SiteNumbers((*self.rows, *other.rows), {**self.single, **other.single})
         return SiteNumbers(self.rows, {**self.single, **other})
@@ -144,7 +146,7 @@ def _spread(mean: Tensor, square: Tensor) -> Tensor:
     return (square - mean.square()).clamp_min(0).sqrt()
 
 
-# Numbers that are made of merged ones: from which, whether those are only for this, and how.
+# Numbers that are derived from merged numbers: from which, whether those serve only this purpose, and how.
 MADE: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], Callable[..., Tensor]]] = {
     "grad_over_eps": (("query_grad_rms", "key_grad_rms", "eps"), ("eps",), _smaller_over_eps),
     "lse_std": (("lse_mean", "lse_square"), ("lse_square",), _spread),
@@ -170,22 +172,24 @@ def with_made(numbers: Numbers) -> Numbers:
     return found
 
 
-# From the device to the host, and from every process to every process, in one piece.
+# The transfer from the device to the host, and from every process to every process, in one piece.
 
 Stats = Mapping[str, LogitStats]
-# Of each measured tensor: the site, the name, the shape, and how partial values make one number ("" of statistics).
+# For each measured tensor: the site, the name, the shape, and how partial values are combined ("" for statistics).
 MeasurementForm = tuple[tuple[str, str, tuple[int, ...], str], ...]
-ALIKE = "alike"  # of numbers that all processes with the same weights know
+ALIKE = "alike"  # for numbers that all processes with the same weights know
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The measurement of one step: statistics by site, and other numbers by (site, name), "" for the whole model.
+    """The measurement of one step: statistics by site, and other numbers by (site, name), where "" stands for the whole
+    model.
 
-    `monitor` is what is known of the monitor itself, by records.MONITOR_FIELDS and MONITOR_EXTREMES. `arrays` are the
-    statistics with one number per head of each block of sites, as arrays of NumPy; they are made with a measurement
-    that has arrived, where one view of all numbers takes the place of some twenty.
+    `monitor` contains the monitor's statistics on its own work, keyed by the names in records.MONITOR_FIELDS and
+    MONITOR_EXTREMES. `arrays` are the statistics with one value per head, for each block of sites, as NumPy arrays;
+    they exist only in measurements that have arrived on the host, where one view of all values replaces some twenty
+    views.
     """
 
     stats: Mapping[str, LogitStats]
@@ -202,8 +206,8 @@ class Measurement:
         return tuple(found)
 
     def each(self, change: Callable[[list[Tensor]], list[Tensor]]) -> Measurement:
-        """Returns the measurement with changed tensors, and with numbers in place of partial values. `change` gets some
-        of the tensors at a time, in the order of `parts`."""
+        """Returns the measurement with changed tensors, in which partial values are replaced by plain tensors. `change`
+        is called with several tensors at a time, in the order of `parts`."""
         stats = SiteStats.of(self.stats).each(change)
         numbers = self.numbers if type(self.numbers) is SiteNumbers else SiteNumbers((), self.numbers)
         rows, single = numbers.rows, numbers.single
@@ -234,7 +238,8 @@ class Measurement:
 
 
 def on_device(device: torch.device, dtype: torch.dtype, x: Tensor) -> Tensor:
-    """A tensor as a vector on a device; a number of the host is filled in there, since a copy would wait for it."""
+    """Returns a tensor as a vector on a device; a number on the host is written by a fill, because a copy would have to
+    wait."""
     if x.device == device:
         return x.reshape(-1)
     return torch.full((1,), float(x), dtype=dtype, device=device) if x.numel() == 1 else x.reshape(-1).to(device, dtype)
@@ -242,7 +247,7 @@ def on_device(device: torch.device, dtype: torch.dtype, x: Tensor) -> Tensor:
 
 @final
 class Transfer:
-    """The numbers of a step on their way from the device to the host, which waits for them only if it must."""
+    """The transfer of a step's numbers from the device to the host, which waits for them only if necessary."""
 
     def __init__(
         self,
@@ -250,12 +255,13 @@ class Transfer:
         read: Callable[[list[Tensor]], Measurement],
         stopped: Callable[[list[Tensor]], bool] | None = None,
     ) -> None:
-        """Starts the copy of the vectors.
+        """Starts copying the vectors to the host.
 
         Args:
             vectors: the numbers, on one device.
-            read: makes a measurement of the vectors once they are on the host.
-            stopped: tells by the vectors whether another process has stopped measuring; None if there is no other.
+            read: builds a measurement from the vectors once they are on the host.
+            stopped: determines from the vectors whether another process has stopped measuring; None if there is no
+                other process.
         """
         self._read, self._stopped = read, stopped
         self._event: torch.cuda.Event | None = None
@@ -289,7 +295,7 @@ class Transfer:
         lengths = [x.numel() for x in parts]
         order = list(itertools.chain.from_iterable(by_dtype.values()))
         places = itertools.accumulate([sizes[i] for i in order], initial=0)
-        firsts = dict(zip(order, places))  # of each part in the vector
+        firsts = dict(zip(order, places))  # the first index of each part in the vector
 
         def read(rows: list[Tensor]) -> Measurement:
             values: list[Tensor | None] = [None] * len(given)
@@ -306,23 +312,23 @@ class Transfer:
 
     @property
     def arrived(self) -> bool:
-        """Whether the numbers can be read without waiting."""
+        """Returns whether the numbers can be read without waiting."""
         return self._event is None or self._event.query()
 
     @property
     def stopped(self) -> bool:
-        """Returns whether another process has stopped measuring; waits for the numbers if need be."""
+        """Returns whether another process has stopped measuring; waits for the numbers if necessary."""
         return self._stopped is not None and self._stopped(self.vectors)
 
     @property
     def vectors(self) -> list[Tensor]:
-        """The vectors on the host; waits for them if need be."""
+        """The vectors on the host; waits for them if necessary."""
         if self._event is not None:
             self._event.synchronize()
         return self._host
 
     def result(self) -> Measurement:
-        """The numbers on the host; waits for them if need be.
+        """The numbers on the host; waits for them if necessary.
 
         Raises:
             InvalidValueError: another process has stopped measuring.
@@ -336,8 +342,8 @@ class Transfer:
 
 
 def _arrays(stats: SiteStats, flat: np.ndarray, firsts: Mapping[int, int]) -> list[dict[str, np.ndarray]]:
-    """The statistics of each block with one number per head, in a vector in which part i of `Measurement.parts` begins
-    at `firsts[i]`."""
+    """The statistics with one value per head, for each block, as views of a vector in which part i of
+    `Measurement.parts` begins at `firsts[i]`."""
     found, i = [], 0
     for block in stats.blocks:
         i += 0 if block.joint.classes is None else len(block.joint.classes.tensors())
@@ -355,7 +361,8 @@ def _how(share: PartialValue) -> str:
 
 
 def site_tensors(stats: LogitStats) -> list[tuple[str, Tensor]]:
-    """Every tensor of a site's statistics; those by class carry the names of the classes."""
+    """Every tensor of a site's statistics, with its name; the names of statistics by class contain the names of the
+    classes."""
     found = [*stats.tensors().items()]
     classes = stats.classes
     if classes is not None:

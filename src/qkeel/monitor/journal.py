@@ -1,4 +1,4 @@
-"""The journal of a run: records in order, alarms, sinks; and results that arrive later."""
+"""The journal of a run: records in order, alarms, sinks, and results that arrive later."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from qkeel.monitor.sinks import Sink
 from qkeel.records import HEAD_FIELDS, LINEAR, NON_FINITE, TYPES_EVENT, fold_heads, layer_types
 from qkeel.sites.tap import Phase
 
-# The record of measurements: as samples, split by token classes where there are some, for the rules, to the sinks.
+# How measurements are recorded: as samples, split by token class if there are classes, for the rules and the sinks.
 
-_WHOLE = ("max_logit", "min_logit", "max_abs_logit", "capped_max_logit", "entropy")  # of STEP_FIELDS
+_WHOLE = ("max_logit", "min_logit", "max_abs_logit", "capped_max_logit", "entropy")  # names in STEP_FIELDS
 
 
 @final
 class Recorder:
     """Keeps the history of a run, raises alarms and feeds the sinks; a sink that fails is dropped with one warning.
 
-    `rules` and `about` are called once, when the first numbers arrive, because some of them need to see the model run
-    first.
+    `rules` and `about` are called once, when the first numbers arrive, because some of what they return is known only
+    after the model has run.
     """
 
     def __init__(
@@ -51,28 +51,28 @@ class Recorder:
         about: Callable[[], Mapping[str, object]],
         types: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """Takes the types of this process's layers too, which may change when longer sequences come."""
+        """types: returns the types of this process's layers, which may change when longer sequences are seen."""
         self.sinks = list(sinks) if dist.rank() == 0 else []
         self.log = AlarmLog(())
         self._rules = rules
         self.sample: Sample | None = None
-        self._trained: list[Sample] = []  # the last two of training
+        self._trained: list[Sample] = []  # the last two training samples
         self.recording = Recording(planned=planned)
-        self._evaluated = Recording()  # of a model that is never seen in training mode
+        self._evaluated = Recording()  # used if the model is never seen in training mode
         self._last_evaluated = -1
         self._about: Callable[[], Mapping[str, object]] | None = about
         self.sites: tuple[str, ...] = ()
         self._types, self._local = types, dict[str, str]()
-        self._described: Mapping[str, str] = {}  # types of all layers, by the description of the run
-        self._table = HeadRows((), 0)  # made when the sites are known
-        self._names: dict[tuple[str, tuple[str, ...]], list[str]] = {}  # of the numbers of a row without heads
-        self._late: set[str] = set()  # sites of which it was said that they came too late
+        self._described: Mapping[str, str] = {}  # types of all layers according to the description of the run
+        self._table = HeadRows((), 0)  # replaced when the sites are known
+        self._names: dict[tuple[str, tuple[str, ...]], list[str]] = {}  # keys of the numbers in rows without heads
+        self._late: set[str] = set()  # sites for which a warning that they came too late was raised
         self.dropped = 0  # sinks that failed
         self.complete = False  # whether training ended as planned
-        self._carried: State = {}  # from a checkpoint, until the first numbers come
+        self._carried: State = {}  # loaded from a checkpoint, until the first numbers arrive
 
     def add(self, step: int, phase: Phase, measured: Measurement) -> None:
-        """One step's numbers."""
+        """Adds the numbers of one step."""
         if not self.sites:
             self.sites = tuple(measured.stats)
             self._table = HeadRows(self.sites, max(len(s.max_logit) for s in measured.stats.values()))
@@ -101,7 +101,7 @@ class Recorder:
                 self._each(lambda sink, alarm=alarm: sink.alarm(alarm))
 
     def _tell_types(self, step: int) -> None:
-        """Says to the sinks which layers have a type that differs from their description."""
+        """Reports to the sinks which layers have a type that differs from their description."""
         types = self._types()
         changed = {site: of for site, of in types.items() if self._local.get(site, of) != of}
         self._local |= types
@@ -111,26 +111,26 @@ class Recorder:
 
     @property
     def types(self) -> dict[str, str]:
-        """The type of each layer that is recorded, where it is known, and of the layers without logits."""
+        """The type of each recorded layer, where it is known, and of the layers without logits."""
         known = {**self._described, **self._local}
         linear = {name: of for name, of in known.items() if of == LINEAR}
         return {site: known[site] for site in self.sites if site in known} | linear
 
     def _tell_late(self, step: int, measured: Measurement) -> None:
-        """Say once for each site that it is not recorded, as the first measured step did not have it."""
+        """Warns once for each site that is not recorded because it was missing in the first measured step."""
         late = [site for site in measured.stats if site not in self.sites and site not in self._late]
         self._late.update(late)
         if late and dist.rank() == 0:
             caution(
                 f"the attention of {', '.join(late)} was first seen at step {step:,}. The layers of a record are "
                 "those of the first measured step, so this attention is not recorded and no alarm checks it. Close "
-                "this monitor and watch "
-                "again from here on, or begin with a batch that uses all attention"
+                "this monitor and watch again from here on, or begin with a batch that uses all attention"
             )
 
     @property
     def history(self) -> History:
-        """The history of training; for a model that was only seen in evaluation mode, that of its passes."""
+        """The history of training or, if the model was only seen in evaluation mode, the history of its evaluation
+        passes."""
         one = self.recording if len(self.recording) or not len(self._evaluated) else self._evaluated
         history = dataclasses.replace(one.history, types=self.types)
         return history if one is self.recording else dataclasses.replace(history, phase="eval")
@@ -164,7 +164,7 @@ class Recorder:
         self._each(lambda sink: sink.event(event))
 
     def close(self, sound: bool) -> None:
-        """Ends the records; the run is complete if training was, and watching was `sound`."""
+        """Ends the records; the run counts as complete if training was completed and watching was `sound`."""
         if self._about is None:
             self._each(lambda sink: sink.close(self.complete and sound))
         self.sinks.clear()
@@ -199,7 +199,7 @@ class Recorder:
                     names = self._names[row.name, row.sites] = [f"{row.name}/{site}" for site in row.sites]
                 values |= zip(names, row.values.tolist())
         for (site, name), value in numbers.single.items():
-            assert isinstance(value, Tensor)  # shares were made numbers when they arrived
+            assert isinstance(value, Tensor)  # partial values were combined when they arrived
             if value.ndim == 0:
                 values[f"{name}/{site}" if site else name] = float(value)
             elif name in HEAD_FIELDS and site in table.place:
@@ -224,13 +224,13 @@ class Recorder:
 
 
 class HeadRows:
-    """The numbers of one record by name, [layers heads] each, NaN where a layer has fewer heads or was not measured."""
+    """The values of one record by name, [layers heads] each, NaN where a layer has fewer heads or was not measured."""
 
     def __init__(self, sites: Sequence[str], width: int) -> None:
         self.place = {site: i for i, site in enumerate(sites)}
         self.width = width
         self._nothing = np.full((len(sites), width), np.nan)
-        # Of each recorded number of a call's logits, the count of those it was made of.
+        # Recorded statistic of the logits of a call -> the count of the logits it was computed from.
         self._made_of = {name: field.count for name, field in HEAD_FIELDS.items() if name in statistics.RECORDED}
         self._places: dict[object, tuple[np.ndarray, np.ndarray]] = {}
         self._groups: dict[object, np.ndarray] = {}
@@ -243,7 +243,7 @@ class HeadRows:
         self._known: set[str] = set()
 
     def put(self, name: str, sites: tuple[str, ...], counts: tuple[int, ...], values: np.ndarray) -> None:
-        """Takes the numbers of the heads of some sites, one after the other."""
+        """Stores the values for the heads of some sites, concatenated."""
         to, of = self._at(sites, counts)
         if len(to):
             table = self.heads.get(name)
@@ -252,8 +252,8 @@ class HeadRows:
             table.reshape(-1)[to] = values[of]
 
     def add_statistics(self, block: ScoreBlock, arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Takes the statistics of a block of sites; `arrays` are those with one number per head, where they are known
-        as arrays already."""
+        """Stores the statistics of a block of sites; `arrays` are the statistics with one value per head, if they are
+        already available as arrays."""
         stats, (names, heads, kv_heads) = block.joint, block.layout
         if self.place.keys().isdisjoint(names):
             return
@@ -271,13 +271,13 @@ class HeadRows:
             group = self._group(heads, kv_heads)
             for rows in (values, counts):
                 for name in rows:
-                    if len(rows[name]) == sum(kv_heads):  # of key heads
+                    if len(rows[name]) == sum(kv_heads):  # a statistic of key heads
                         rows[name] = rows[name][group]
-        # All names as one table: there are some twenty in every measured step.
+        # All names are handled as one table, because there are some twenty in every measured step.
         table = np.array([*values.values()], dtype=np.float64)
         known = np.array([counts[self._made_of[name]] for name in values])
         for i, name in enumerate(values):
-            if name in _OF_MAXIMA:  # where maxima alone were looked for
+            if name in _OF_MAXIMA:  # if only maxima were measured
                 known[i] |= with_maxima if name != "capped_max_logit" else table[i] != -np.inf
         table[~known] = np.nan
         some = np.logical_or.reduce(known, axis=1).tolist()
@@ -297,7 +297,7 @@ class HeadRows:
                 self.heads[name].reshape(-1)[to] = row
 
     def _group(self, heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> np.ndarray:
-        """The place of each query head's key head among those of all sites."""
+        """The index of each query head's key head among the key heads of all sites."""
         group = self._groups.get((heads, kv_heads))
         if group is None:
             parts = [repeat_groups(i, n) for i, n in _numbered(heads, kv_heads)]
@@ -309,7 +309,7 @@ class HeadRows:
         return name in self._known
 
     def _at(self, sites: tuple[str, ...], counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """The places in a flat table of the numbers of these heads, and which of the numbers these are."""
+        """The indices of these heads' values in a flat table, and the indices of these values among those given."""
         known = self._places.get((sites, counts))
         if known is None:
             place = [self.place.get(site, -1) for site in sites]
@@ -325,7 +325,7 @@ _FINITE = ("max_logit", "min_logit", "entropy", "n_pairs")
 
 
 def _numbered(heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> Iterator[tuple[np.ndarray, int]]:
-    """For each site the numbers of its key heads among all, and how many query heads it has."""
+    """Yields for each site the indices of its key heads among all key heads, and its number of query heads."""
     first = 0
     for n, groups in zip(heads, kv_heads):
         yield np.arange(first, first + groups), n
@@ -338,13 +338,14 @@ _SINGLE = {"class_query_norm": "n_normed", "class_key_norm": "n_keys"}
 
 
 def class_facts(stats: Mapping[str, LogitStats]) -> dict[str, object]:
-    """The names of the classes and of all that is recorded per head, for the sinks; nothing if there are no classes."""
+    """The names of the classes and of all statistics recorded per head, for the sinks; empty if there are no
+    classes."""
     names = next((s.classes.names for s in stats.values() if s.classes is not None), None)
     return {} if names is None else {"classes": list(names), "fields": [*HEAD_FIELDS, *class_fields(names)]}
 
 
 def class_fields(names: Sequence[str]) -> tuple[str, ...]:
-    """The recorded names, by records.CLASS_FIELDS.
+    """The names that are recorded for these classes, according to records.CLASS_FIELDS.
 
     >>> class_fields(["text", "image"])[1:6]
     ('key_competition', 'class_max_logit/text->text', 'class_max_logit/text->image', 'class_max_logit/image->text', \
@@ -386,16 +387,15 @@ def _row(value: Tensor, n_heads: int) -> np.ndarray:
     return repeat_groups(value.double().numpy(), n_heads)
 
 
-# The numbers of steps that are on their way from the device and the other processes.
+# The numbers of steps that have not yet arrived from the device and the other processes.
 
-_UNREAD = 16  # steps whose statistics wait to be merged, if anybody reads them
+_UNREAD = 16  # the number of steps whose unread statistics are kept before they are merged
 
 
 @final
 class PendingResults:
-    """Records the numbers of each step when they have arrived, in the order of the steps. The statistics are also kept,
-    merged, until they are read.
-    """
+    """Records the numbers of each step when they have arrived, in the order of the steps. The statistics are also
+    merged and kept until they are read."""
 
     def __init__(self, group: ProcessGroup, journal: Recorder) -> None:
         self._group, self._journal = group, journal
@@ -406,17 +406,18 @@ class PendingResults:
     def add(
         self, step: int, phase: Phase, transfer: Transfer, *, unread: Stats | None, monitor: Mapping[str, float]
     ) -> None:
-        """Adds a step. unread: its statistics that nobody has read, None for all that arrive; monitor: the numbers
-        about this process's monitor."""
+        """Adds a step. unread: the part of its statistics that has not been read yet, or None for everything that
+        arrives; monitor: the statistics on this process's monitor."""
         self._coming.append(_Coming(step=step, phase=phase, transfer=transfer, unread=unread, monitor=monitor))
 
     @property
     def flagged(self) -> bool:
-        """Returns whether another process has reported, in an exchange under way, that it has switched itself off."""
+        """Returns whether another process has reported, in an exchange that is in progress, that it has switched itself
+        off."""
         return any(one.transfer.stopped for one in self._coming)
 
     def settle(self, *, wait: bool, before: int = 0) -> None:
-        """Records what has arrived, and waits for the steps before `before`, or with `wait` for everything.
+        """Records what has arrived; waits for the steps before `before` or, with `wait`, for everything.
 
         Raises: InvalidValueError if another process has stopped measuring.
         """
@@ -437,7 +438,7 @@ class PendingResults:
                 self._journal.add(one.step, one.phase, dataclasses.replace(measured, monitor=monitor))
 
     def _say_unknown(self, measured: Measurement) -> None:
-        """Warns once about sites whose heads are split over processes, for which a number is not measured."""
+        """Warns once about sites for which a number is not measured because their heads are split over processes."""
         if not self._group.several or self._said:
             return
         numbers = measured.numbers
@@ -461,14 +462,14 @@ class PendingResults:
         return bool(self._unread[phase])
 
     def take(self, phase: Phase) -> Stats:
-        """Those statistics, once."""
+        """Returns the statistics of recorded steps that nobody has read, and forgets them."""
         found, self._unread[phase] = self._unread[phase], []
         return merged(found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Coming:
-    """A step whose numbers are on their way."""
+    """A step whose numbers have not arrived yet."""
 
     step: int
     phase: Phase
