@@ -127,9 +127,10 @@ def forecast(
 
     Args:
         steps, values: the steps [n] of the records and their logits [n]. threshold: the logit to reach.
-        rates: the learning rates [n] at `steps`. planned: the learning rates of the whole run, if known. Source:
-            experiments of this project (logits of small runs drift as a power of steps); the clock and the interval
-            were developed in this project and are evaluated in research/alarms.md.
+        rates: the learning rates [n] at `steps`. planned: the learning rates of the whole run, if known.
+
+    Source: experiments of this project (logits of small runs drift as a power of steps); the clock and the interval were
+    developed in this project and are evaluated in research/alarms.md.
     """
     followed = planned if planned is not None and planned.followed(steps, rates) else None
     ticks = clock(steps, rates) if followed is None else followed.ticks(steps)
@@ -182,8 +183,9 @@ class PlannedRates:
 
     @classmethod
     def of(cls, rates: Sequence[float] | np.ndarray | Callable[[int], float], steps: int | None = None) -> Self:
-        """Builds the plan from the learning rate at each step of the run, in the units of the recorded "lr". rates: the
-        rates [steps], starting with that of step 1, or a function of the step, from 1 to `steps`.
+        """Builds the plan from the learning rate at each step of the run, in the units of the recorded "lr".
+
+        rates: the rates [steps], starting with that of step 1, or a function of the step, from 1 to `steps`.
 
         Raises: InvalidValueError if a rate is negative or not a number, or a function is given without `steps`.
 

@@ -608,8 +608,11 @@ class WatchedSites:
 @final
 class StepNumbers(Visitor):
     """Collects the numbers of a step by (site, name): means over its passes, and values read before and after its
-    update. Each training pass adds the norms of hidden states and the loss. Before each pass, it is determined which of
-    its tokens count, and before the first pass, which sites there are."""
+    update.
+
+    Each training pass adds the norms of hidden states and the loss. Before each pass, it is determined which of its
+    tokens count, and before the first pass, which sites there are.
+    """
 
     def __init__(
         self,
@@ -779,8 +782,10 @@ class StepNumbers(Visitor):
 
 @final
 class Means(Revertible["_Of", tuple[Tensor, int]]):
-    """Collects means on their device, each over a number of values, and combines them. A mean is a single value, or a
-    row with one value for each of several sites."""
+    """Collects means on their device, each over a number of values, and combines them.
+
+    A mean is a single value, or a row with one value for each of several sites.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -825,8 +830,10 @@ _Of = tuple[str | tuple[str, ...], str]  # the site, "" for the whole model, or 
 
 @final
 class WatchedModels:
-    """Combines the measurements of several models, under names that begin with the name of the model. If several models
-    have a value for the whole model, such as the loss, the value of the last model is used."""
+    """Combines the measurements of several models, under names that begin with the name of the model.
+
+    If several models have a value for the whole model, such as the loss, the value of the last model is used.
+    """
 
     def __init__(self, whole: nn.Module, stages: Mapping[str, int | None]) -> None:
         """whole: the model, or a module that contains all models. stages: the pipeline stages that the models turn out

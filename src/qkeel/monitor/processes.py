@@ -287,8 +287,10 @@ class Members:
 
     Layers of pipeline stages keep their own names if all of these differ, and are otherwise named "stages.1.NAME". A
     process that had nothing to send when the processes were introduced is assumed to be like the other processes of its
-    stage. A process sends maxima, and sums in the dtype of the statistics and in float64. Every number has one place in
-    these vectors, whichever process measured it, so they are as long for a thousand processes as for two.
+    stage.
+
+    A process sends maxima, and sums in the dtype of the statistics and in float64. Every number has one place in these
+    vectors, whichever process measured it, so they are as long for a thousand processes as for two.
     """
 
     def __init__(self, members: Sequence[RankInfo], rank: int) -> None:
@@ -382,8 +384,10 @@ class Members:
 
     def _counts(self, n: int, site: str) -> tuple[bool, bool]:
         """Returns whether the statistics of a process's queries at a site are used, and whether those of its keys are.
+
         If several processes compute the same statistics, those of the first process are used. If several processes have
-        the same keys, the statistics of the process whose queries saw most of them in the first step are used."""
+        the same keys, the statistics of the process whose queries saw most of them in the first step are used.
+        """
         m = self.all[n]
         peers = [(i, x) for i, x in enumerate(self.all) if x.stage == m.stage]
 
@@ -484,10 +488,12 @@ class Members:
     def pack(
         self, measured: Measurement | None, monitor: Mapping[str, float], *, stopped: bool = False
     ) -> list[Tensor]:
-        """Returns this process's vectors: one to be reduced to maxima, and two to be reduced to sums. measured: the
-        measurement, or None if this process has no numbers in this step. monitor: the statistics on its own monitor,
-        keyed by the names in records.MONITOR_FIELDS, or {} if they are unknown. stopped: whether the process has
-        stopped measuring."""
+        """Returns this process's vectors: one to be reduced to maxima, and two to be reduced to sums.
+
+        measured: the measurement, or None if this process has no numbers in this step. monitor: the statistics on its
+        own monitor, keyed by the names in records.MONITOR_FIELDS, or {} if they are unknown. stopped: whether the
+        process has stopped measuring.
+        """
         device = dist.collective_device()
         single = torch.float64 if self.extent.double else torch.float32
         dtypes = single, single, torch.float64
@@ -836,10 +842,12 @@ _GONE = "the monitor of another process of this run has switched itself off"
 
 @final
 class ProcessGroup:
-    """The group of processes in a run that measure jointly, as seen from one of them. Before any collective operation,
-    the processes make sure that all of them watch, and before the first exchange, they introduce themselves, because a
-    reduction never ends if vectors have different sizes or a process is missing. Later, a process that stops reports
-    this in the exchange in which the others wait."""
+    """The group of processes in a run that measure jointly, as seen from one of them.
+
+    Before any collective operation, the processes make sure that all of them watch, and before the first exchange, they
+    introduce themselves, because a reduction never ends if vectors have different sizes or a process is missing. Later,
+    a process that stops reports this in the exchange in which the others wait.
+    """
 
     def __init__(self, introduced: Handshake, apart: Callable[[], str], exchange: dist.StepExchange) -> None:
         """introduced: how this process introduces itself. apart: returns the reason why it must measure alone, or "" if
@@ -930,7 +938,8 @@ class ProcessGroup:
         """Returns False if a process is 8 seconds late to the first pass that needs all of them.
 
         The model itself waits for that process. A process that has not announced itself by the next pass is not
-        watching."""
+        watching.
+        """
         if not self._unmet():
             return True
         if not self._passes:
