@@ -129,8 +129,8 @@ def forecast(
         steps, values: the steps [n] of the records and their logits [n]. threshold: the logit to reach.
         rates: the learning rates [n] at `steps`. planned: the learning rates of the whole run, if known.
 
-    Source: experiments of this project (logits of small runs drift as a power of steps); the clock and the interval were
-    developed in this project and are evaluated in research/alarms.md.
+    Source: experiments of this project (logits of small runs drift as a power of steps); the clock and the interval
+    were developed in this project and are evaluated in research/alarms.md.
     """
     followed = planned if planned is not None and planned.followed(steps, rates) else None
     ticks = clock(steps, rates) if followed is None else followed.ticks(steps)
