@@ -141,7 +141,7 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
 
 
 def check_known(kind: str, name: object, known: Collection[str]) -> None:
-    """Raises the error of `unknown` unless a name is in a table.
+    """Raises UnknownNameError, as built by `unknown`, unless a name is in a table.
 
     >>> check_known("remedy", "softcap", ["qk_norm", "softcap"])
     """

@@ -44,7 +44,7 @@ class Every(Cadence):
 
     def __post_init__(self) -> None:
         if isinstance(self.n, bool) or not isinstance(self.n, int):
-            raise InvalidTypeError(f"expected an integer number of steps between two measurements, got {self.n!r}")
+            raise InvalidTypeError(f"expected a whole number of steps between two measurements, got {self.n!r}")
         check(self.n >= 1, "at least 1 step between two measurements", self.n)
 
     def due(self, step: int, last: int | None, bound_ratio: float) -> bool:
