@@ -259,10 +259,12 @@ class RecordPlace:
 class History:
     """Records 0..n-1 of a run.
 
-    steps: the steps [n]. rates: the learning rates [n], or None. values: name -> [n] for names in records.STEP_FIELDS,
-    NaN where not measured. heads: name -> [n layers heads] for names in records.HEAD_FIELDS, NaN where a layer has
-    fewer heads. layers: the names of the layers. tops: name -> [n], the largest value over all heads, if it was kept.
-    planned: the planned learning rates, if known. types: layer -> its type (capture.visible_sets), where it is known.
+    steps: the steps [n]. rates: the learning rates [n], or None.
+    values: name -> [n] for names in records.STEP_FIELDS, NaN where not measured.
+    heads: name -> [n layers heads] for names in records.HEAD_FIELDS, NaN where a layer has fewer heads.
+    layers: the names of the layers.
+    tops: name -> [n], the largest value over all heads, if it was kept. planned: the planned learning rates, if known.
+    types: layer -> its type (capture.visible_sets), where it is known.
     phase: whether the records come from training or, if the model was never observed in training, from evaluation.
     """
 

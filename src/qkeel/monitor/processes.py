@@ -231,7 +231,7 @@ def _of_keys(name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Slot:
-    """The place in the exchanged vectors of the tensor of one number.
+    """Where the tensor of one number is stored in the exchanged vectors.
 
     Args:
         how: as in PartialValue, or "alike"; for statistics by token class, the rule that merges them.
@@ -260,7 +260,7 @@ class _Slot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a tensor of a process is stored, and which of all heads its heads are."""
+    """Where a tensor of a process is stored, and which range of all heads it covers."""
 
     slot: _Slot
     span: HeadSpan | None

@@ -51,11 +51,11 @@ class Sample:
     """
 
     step: int  #: optimizer steps done (forward passes if there is no optimizer)
-    values: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: of the whole model
+    values: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: values for the whole model
     layers: tuple[str, ...] = ()  #: names of the sites, constant over a run
     heads: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  #: [layers heads] each
     phase: Literal["train", "eval"] = "train"  #: mode of the passes that were measured
-    monitor: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: on itself, see records.MONITOR_FIELDS
+    monitor: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: on the monitor itself, see MONITOR_FIELDS
     #: type of each layer (see capture.visible_sets), including layers without logits, which are in no other field
     types: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

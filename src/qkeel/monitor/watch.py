@@ -86,23 +86,27 @@ def watch(
               residual stream.
             - `chosen`: which keys sparse attention chooses in each measured training pass, for up to 32 rows of each
               call: how many keys, how far away, the weight that dense attention would give them, and the overlap with
-              the previous sparse layer. sinks: where the numbers are recorded besides memory: "tensorboard",
-              "wandb:project=gpt", "mlflow", "trackio", "csv", "parquet" or "log", as on the command line; the paths of
-              run directories for `qkeel report`, as Path objects or as strings that contain a /; or Sink objects.
-              rules: the alarm rules; each warns once. None uses the default rules and the rules from
-              `monitor.rules_for` that fit the model (number format, kernel, head width, norms); an empty list turns
-              alarms off. query_mask: which query rows count, [b t]: the name of the forward's argument that contains
-              the mask ("attention_mask"), a function of the forward's arguments, or the tensor itself. classes: the
-              class of each token, such as text and image: a dict of token ids by class name, the name of a forward
-              argument that contains class numbers or is true for class 1, a function of the arguments, or a tensor [b
-              t]; use `monitor.Classes` to name the classes as well. Statistics are then also split by class, see
-              `read()[site].classes`. probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its
-              keyword arguments. How much each measured step changes its logits is then recorded, at the cost of two
-              extra passes without gradients. Only one model can be probed. planned: the learning rates of the run, if
-              known; alarms are then raised earlier, and forecasts follow the schedule. sites: the result of an earlier
-              `find_sites` call on this model, from before it was sharded or its heads were split; for several models,
-              one result for each, as a list or a dict by name. If None, the sites are found in the first measured pass.
-              layout: this process's position in the parallel layout, if torch's own wrappers do not reveal it.
+              the previous sparse layer.
+        sinks: where the numbers are recorded besides memory: "tensorboard", "wandb:project=gpt", "mlflow", "trackio",
+            "csv", "parquet" or "log", as on the command line; the paths of run directories for `qkeel report`, as Path
+            objects or as strings that contain a /; or Sink objects.
+        rules: the alarm rules; each warns once. None uses the default rules and the rules from `monitor.rules_for` that
+            fit the model (number format, kernel, head width, norms); an empty list turns alarms off.
+        query_mask: which query rows count, [b t]: the name of the forward's argument that contains the mask
+            ("attention_mask"), a function of the forward's arguments, or the tensor itself.
+        classes: the class of each token, such as text and image: a dict of token ids by class name, the name of a
+            forward argument that contains class numbers or is true for class 1, a function of the arguments, or a
+            tensor [b t]; use `monitor.Classes` to name the classes as well. Statistics are then also split by class,
+            see `read()[site].classes`.
+        probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments. How much
+            each measured step changes its logits is then recorded, at the cost of two extra passes without gradients.
+            Only one model can be probed.
+        planned: the learning rates of the run, if known; alarms are then raised earlier, and forecasts follow the
+            schedule.
+        sites: the result of an earlier `find_sites` call on this model, from before it was sharded or its heads were
+            split; for several models, one result for each, as a list or a dict by name. If None, the sites are found in
+            the first measured pass.
+        layout: this process's position in the parallel layout, if torch's own wrappers do not reveal it.
 
     Returns:
         The Monitor, with `read()`, `table()`, `alarms`, `close()` and `remove()`, which is also a context manager. With

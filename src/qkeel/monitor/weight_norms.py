@@ -589,13 +589,14 @@ class WeightNorms:
     """Reads the q and k weights of several sites, per query head, without changing them or waiting for the device.
 
     query_weight_norm, key_weight_norm [h]: the Frobenius norm of the head's own rows (with all terms as one matrix); a
-    weight that all heads share counts for each of them. qk_spectral_norm [h]: the largest singular value of W_QᵀW_K = Σ
-    over terms of (product on the query's path)ᵀ (product on the key's path), computed from r×r Gram matrices; rotations
-    are left out, which can only make it too small. It is missing if q or k is not a plain matrix product of the input,
-    as with a convolution over positions or with additional learned keys. query_grad_rms, key_grad_rms [h]: the root
-    mean square of the gradient of those rows, as the optimizer receives it. grad_over_eps [h]: the smaller of the two
-    divided by the optimizer's eps; near or below 1, Adam's step shrinks (Wortsman et al. 2023, arXiv 2309.14322,
-    section 3.4).
+        weight that all heads share counts for each of them.
+    qk_spectral_norm [h]: the largest singular value of W_QᵀW_K = Σ over terms of (product on the query's path)ᵀ
+        (product on the key's path), computed from r×r Gram matrices; rotations are left out, which can only make it too
+        small. It is missing if q or k is not a plain matrix product of the input, as with a convolution over positions
+        or with additional learned keys.
+    query_grad_rms, key_grad_rms [h]: the root mean square of the gradient of those rows, as the optimizer receives it.
+    grad_over_eps [h]: the smaller of the two divided by the optimizer's eps; near or below 1, Adam's step shrinks
+        (Wortsman et al. 2023, arXiv 2309.14322, section 3.4).
     """
 
     def __init__(
@@ -757,8 +758,8 @@ class StepSpectra:
     """Compares the q and k weights of several sites before and after a step, per query head [h].
 
     delta2_*, delta3_*: as in `functional.bounds.step_products`, computed for the products of all weights on the paths
-    of q and of k. As in WeightNorms, rotations are left out. If a q/k norm applies to the rows of the head's weight,
-    its gains multiply these rows, before and after the step; the divisor of such a norm is left out.
+        of q and of k. As in WeightNorms, rotations are left out. If a q/k norm applies to the rows of the head's
+        weight, its gains multiply these rows, before and after the step; the divisor of such a norm is left out.
     query_update_ratio, key_update_ratio: ‖ΔW‖ / ‖W‖ (Frobenius, so RMS(ΔW) / RMS(W)) of the head's own rows.
 
     Between `before` and `after`, it holds a copy of these weights.
