@@ -111,8 +111,8 @@ class GainGrowth(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IdleNorm(Rule):
-    """A q/k norm is configured but has no effect: q or k does not have the norm that it produces, or a logit is too
-    large.
+    """A q/k norm is configured but has no effect: q or k does not have the Euclidean norm that it should produce, or a
+    logit is too large.
 
     With gains of 1, RMS norm and layer norm give the query or key of every head the Euclidean norm √head_dim, and L2
     norm gives it the Euclidean norm 1. This is checked once, when the norms are first recorded, and only if the gains
@@ -252,10 +252,11 @@ def _replaced(text: str, lines: dict[str, str]) -> str:
 def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     """Returns the line that limits the logits of a model whose attention is `sites`.
 
-    If the weights of every head are known and no norm follows them, the line applies per-head rates and a clip, only
-    the clip if weights are in half precision, because small steps would be rounded away, or only the rates if weights
-    are frozen, as they are below an adapter. Otherwise it caps the logits, if every site accepts a cap. If that is not
-    possible either, or if remedies for the steps of these weights are already active, it lowers the learning rate.
+    If the weights of every head are known and no norm follows them, the line applies per-head rates and a clip. If
+    weights are in half precision, it applies only the clip, because small steps would be rounded away, and if weights
+    are frozen, as they are below an adapter, only the rates. Otherwise it caps the logits, if every site accepts a cap.
+    If that is not possible either, or if remedies for the steps of these weights are already active, it lowers the
+    learning rate.
     """
     if any({"lalr", "qk_clip"} & set(vars(site.module).get(APPLIED, {})) for site in sites):
         return LOWER_RATE

@@ -199,8 +199,8 @@ class IndexSums(Revertible[str, LogitStats]):
 @final
 class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
     """Collects, by site, which keys sparse attention chooses in a step: select_*, dense_*, index_margin and
-    index_top_mass [h] from up to 32 query rows of each call that have a choice, and the norms of the indexer's vectors
-    over all tokens."""
+    index_top_mass [h] from up to 32 query rows of each call that have a choice, and the sizes of the indexer's queries,
+    keys and head weights, over all tokens."""
 
     ROWS = 32
     _MAXIMA = frozenset({"dense_kl", "index_query_norm", "index_key_norm"})  # for these, the largest value is kept too
