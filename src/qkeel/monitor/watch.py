@@ -142,7 +142,9 @@ def watch(
     if planned is not None and not isinstance(planned, PlannedRates):
         raise InvalidTypeError(f"expected planned=PlannedRates.of(rates), got {type(planned).__name__}")
     if probe is not None and "" not in models:
-        raise RefusedError("a probe batch is for one model only; leave out probe, or watch only that model")
+        raise RefusedError(
+            "a probe batch shows the logits of one model only; leave out probe, or watch only that model"
+        )
     if "updates" in wanted(stats)[1] and optimizer is None:
         raise InvalidValueError(
             f"expected an optimizer with {stats=}, because updates are measured before and after its steps"
