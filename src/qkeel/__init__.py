@@ -1,4 +1,4 @@
-"""qkeel keeps attention logits on an even keel: see them, fix them, build attention from data, compare remedies.
+"""qkeel keeps attention logits on an even keel: watch them, fix them, build attention from data, compare remedies.
 
 >>> import qkeel
 >>> print(qkeel.preset("qwen3").explain())
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 
-# Loaded on first access, as packages are: importing qkeel costs nothing, and the report works without torch.
+# Names and packages are loaded on first access, so that importing qkeel is cheap and the report works without torch.
 _HOMES = {
     "AttentionSpec": "qkeel.spec",
     "apply": "qkeel.remedies",

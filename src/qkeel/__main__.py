@@ -7,14 +7,14 @@ import qkeel
 
 
 def main() -> int:
-    """Run the command line; returns the exit code. The list of commands and the version need no library."""
+    """Runs the command line and returns the exit code. The list of commands and the version do not need any library."""
     words = sys.argv[1:]
     if words in ([], ["--help"], ["-h"], ["--version"]):
         from qkeel.cli.commands import overview
 
         try:
             print(qkeel.__version__ if words == ["--version"] else overview(), flush=True)
-        except BrokenPipeError:  # `qkeel --help | head`: the interpreter's end must find a stdout that it can flush
+        except BrokenPipeError:  # `qkeel --help | head`: on exit, the interpreter needs a stdout that it can flush
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     try:

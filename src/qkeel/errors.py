@@ -1,6 +1,6 @@
-"""The errors qkeel raises. Each is a QkeelError and also the matching built-in.
+"""The errors that qkeel raises. Each is a QkeelError and also the matching built-in error.
 
-Every message says what was expected, what came, and what to do.
+Every message says what was expected, what was given, and what to do.
 """
 
 from __future__ import annotations
@@ -19,67 +19,67 @@ class QkeelError(Exception):
 
 
 class InvalidValueError(QkeelError, ValueError):
-    """A value outside its range, or values that do not fit together."""
+    """A value is outside its range, or values do not fit together."""
 
 
 class InvalidTypeError(QkeelError, TypeError):
-    """A value of the wrong type or dtype."""
+    """A value has the wrong type or dtype."""
 
 
 class ShapeError(InvalidValueError):
-    """A tensor of the wrong shape."""
+    """A tensor has the wrong shape."""
 
 
 class NonFiniteError(QkeelError, ArithmeticError):
-    """NaN or infinity where only finite numbers make sense."""
+    """A value is NaN or infinite where only finite numbers make sense."""
 
 
 class UnknownNameError(QkeelError, KeyError):
-    """An unknown name; the message suggests the nearest known ones."""
+    """A name is unknown; the message suggests the nearest known names."""
 
     def __str__(self) -> str:  # KeyError would print the repr
         return str(self.args[0])
 
 
 class RefusedError(QkeelError, NotImplementedError):
-    """Something that cannot be done exactly, so it is not done at all."""
+    """A request cannot be carried out exactly, so it is not carried out at all."""
 
 
 class NoAttentionError(RefusedError):
-    """A forward pass in which no attention was seen."""
+    """No attention was seen in a forward pass."""
 
 
 class DataError(QkeelError, OSError):
-    """A corpus or file that cannot be read or is too small."""
+    """A corpus or file cannot be read or is too small."""
 
 
 class RunDirectoryError(QkeelError, OSError):
-    """A run directory that belongs to another run, is damaged, in use or not writable."""
+    """A run directory belongs to another run, is damaged, is in use or is not writable."""
 
 
 class DamagedFileError(RunDirectoryError):
-    """A file of a run that has changed since it was written; the message names the file and, if possible, the line."""
+    """A file of a run has changed since it was written; the message names the file and, if possible, the line."""
 
 
 class AlreadyAppliedError(QkeelError, RuntimeError):
-    """The same change applied twice."""
+    """The same change was applied twice."""
 
 
 class MissingLibraryError(QkeelError, ImportError):
-    """Raised if another library is needed and cannot be imported; the message says how to install it."""
+    """A library that is needed cannot be imported; the message says how to install it."""
 
 
 @contextlib.contextmanager
 def needed(what: str, pip: str) -> Iterator[None]:
-    """A context for importing an outside library that `what` needs.
+    """A context for importing an external library that `what` needs.
 
     >>> with needed("the notebook sink", "ipython"):
     ...     import not_installed
     Traceback (most recent call last):
     qkeel.errors.MissingLibraryError: the notebook sink needs a library that is not installed: pip install ipython
 
-    Raises: MissingLibraryError where one fails. If a library is installed but lacks one that it imports itself, the
-        error names the latter.
+    Raises: MissingLibraryError if an import fails. If a library is installed but a library that it imports is missing,
+        the error names the missing library.
     """
     try:
         yield
@@ -94,7 +94,7 @@ def needed(what: str, pip: str) -> Iterator[None]:
 
 
 def _importer(error: ImportError) -> str:
-    """The library whose own import failed; "" where it was the caller's."""
+    """The library in which an import failed, or "" if the import is the caller's own."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][2:]  # after `needed` and its caller
     names = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames]
     return next((name for name in reversed(names) if name not in ("importlib", "")), "")
@@ -102,9 +102,10 @@ def _importer(error: ImportError) -> str:
 
 @contextlib.contextmanager
 def reported(said: str, advice: str = "", error: type[QkeelError] = RunDirectoryError) -> Iterator[None]:
-    """A context that turns an error of the operating system into one of qkeel's: what was tried, the reason, advice.
+    """A context that converts an operating system error into a qkeel error, which says what was tried, the reason and
+    what to do.
 
-    An error that is qkeel's already (RunDirectoryError is both) passes unchanged.
+    An error that is already a qkeel error (RunDirectoryError is both) is passed on unchanged.
 
     >>> with reported("cannot read notes.txt"):
     ...     raise OSError(13, "Permission denied")
@@ -119,11 +120,11 @@ def reported(said: str, advice: str = "", error: type[QkeelError] = RunDirectory
         raise error(f"{said}: {failure.strerror or failure}{advice}") from failure
 
 
-_FEW, _MOST = 10, 40  # names of a table that a message lists beside near ones, and at all
+_FEW, _MOST = 10, 40  # how many names of a table a message lists in addition to near names, and at most
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
-    """The error for a name that is not in a table: with the nearest names, and with all of them if they are few.
+    """Returns the error for a name that is not in a table; it lists the nearest names, and all names if there are few.
 
     >>> print(unknown("remedy", "qknorm", ["qk_norm", "softcap"]))
     unknown remedy 'qknorm'. Did you mean 'qk_norm'? Known: qk_norm, softcap
@@ -140,7 +141,7 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
 
 
 def check_known(kind: str, name: object, known: Collection[str]) -> None:
-    """Raise `unknown` unless a name is in a table.
+    """Raises UnknownNameError, as built by `unknown`, unless a name is in a table.
 
     >>> check_known("remedy", "softcap", ["qk_norm", "softcap"])
     """
@@ -149,7 +150,7 @@ def check_known(kind: str, name: object, known: Collection[str]) -> None:
 
 
 def check(holds: bool, expected: str, got: object) -> None:
-    """Raise InvalidValueError, with what was expected and what was given, unless a condition holds.
+    """Raises InvalidValueError, which states what was expected and what was given, unless a condition is true.
 
     >>> check(1 > 0, "a cap above 0", 1)
     """
@@ -161,17 +162,18 @@ _NOT_THE_USERS = ("qkeel", "torch", "functools", "contextlib", "transformers", "
 
 
 class QkeelWarning(UserWarning):
-    """A warning from qkeel, such as one about an internal fault after which it switches itself off."""
+    """A warning from qkeel, for example about an internal fault after which qkeel switches itself off."""
 
 
 class AlarmWarning(QkeelWarning):
-    """A warning that attention is about to go wrong; its message says where, how fast, and what to do."""
+    """A warning that attention is about to go wrong; the message says where, how fast, and what to do."""
 
 
 def caution(message: str, kind: type[QkeelWarning] = QkeelWarning) -> None:
-    """Warn without ever stopping the caller: where warnings are errors, the message goes to the log `qkeel`.
+    """Warns without ever stopping the caller; if warnings are treated as errors, the message is logged to `qkeel`
+    instead.
 
-    The warning names the line of the user's program that led here, not one in qkeel or torch.
+    The warning points to the line of the user's program that led here, not to a line in qkeel or torch.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and (frame.f_globals.get("__name__") or "").partition(".")[0] in _NOT_THE_USERS:

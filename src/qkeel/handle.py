@@ -1,4 +1,4 @@
-"""A handle undoes a change: by `handle.remove()`, or as a context manager."""
+"""A handle undoes a change, either with `handle.remove()` or as a context manager."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 
-State = dict[str, Any]  # tensors and numbers by name, as a checkpoint holds them
+State = dict[str, Any]  # tensors and numbers by name, as they are stored in a checkpoint
 
 
 class Handle:
     """An object that undoes one change, once; also a context manager.
 
-    `undo` is called by the first `remove()`; later calls do nothing. A change that carries state across a
-    checkpoint (initial norms, power-iteration vectors) provides `state` and `load`.
+    `undo` is called by the first `remove()`; later calls do nothing. A change whose state must be saved in checkpoints
+    (initial norms, power-iteration vectors) provides `state` and `load`.
     """
 
     about = ""  # what was changed, in a few words
@@ -31,7 +31,7 @@ class Handle:
         self._load = load
 
     def __repr__(self) -> str:
-        """Short: what kind of change, and whether it is active."""
+        """A short description: the kind of change, and whether it is active."""
         of = f" of {self.about}" if self.about else ""
         return f"<{type(self).__name__}{of}: {'active, remove() undoes it' if self.active else 'removed'}>"
 
@@ -41,13 +41,13 @@ class Handle:
         return self._undo is not None
 
     def remove(self) -> None:
-        """Undoes the change; a second call does nothing."""
+        """Undoes the change; further calls do nothing."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
 
     def state(self) -> State:
-        """Returns the tensors that must be saved for a bit-identical resume, by name."""
+        """Returns the tensors, by name, that must be saved so that training can be resumed bit-identically."""
         return self._state() if self._state else {}
 
     def load(self, state: State) -> None:
@@ -63,7 +63,7 @@ class Handle:
 
 
 def under(head: str, state: Mapping[str, T]) -> dict[str, T]:
-    """The part of a state whose names begin with `head`, by the rest of their names.
+    """Returns the part of a state whose names begin with `head`, keyed by the rest of each name.
 
     >>> under("a/", {"a/x": 1, "b/x": 2})
     {'x': 1}
@@ -72,7 +72,7 @@ def under(head: str, state: Mapping[str, T]) -> dict[str, T]:
 
 
 def compose(handles: Iterable[Handle]) -> Handle:
-    """Returns one handle for many, which removes them in reverse order: the last change first.
+    """Returns one handle for several handles, which removes them in reverse order, the last change first.
 
     >>> order = []
     >>> compose(Handle(lambda name=name: order.append(name)) for name in "ab").remove()

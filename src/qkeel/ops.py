@@ -1,4 +1,4 @@
-"""qkeel.attention: one entry to every kernel, with statistics on demand."""
+"""qkeel.attention: one entry point to every kernel, with statistics on request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall, CuSeqlens, band_call, make_call
 from qkeel.spec.slot import GivenMask, GivenPosK, GivenPosQ, Keys, Logits, Outputs, Params, Queries, Values
 
-# What `stats` may say besides True.
+# The values of `stats` other than True.
 PRICES: dict[str, Price] = {price: price for price in get_args(Price)}
 
 
@@ -90,7 +90,8 @@ def attention(
     impl: str = "auto",
     stats: bool | Price = False,
 ) -> Outputs | tuple[Outputs, LogitStats] | tuple[Outputs, LogitBracket]:
-    """Attention of raw (unnormed, unrotated) q, k, v under `spec`; formula: `spec.explain()`.
+    """Computes the attention that `spec` describes for raw (unnormed, unrotated) q, k, v; see `spec.explain()` for the
+    formula.
 
     >>> from qkeel.spec import preset
     >>> q = torch.ones(1, 2, 3, 4)
@@ -99,27 +100,29 @@ def attention(
     [2.0, 2.0]
 
     Args:
-        q: queries [b h t d]. k, v: keys and values [b g s d], [b g s d']; h a multiple of g.
-        spec: what attention computes. params: the tensors it needs (`spec.init_params`), if any.
-        causal: a query sees keys at its position or before.
-        mask: boolean (True = may attend) or additive, broadcast to [b h t s], or a padding mask [b s].
-        pos_q, pos_k: positions [b t], [b s]; default 0 .. s-1, queries aligned to the end of the keys.
-        cu_seqlens: the start of each sequence packed into q, k, v of b = 1, and the end of the last one, as an int
-            tensor [n + 1] or, for queries and keys, a pair of them. Each sequence attends only to itself, and its
-            positions start at 0.
-        dropout: probability of dropping a weight. Statistics are taken before it.
-        impl: "auto", or a kernel's name; a named kernel refuses what it cannot do exactly.
-        stats: True also returns LogitStats, exact, without a T×T matrix, detached. Other values return a LogitBracket.
-            "bracket": bounds on the largest logit, free where the kernel returns the logsumexp. "max": also the
-            certified maximum, for most heads with logits over 12 to 20. "entropy": also the entropy.
-            "entropy:sample=16" or 32, on a GPU: exact maxima, and the entropy of every 16th or 32nd row with its error.
-            If no logsumexp is available, a separate pass computes exact numbers, and LogitBracket.note says why.
+        q: the queries [b h t d]. k, v: the keys [b g s d] and values [b g s d'], where h is a multiple of g.
+        spec: what attention computes. params: the tensors that the spec needs, if any (see `spec.init_params`).
+        causal: whether a query sees only keys at or before its own position.
+        mask: a boolean (True = may attend) or additive mask, broadcast to [b h t s], or a padding mask [b s].
+        pos_q, pos_k: the positions [b t] and [b s]; by default 0 .. s-1, with the queries aligned to the end of the
+            keys.
+        cu_seqlens: the start of each sequence packed into q, k, v with b = 1, and the end of the last sequence, as an
+            int tensor [n + 1], or a pair of such tensors for queries and keys. Each sequence attends only to itself,
+            and its positions start at 0.
+        dropout: the probability of dropping a weight. Statistics are computed before dropout.
+        impl: "auto", or the name of a kernel, which refuses calls that it cannot compute exactly.
+        stats: True also returns LogitStats, which are exact, detached, and computed without a T×T matrix. Other values
+            return a LogitBracket. "bracket": bounds on the largest logit, at no cost if the kernel returns the
+            logsumexp. "max": also the certified maximum, for most heads with logits above 12 to 20. "entropy": also the
+            entropy. "entropy:sample=16" or 32, on a GPU: exact maxima, and the entropy of every 16th or 32nd row with
+            its error. If no logsumexp is available, exact values are computed in a separate pass, and LogitBracket.note
+            says why.
 
     Returns:
         out [b h t d'] in q's dtype; with `stats`, (out, LogitStats) or (out, LogitBracket).
 
     Raises:
-        ShapeError, InvalidTypeError, InvalidValueError, UnknownNameError: bad input. RefusedError: see impl.
+        ShapeError, InvalidTypeError, InvalidValueError, UnknownNameError: invalid input. RefusedError: see `impl`.
     """
     call = make_call(spec, q, k, v, params=params, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k, dropout=dropout)
     call = band_call(call, cu_seqlens=cu_seqlens)
@@ -139,7 +142,7 @@ def _bracketed(call: AttentionCall, impl: str, price: Price) -> tuple[Tensor, Lo
     pair = attend_with_logsumexp(call) if isinstance(kernel, Sdpa) else None
     if pair is not None:
         return pair[0], bracket(call, pair[1], price)
-    why = no_logsumexp(call) if isinstance(kernel, Sdpa) else "the kernel that computes this call returns no logsumexp"
+    why = no_logsumexp(call) if isinstance(kernel, Sdpa) else "the kernel for this call returns no logsumexp"
     return kernel(call), exact_bracket(call, why, price)
 
 
@@ -149,15 +152,15 @@ def run(call: AttentionCall, impl: str = "auto") -> Outputs:
 
 
 def run_with_rows(call: AttentionCall, impl: str = "auto") -> tuple[Outputs, KernelRows] | None:
-    """Like `run`, and returns the row statistics that the kernel computes in its pass; None, without running, if there
-    are none."""
+    """Like `run`, but also returns the row statistics that the kernel computes in its pass; returns None, without
+    running the kernel, if it does not compute any."""
     kernel = choose(call, impl)
     return kernel.with_rows(call) if isinstance(kernel, Native) else None
 
 
 def run_with_weights(call: AttentionCall) -> tuple[Outputs, Logits]:
-    """Computes a checked call written out, T×T: out [b h t d'] and the weights [b h t s], after dropout, in q's
-    dtype."""
+    """Computes a checked call with explicit T×T matrices; returns out [b h t d'] and the weights [b h t s] after
+    dropout, in q's dtype."""
     rows, keys = slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
     logits = call.spec.cap.apply(call.scores(*call.encoded(), rows, keys))
     weights = call.spec.normalizer.weights(logits, call.visible(rows, keys), call.params)

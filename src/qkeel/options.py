@@ -1,4 +1,4 @@
-"""Options by name: tables of classes, and the one check of their values."""
+"""Options by name: tables of classes, and the check of their values."""
 
 from __future__ import annotations  # pyright: ignore[reportAssignmentType]
 
@@ -13,20 +13,21 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check, check_known
 
-# Names to things: literal tables, spec strings, and errors that name the nearest entry.
+# From names to objects: literal tables, spec strings, and errors that name the nearest entry.
 
 T = TypeVar("T")
 
 
 def lookup(kind: str, table: Mapping[str, T], name: str) -> T:
-    """`table[name]`, or an UnknownNameError with the nearest names."""
+    """Returns `table[name]`, or raises UnknownNameError with the nearest names."""
     check_known(kind, name, table)
     return table[name]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recipe(Generic[T]):
-    """A row of a table: one line of what it is, its source, and the function that makes it from its own options."""
+    """A row of a table: a one-line description, its source, and the function that builds the object from its
+    options."""
 
     line: str
     source: str
@@ -34,13 +35,13 @@ class Recipe(Generic[T]):
 
 
 def described(table: Mapping[str, Recipe[T]]) -> dict[str, str]:
-    """The names of a table, each with a one-line description and its source."""
+    """Returns the names of a table, each with a one-line description and its source."""
     return {name: f"{row.line} [{row.source}]" for name, row in table.items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Term:
-    """One `name:key=value,key=value` of a spec string."""
+    """One term `name:key=value,key=value` of a spec string."""
 
     name: str
     options: dict[str, bool | int | float | str]
@@ -52,7 +53,7 @@ class Term:
 
 
 def parse(text: str) -> tuple[Term, ...]:
-    """Read a spec string: terms joined by `+`, each `name` or `name:key=value,key=value`.
+    """Parses a spec string: terms joined by `+`, each of the form `name` or `name:key=value,key=value`.
 
     >>> [str(t) for t in parse("lalr:tau=0.1+qk_clip")]
     ['lalr:tau=0.1', 'qk_clip']
@@ -63,7 +64,7 @@ def parse(text: str) -> tuple[Term, ...]:
 
 
 def _split_terms(text: str) -> list[str]:
-    # '+' composes, but '1e+2' is a number: a plus after a digit and 'e' belongs to it.
+    # '+' joins terms, but '1e+2' is a number, so a plus after a digit and 'e' belongs to the number.
     parts, current = [], ""
     for i, c in enumerate(text):
         exponent = i >= 2 and text[i - 1] in "eE" and text[i - 2].isdigit() and text[i + 1 : i + 2].isdigit()
@@ -110,19 +111,19 @@ def _show(value: object) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
-# Options: what users give by name, checked against the annotations of what takes it.
+# Options are values that users give by name; they are checked against the annotations of the class or function.
 #
-# One mechanism for the fields of configurations, remedies, policies and executors, and for the options of presets,
-# positions and sinks. Every error says what was expected for which name, and what came; a name that there is not
-# comes with the nearest one.
+# The same mechanism is used for the fields of configurations, remedies, policies and executors, and for the options of
+# presets, positions and sinks. Every error says what was expected for which name, and what was given; for an unknown
+# name, the error suggests the nearest name.
 
 OptionsT = TypeVar("OptionsT")
-Json = dict[str, Any]  # an object as JSON and TOML have it: plain values by name, nested
+Json = dict[str, Any]  # an object as in JSON and TOML: plain values by name, possibly nested
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bound:
-    """In an annotation: a finite number above `least`, or at least `least` where that is `included`; at most `most`."""
+    """For annotations: a finite number above `least`, or equal to it if it is `included`, and at most `most`."""
 
     least: float = 0.0
     included: bool = False
@@ -140,7 +141,8 @@ _SPOKEN = {bool: "true or false", int: "a whole number", float: "a number", str:
 
 @functools.cache
 def annotations(of: Callable[..., object]) -> Json:
-    """The resolved annotations of the fields of a dataclass, or of the parameters of a function or another class."""
+    """Returns the resolved annotations of the fields of a dataclass, or of the parameters of a function or another
+    class."""
     plain_class = isinstance(of, type) and not dataclasses.is_dataclass(of)
     return typing.get_type_hints(of.__init__ if plain_class else of, include_extras=True)
 
@@ -155,13 +157,13 @@ def checked(value: Any, kind: Any, name: str) -> Any:
     qkeel.errors.InvalidValueError: expected a finite number above 0 for tau of lalr, got 0.0
 
     Args:
-        value: what was given.
+        value: the given value.
         kind: a type, a union with None, a Literal, or Annotated with bounds; anything else is not checked.
-        name: what errors call it.
+        name: how error messages refer to the value.
 
     Raises:
-        InvalidTypeError: a value of another type. UnknownNameError: a word that the Literal lacks.
-        InvalidValueError: a number out of bounds, or text that is not Unicode.
+        InvalidTypeError: the value has another type. UnknownNameError: the string is not in the Literal.
+        InvalidValueError: the number is out of bounds, or the text is not Unicode.
     """
     kind, *bounds = typing.get_args(kind) if typing.get_origin(kind) is Annotated else (kind,)
     if isinstance(kind, types.UnionType):
@@ -187,7 +189,7 @@ def checked(value: Any, kind: Any, name: str) -> Any:
 
 
 def check_bound(value: float, bound: Bound, name: str) -> None:
-    """Raise InvalidValueError unless a number is finite and within a bound."""
+    """Raises InvalidValueError unless a number is finite and within a bound."""
     sound = math.isfinite(value) and (value > bound.least or (bound.included and value == bound.least))
     least = f"{'of at least' if bound.included else 'above'} {bound.least:g}"
     most = "" if math.isinf(bound.most) else f" and at most {bound.most:g}"
@@ -209,18 +211,18 @@ def settle(config: object, of: str = "") -> None:
 def build(of: str, make: Callable[..., OptionsT], options: Mapping[str, Any], *given: object) -> OptionsT:
     """Calls a function, a dataclass or another class with options by name.
 
-    Options of a function are checked here; a class checks its own. A number for text is text: in `slurm:partition=3`
-    the partition is called "3".
+    The options of a function are checked here; a class checks its own options. If text is expected, a number is
+    converted to text: in `slurm:partition=3`, the partition is called "3".
 
     Args:
         of: the owner of the options, for errors.
-        make: what to call; positional-only parameters are not options.
-        options: by name.
-        *given: the arguments in front, for parameters that are positional only.
+        make: the function or class to call; its positional-only parameters are not options.
+        options: the options, by name.
+        *given: the leading arguments, for parameters that are positional-only.
 
     Raises:
-        UnknownNameError: an option that does not exist, with the nearest one. InvalidTypeError: a value of another
-            type.
+        UnknownNameError: an option does not exist; the error names the nearest option. InvalidTypeError: a value has
+            another type.
     """
     parameters = inspect.signature(make).parameters.values()
     known = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
@@ -235,7 +237,7 @@ def build(of: str, make: Callable[..., OptionsT], options: Mapping[str, Any], *g
 
 
 def read_fields(cls: type[OptionsT], values: Mapping[str, Any], where: str) -> OptionsT:
-    """Makes the dataclass `cls` from nested plain values; `where` names the table in errors."""
+    """Builds the dataclass `cls` from nested plain values; `where` names the table in errors."""
     if not isinstance(values, Mapping):
         raise InvalidTypeError(f"expected a table of {where or 'settings'}, got {values!r}")
     kinds, arguments = annotations(cls), {}

@@ -1,4 +1,5 @@
-"""The oracle: attention written out, T×T, in any float dtype. Obvious before fast."""
+"""The reference implementation: attention with explicit T×T matrices in any float dtype, written for clarity rather
+than speed."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from qkeel.spec.slot import Keys, Logits, Outputs, Params, Queries, Values
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Attended:
-    """Attention's out [b h t d'], logits before cap [b h t s] (-inf where not visible), weights [b h t s]."""
+    """The result of attention: out [b h t d'], the logits before the cap [b h t s] (-inf where not visible), and the
+    weights [b h t s]."""
 
     out: Outputs
     logits: Logits
@@ -33,27 +35,28 @@ def attend(
     pos_q: Tensor | None = None,
     pos_k: Tensor | None = None,
 ) -> Attended:
-    """Attention of raw q [b h t d], k, v [b g s d] under `spec`, with every intermediate result.
+    """Computes the attention that `spec` describes for raw q [b h t d] and k, v [b g s d], with all intermediate
+    results.
 
-    It is slow and needs T×T memory on purpose, because every kernel is checked against it, preferably in float64.
+    It is deliberately slow and needs T×T memory, because every kernel is checked against it, preferably in float64.
 
     Args:
-        spec: what is computed.
+        spec: what attention computes.
         q: queries [b h t d].
-        k: keys [b g s d]; g divides h.
+        k: keys [b g s d]; h must be a multiple of g.
         v: values [b g s d].
         params: the parameters of the spec, from `spec.init_params`.
-        causal: hide keys after the query.
+        causal: whether keys after the query are hidden.
         mask: True where a key is visible, or an additive bias.
-        pos_q: positions of queries; by default the last t of s.
-        pos_k: positions of keys; by default 0 to s - 1.
+        pos_q: positions of queries; by default, the last t of the s positions.
+        pos_k: positions of keys; by default, 0 to s - 1.
     """
     call = make_call(spec, q, k, v, params=params, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
     return attend_call(call)
 
 
 def attend_call(call: AttentionCall) -> Attended:
-    """`attend` on a checked call."""
+    """Like `attend`, but for a checked call."""
     spec, rows, keys = call.spec, slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
     logits = spec.logits(call.q, call.k, call.pos_q, call.pos_k, call.params)
     bias, visible = call.bias(rows, keys), call.visible(rows, keys)

@@ -1,4 +1,4 @@
-"""Safetensors files read through the memory map, tensor by tensor; pickles are refused, nothing is unpickled."""
+"""Reads safetensors files through a memory map, tensor by tensor; pickles are refused and never loaded."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from qkeel.records.parse import read_header, read_json_file
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-_AHEAD = 1 << 26  # bytes to have the system read before they are looked at
+_AHEAD = 1 << 26  # bytes that the system is asked to read ahead
 
-# Names of the format -> torch. What is not here is listed without numbers.
+# Dtype names of the format -> dtypes of torch. Tensors of other dtypes are listed without their values.
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -42,7 +42,8 @@ DTYPES: dict[str, torch.dtype] = {
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """The place of a tensor: file, dtype as the file names it, shape, first and last byte (exclusive) in the file."""
+    """The location of a tensor: its file, its dtype as named in the file, its shape, and its first and last byte
+    (exclusive)."""
 
     name: str
     file: Path
@@ -53,14 +54,15 @@ class StoredTensor:
 
     @property
     def floating(self) -> bool:
-        """Returns whether it holds floating-point numbers that torch can read."""
+        """Returns whether the tensor contains floating-point numbers that torch can read."""
         return self.dtype in DTYPES and DTYPES[self.dtype].is_floating_point
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The tensors of a checkpoint in the order they lie on disk, and its config.json (empty if there is none)."""
+    """The tensors of a checkpoint in the order in which they are stored on disk, and its config.json (empty if there is
+    none)."""
 
     path: Path
     tensors: Mapping[str, StoredTensor]
@@ -68,18 +70,18 @@ class Checkpoint:
 
     @property
     def size(self) -> int:
-        """Bytes of all tensors."""
+        """The total size of all tensors in bytes."""
         return sum(t.end - t.begin for t in self.tensors.values())
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Read the headers of a safetensors file, of a sharded folder, or of a Hugging Face folder.
+    """Reads the headers of a safetensors file, of a folder with shards, or of a Hugging Face folder.
 
-    Raises: RefusedError for pickles; DataError for what is missing, truncated or damaged.
+    Raises: RefusedError for pickles; DataError for files that are missing, truncated or damaged.
     """
     path = Path(path)
     if not path.exists():
-        raise DataError(f"{path} does not exist; expected a .safetensors file or a folder that holds one")
+        raise DataError(f"{path} does not exist; expected a .safetensors file or a folder that contains one")
     files = _files(path) if path.is_dir() else [path]
     tensors: dict[str, StoredTensor] = {}
     for file in files:
@@ -89,7 +91,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 raise DataError(f"tensor {tensor.name} is in both {other} and {file.name}; scan one file at a time")
             tensors[tensor.name] = tensor
     if not tensors:
-        raise DataError(f"{path} holds no tensors; expected the weights of a model")
+        raise DataError(f"{path} does not contain any tensors; expected the weights of a model")
     lost = [name for name in _weight_map(path) if name not in tensors] if (path / INDEX).exists() else []
     if lost:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
@@ -112,14 +114,14 @@ def _files(folder: Path) -> list[Path]:
     pickles = sorted(file for file in folder.iterdir() if file.suffix in PICKLES)
     if pickles:
         raise _refusal(pickles[0])
-    raise DataError(f"{folder} holds no .safetensors file; expected one, or shards with {INDEX}")
+    raise DataError(f"{folder} does not contain a .safetensors file; expected one, or shards with {INDEX}")
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor names to file names, from the index of a sharded checkpoint."""
+    """The mapping from tensor names to file names in the index of a sharded checkpoint."""
     weights = _json(folder / INDEX).get("weight_map")
     if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
-        raise DataError(f"{folder / INDEX} has no weight_map of names to files: it is damaged; download it again")
+        raise DataError(f"{folder / INDEX} has no weight_map from names to files, so it is damaged; download it again")
     for name in set(weights.values()):
         refuse_path(name, f"weight_map of {folder / INDEX}", DataError)
     return weights
@@ -127,7 +129,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 def _refusal(file: Path) -> RefusedError:
     return RefusedError(
-        f"{file} is a pickle, and reading a pickle can run any code, so qkeel reads none. If you trust the file, "
+        f"{file} is a pickle, and loading a pickle can run any code, so qkeel refuses pickles. If you trust the file, "
         "convert it: "
         f'from safetensors.torch import save_file; save_file(torch.load("{file.name}", weights_only=True), '
         '"model.safetensors"), or load the model and call save_pretrained'
@@ -135,11 +137,11 @@ def _refusal(file: Path) -> RefusedError:
 
 
 def _header(file: Path) -> list[StoredTensor]:
-    """The tensors of one file, by place."""
+    """The tensors of one file, in the order in which they are stored."""
     if file.suffix in PICKLES and file.suffix != ".ckpt" and refuse_irregular(file, DataError) is not None:
         raise _refusal(file)
     start = read_start(file, 9, DataError)
-    # The length of a sound header may begin as a pickle does (640 is 80 02), but a brace follows it.
+    # The length of a valid header may begin like a pickle (640 is 80 02), but it is followed by a brace.
     if start.startswith(_PICKLE_STARTS) and start[8:] != b"{":
         raise _refusal(file)
     found = read_header(file, DataError).tensors
@@ -158,7 +160,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 def _config(path: Path) -> dict[str, Any]:
     folder = path if path.is_dir() else path.parent
-    # A qkeel run keeps its weights in last/ and its configuration next to last/.
+    # A qkeel run stores its weights in last/ and its configuration next to last/.
     places = [folder / "config.json", *([folder.parent / "config.json"] if folder.name == "last" else [])]
     file = next((file for file in places if file.exists()), None)
     return {} if file is None else check_parts(_json(file), "config.json of a checkpoint", str(file), DataError)
@@ -166,18 +168,18 @@ def _config(path: Path) -> dict[str, Any]:
 
 @final
 class MappedFile:
-    """A memory-mapped file, of which only the pages in use are in memory: `release` gives the pages back."""
+    """A memory-mapped file of which only the pages in use are kept in memory; `release` frees pages."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         with open(file, "rb") as stream:
-            # Copy on write: torch refuses read-only memory, and nothing here writes.
+            # Copy on write, because torch refuses read-only memory; nothing is written here.
             self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         self._map.madvise(mmap.MADV_SEQUENTIAL)
         self._asked = 0
 
     def view(self, tensor: StoredTensor) -> Tensor:
-        """The tensor as a view of the file; valid whatever was released before."""
+        """Returns the tensor as a view of the file, which is valid even if its pages were released before."""
         dtype = DTYPES[tensor.dtype]
         count = math.prod(tensor.shape)
         if count == 0:
@@ -187,7 +189,8 @@ class MappedFile:
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=tensor.begin).view(tensor.shape)
 
     def expect(self, begin: int, end: int) -> None:
-        """Have the system start reading [begin, end) bytes, at most `_AHEAD`, and as many after them."""
+        """Asks the system to start reading the bytes [begin, end), at most `_AHEAD` of them, and `_AHEAD` bytes after
+        them."""
         first = max(begin - begin % mmap.PAGESIZE, self._asked)
         last = min(min(end, begin + _AHEAD) + _AHEAD, len(self._map))
         if last > first:
@@ -195,7 +198,7 @@ class MappedFile:
             self._asked = last - last % mmap.PAGESIZE
 
     def release(self, begin: int, end: int) -> None:
-        """Let go of the pages of [begin, end) bytes; they are read from the file if needed again."""
+        """Frees the pages of the bytes [begin, end); they are read from the file if needed again."""
         first = begin - begin % mmap.PAGESIZE
         if end > first:
             self._map.madvise(mmap.MADV_DONTNEED, first, end - first)

@@ -56,7 +56,7 @@ def test_a_damaged_header_is_told(tmp_path: Path) -> None:
 def test_a_missing_file_folder_or_shard_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         scan(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"no \.safetensors file"):
+    with pytest.raises(DataError, match=r"does not contain a \.safetensors file"):
         scan(tmp_path)
     save("llama", tmp_path, max_shard_size="8KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[1]

@@ -102,7 +102,12 @@ def test_what_cannot_be_watched_as_one_is_said_and_nothing_is_left() -> None:
         ({"keys": model}, {}, InvalidValueError, "and not the name of a method"),
         ([model, other], {"probe": batch(0)}, RefusedError, "of one model"),
         ([model, other], {"sites": [qkeel.find_sites(model, batch(0))]}, InvalidTypeError, "of each of the models"),
-        ([model, other], {"optimizer": torch.optim.SGD(small(2).parameters())}, InvalidValueError, "holds none"),
+        (
+            [model, other],
+            {"optimizer": torch.optim.SGD(small(2).parameters())},
+            InvalidValueError,
+            "does not contain any",
+        ),
     ]
     for given, options, error, words in cases:
         with pytest.raises(error, match=words):

@@ -327,7 +327,7 @@ def test_classes_of_another_length_split_nothing_and_say_so() -> None:
     [
         (3, InvalidTypeError, "expected classes as a dict"),
         ("modality", InvalidValueError, "name an argument of the model's forward"),
-        ({"text": range(9)}, InvalidValueError, "two or more classes"),
+        ({"text": range(9)}, InvalidValueError, "at least two classes"),
         ({"text": range(9), "image": range(8, 12)}, InvalidValueError, "got 8 in both 'text' and 'image'"),
         ({"text": range(9), "image": []}, InvalidValueError, "token ids of class 'image'"),
         ({"text": "abc", "image": [1]}, InvalidValueError, "token ids of class 'text'"),

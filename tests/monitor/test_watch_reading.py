@@ -403,7 +403,7 @@ BAD: list[tuple[tuple[Any, ...], dict[str, Any], type[QkeelError], str]] = [
     ((Small,), {}, InvalidTypeError, "torch.nn.Module"),
     ((MODEL, "adam"), {}, InvalidTypeError, "Optimizer"),
     ((MODEL, list(MODEL.parameters())), {}, InvalidTypeError, "Optimizer"),
-    ((MODEL, torch.optim.SGD(small().parameters())), {}, InvalidValueError, "none of the model's parameters"),
+    ((MODEL, torch.optim.SGD(small().parameters())), {}, InvalidValueError, "any of the model's parameters"),
     ((MODEL,), {"every": 0}, InvalidValueError, "at least 1"),
     ((MODEL,), {"every": -3}, InvalidValueError, "at least 1"),
     ((MODEL,), {"every": 2.0}, InvalidTypeError, "whole number"),

@@ -1,4 +1,4 @@
-"""AUTOPILOT: a training run watches itself and limits the logits of the heads that need it."""
+"""AUTOPILOT: a training run monitors itself and limits the logits of the heads that need it."""
 
 import sys
 from types import ModuleType

@@ -34,7 +34,7 @@ from qkeel.remedies.lalr import LALR
 from qkeel.remedies.qk_clip import QKClip
 from qkeel.remedies.retrofit import Retrofit, RetrofitConfig, retrofit
 
-# Running a policy record by record; training and replay share this code.
+# Running a policy record by record; this code is used both in training and in a replay.
 
 LATER = 5  # the effect of a decision is measured this many records later
 _WITH_EFFECT = (Action.CLIP, Action.RATES, Action.NORM)
@@ -42,17 +42,18 @@ _WITH_EFFECT = (Action.CLIP, Action.RATES, Action.NORM)
 
 @final
 class PolicyRunner:
-    """Calls a policy at each record. All of its state follows from the records and the refusals, so it can be replayed.
+    """Calls a policy at each record. Its state is determined by the records and the refusals, so that it can be
+    replayed.
 
-    The policy may not act at sites whose weights are not verified, nor on attention that was not recognised.
+    The policy must not act at sites whose weights are not verified, or on attention that was not recognized.
     """
 
     def __init__(self, policy: Policy, sites: Sequence[SiteFacts], missed: Sequence[str] = ()) -> None:
         self.policy, self.sites, self.missed = policy, tuple(sites), tuple(missed)
         self.decisions: list[Decision] = []
         self.refused: list[Refused] = []
-        self.seen = 0  # records
-        # Pairs: number of the record at which an effect is due, index of its decision.
+        self.seen = 0  # the number of records
+        # Pairs: the index of the record at which an effect is due, and the index of its decision.
         self.waiting: list[tuple[int, int]] = []
 
     def see(self, history: History) -> tuple[list[Decision], list[DecisionEffect]]:
@@ -61,7 +62,7 @@ class PolicyRunner:
         Raises:
             InvalidTypeError: the policy returned something other than decisions.
             InvalidValueError: a decision is for another step, for an unknown or unverified site, or for heads that the
-                site lacks.
+                site does not have.
         """
         self.seen += 1
         # Effects are computed before the policy decides, from the state that it will see.
@@ -134,7 +135,7 @@ MOST_PLANNED = 20_000  # schedules with more steps are not stored with the start
 
 
 def begun(named: str, runner: PolicyRunner, planned: PlannedRates | None) -> Row:
-    """The event that an autopilot begins with: what a replay needs besides the records."""
+    """The first event of an autopilot, which contains what a replay needs in addition to the records."""
     known = planned is not None and planned.steps <= MOST_PLANNED
     alone = [f"{s.name}: {s.unknown}" for s in runner.sites if s.unknown] + list(runner.missed)
     unverified = f". It does not act on unverified attention: {'; '.join(alone)}" if alone else ""
@@ -161,7 +162,7 @@ def replay(
     Args:
         run: the directory or the history of a watched or trained run.
         named: the policy.
-        planned: the learning rates of the whole run; by default those that an autopilot has recorded.
+        planned: the learning rates of the whole run; by default, those recorded by an autopilot.
 
     Raises:
         RunDirectoryError: the run does not exist.
@@ -176,7 +177,7 @@ def replay(
     if isinstance(run, History):
         return _replayed(run, PolicyRunner(chosen, _sites(run)), (), planned)
     place = RunDirectory(Path(run))
-    place.config()  # raises where there is no run
+    place.config()  # raises an error if there is no run
     events = [event for event in place.events() if "step" in event]
     starts = [event for event in events if event.get("event") == "autopilot"]
     history = History.read(place)
@@ -212,7 +213,7 @@ def _replayed(
         recording.append(values, {name: v[n] for name, v in history.heads.items() if name in FIELDS})
         decisions, effects = runner.see(recording.history)
         out += [*effects, *decisions]
-        # A live run learns of a refusal after the decision, so a replay passes it on in the same order.
+        # In a live run, a refusal is known only after the decision, so a replay passes it on in the same order.
         for one in refusals:
             if one.step == int(history.steps[n]):
                 runner.refuse(one)
@@ -220,7 +221,7 @@ def _replayed(
 
 
 def _sites(history: History, config: Row | None = None) -> list[SiteFacts]:
-    """The sites behind the layers of a history, with what the run's config says about their weights."""
+    """The sites of the layers in a history, with what the run's config says about their weights."""
     logits = history.heads.get("max_logit")
     if logits is None:
         return []
@@ -234,10 +235,10 @@ def _sites(history: History, config: Row | None = None) -> list[SiteFacts]:
     return found
 
 
-# Applying and removing remedies. Nothing else in this package changes the model.
+# Applying and removing remedies. No other code in this package changes the model.
 
 RemedyKey = tuple[str, int]  # a remedy with its options, and the index of the optimizer that it acts on
-SiteHeads = dict[str, tuple[int, ...]]  # heads by site, () for all
+SiteHeads = dict[str, tuple[int, ...]]  # heads by site, where () stands for all heads
 BLEND = 5  # optimizer steps over which a new norm is blended in
 Refusals = list[tuple[Action, str | None, str]]
 
@@ -251,8 +252,8 @@ _COMPILED = {
 class RemedyManager:
     """Applies the requested remedies, with one handle per remedy and optimizer.
 
-    To change the heads of a remedy, the manager removes its handle and applies it again with the old state. If a site
-    refuses, the previous remedies are restored, so nothing remains half applied.
+    To change the heads of a remedy, the manager removes its handle and applies the remedy again with the old state. If
+    a site refuses, the previous remedies are restored, so that no remedy remains partially applied.
     """
 
     def __init__(
@@ -266,20 +267,20 @@ class RemedyManager:
         self.know(sites)
 
     def know(self, sites: Sequence[AttentionSite]) -> None:
-        """Sets the sites. After a resume without remedies they are found later, in the first measured pass."""
+        """Sets the sites. After a resume without remedies, the sites are found later, in the first measured pass."""
         self.sites = list(sites)
         self._home = {site.name: self._optimizer_of(site) for site in self.sites}
 
     def _optimizer_of(self, site: AttentionSite) -> int:
-        """The index of the optimizer that holds the site's weights; 0 if the site only knows copies of them."""
+        """The index of the optimizer that contains the site's weights, or 0 if the site only knows copies of them."""
         names = {s.parameter for s in (*site.query, *site.key)}
         own = {id(p) for name, p in self.model.named_parameters() if name in names}
         held = ({id(p) for g in o.param_groups for p in g["params"]} for o in self.optimizers)
         return next((i for i, ids in enumerate(held) if ids & own), 0)
 
     def try_all(self) -> Refusals:
-        """Returns what sites refuse, by applying each remedy and removing it again; the model stays bit for bit the
-        same."""
+        """Returns what sites refuse, which is determined by applying each remedy and removing it again; the model stays
+        bit-identical."""
         found: Refusals = []
         verified = [site for site in self.sites if site.verified]
         for action, spec in ((Action.CLIP, "qk_clip"), (Action.RATES, "lalr")):
@@ -320,7 +321,7 @@ class RemedyManager:
         return refused
 
     def _exchange(self, key: RemedyKey, wanted: SiteHeads) -> Iterator[tuple[str, str]]:
-        """Changes the heads of a remedy; yields the sites that refuse, and why."""
+        """Changes the heads of a remedy; yields the sites that refuse and the reasons."""
         old, before = self.handles.pop(key, (None, {}))
         state = {} if old is None else old.state()
         if old is not None:
@@ -328,7 +329,7 @@ class RemedyManager:
         try:
             self.put_on(key, wanted, state)
             return
-        except QkeelError:  # some site refuses: try them one by one
+        except QkeelError:  # at least one site refuses: try the sites one by one
             kept = {site: heads for site, heads in before.items() if site in wanted}
         for site, heads in wanted.items():
             if why := self._refusal(key, {**kept, site: heads}):
@@ -339,10 +340,10 @@ class RemedyManager:
             self.put_on(key, kept, state)
 
     def put_on(self, key: RemedyKey, heads: SiteHeads, state: State) -> None:
-        """Applies a remedy to these heads and restores its `state`, as far as it has any for them.
+        """Applies a remedy to these heads and restores its `state`, as far as it contains these heads.
 
         Raises:
-            QkeelError: a site refuses; nothing is changed then.
+            QkeelError: a site refuses; in that case, nothing is changed.
         """
         handle = self._applied(key, heads)
         fresh = handle.state()
@@ -361,9 +362,10 @@ class RemedyManager:
         return apply(remedy, self.model, self.optimizers[key[1]], sites=self.sites, partial=True)
 
     def set_norm(self, spec: str) -> Refusals:
-        """Replaces all remedies by a norm with fitted gains in the whole model, once; "" for none.
+        """Replaces all remedies by a norm with fitted gains in the whole model, once; "" stands for no norm.
 
-        The gains join the first optimizer that accepts them. Its steps blend the norm in, so the loss does not jump.
+        The gains are added to the first optimizer that accepts them. The norm is blended in gradually as that optimizer
+        steps, so that the loss does not jump.
         """
         if not spec or self.norm is not None:
             return []

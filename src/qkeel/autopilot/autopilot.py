@@ -1,4 +1,4 @@
-"""The autopilot of a training run: construction, work after each step, and checkpoints."""
+"""The autopilot of a training run: how it is created, what it does after each step, and checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from qkeel.patching.optimizers import StepHooks, stepping, when_hooks_are_done
 from qkeel.remedies.head_weights import innermost
 from qkeel.sites.find import find_sites
 
-# State dict: tensors by name, which every checkpoint format can hold. Nothing is pickled.
+# The state dict contains tensors by name, which every checkpoint format can store. Nothing is pickled.
 
 
 def state(pilot: Autopilot) -> State:
@@ -70,7 +70,7 @@ def load(pilot: Autopilot, state: State) -> None:
     """Restores a saved state, before the first step.
 
     Raises:
-        InvalidValueError: the state is not that of an autopilot with this policy, or training has begun.
+        InvalidValueError: the state is not that of an autopilot with this policy, or training has already begun.
         RefusedError: remedies were active and the sites are not known.
     """
     if pilot.runner is not None:
@@ -81,7 +81,7 @@ def load(pilot: Autopilot, state: State) -> None:
     except (KeyError, ValueError, AttributeError) as error:
         raise InvalidValueError(f"expected the result of an autopilot's state_dict(), got {list(state)[:5]}") from error
     if named != pilot.named:
-        raise InvalidValueError(f"expected the state of the policy {pilot.named}, got that of {named}")
+        raise InvalidValueError(f"expected the state of the policy {pilot.named}, got the state of {named}")
     if begun:
         _take_up(pilot, about, state)
     pilot.monitor.load(under("monitor/", state))
@@ -126,15 +126,15 @@ _OFF = (
 class Autopilot(Handle):
     """Watches a training run and carries out the decisions of its policy; created by `qkeel.autopilot`.
 
-    `remove()` undoes everything and stops watching. `close()` stops watching and removes remedies that act on optimizer
-    steps, but keeps a norm, because the model was trained with it. `events` lists every action of the autopilot, as the
-    run's event log does. To checkpoint the autopilot, save its `state_dict()`, and after loading the checkpoint pass it
-    to `load_state_dict()` before the next step.
+    `remove()` undoes everything and stops watching. `close()` stops watching and removes remedies for optimizer steps,
+    but keeps a norm, because the model was trained with it. `events` lists every action of the autopilot, as the run's
+    event log does. To checkpoint the autopilot, save its `state_dict()`, and after loading the checkpoint pass it to
+    `load_state_dict()` before the next step.
 
-    The policy bases its decisions on the measurements of step s, and makes them when step s + 1 is complete. By then,
-    the measurements have arrived from the device and from all processes, so nothing waits, and every process has the
-    same lag. Decisions take effect after all hooks of step s + 1 have run, never within a step. Until the first action,
-    training is bit-identical to that of a watched run.
+    The policy bases its decisions on the measurements of step s and makes them when step s + 1 is complete. By then,
+    the measurements have arrived from the device and from all processes, so that no waiting is needed and every process
+    has the same lag. Decisions take effect after all hooks of step s + 1 have run, never within a step. Until the first
+    action, training is bit-identical to that of a watched run.
     """
 
     def __init__(self, monitor: Monitor, optimizers: Sequence[Optimizer], policy: Policy, named: str, example: object):
@@ -145,7 +145,7 @@ class Autopilot(Handle):
         self.recording = Recording(planned=monitor.history.planned)
         self.runner: PolicyRunner | None = None
         self.actuator: RemedyManager | None = None
-        self.carried: Sample | None = None  # measured before a checkpoint, decided on after it
+        self.carried: Sample | None = None  # measured before a checkpoint; the decision is made after it
         self._pending = [False] * len(self.optimizers)
         self._later = [Handle(lambda: None) for _ in self.optimizers]
         self._guard = FaultGuard(_OFF, self._stop)
@@ -156,7 +156,7 @@ class Autopilot(Handle):
 
     @property
     def decisions(self) -> list[Decision]:
-        """The decisions of the policy so far."""
+        """The decisions that the policy has made so far."""
         return [] if self.runner is None else list(self.runner.decisions)
 
     @property
@@ -171,8 +171,8 @@ class Autopilot(Handle):
     def load_state_dict(self, state: State) -> None:
         """Continues from a state that `state_dict()` returned; call it before the first step.
 
-        If a norm was active, it is added again with fresh gains: load the state dicts of the model and of the optimizer
-        afterwards, to restore the gains.
+        If a norm was active, it is added again with new gains; to restore the gains, load the state dicts of the model
+        and of the optimizer afterwards.
 
         Raises:
             InvalidValueError: the state is not that of an autopilot with this policy.
@@ -200,7 +200,7 @@ class Autopilot(Handle):
         self.monitor.remove()
 
     def _end(self) -> None:
-        """Handles the record of the last step, which no further step triggers, and stops."""
+        """Handles the record of the last step, for which no further step follows, and stops."""
         last = None if self._stopped or self.runner is None else self.next_sample(lag=0)
         if last is not None:
             self._guard(self._see, last)
@@ -208,7 +208,7 @@ class Autopilot(Handle):
 
     def _stop(self) -> None:
         self._stopped = True
-        # Hooks cannot be removed within a step; they stay, idle, until remove() is called again.
+        # Hooks cannot be removed within a step; they remain, without effect, until remove() is called again.
         for hook in [*self._hooks, *([] if stepping() else self._later)]:
             hook.remove()
 
@@ -237,7 +237,7 @@ class Autopilot(Handle):
         return self.runner
 
     def _after(self, optimizer: Optimizer) -> None:
-        """Runs among the hooks after an optimizer step."""
+        """Called by a hook after an optimizer step."""
         number = next(i for i, own in enumerate(self.optimizers) if own is optimizer)
         self._later[number].remove()
         if self._stopped or not self.monitor.active:
@@ -255,9 +255,9 @@ class Autopilot(Handle):
         return sample if sample is not None and (not len(steps) or sample.step > steps[-1]) else None
 
     def _act(self, number: int, sample: Sample | None) -> None:
-        """Handles the record and carries out decisions, after all hooks of the step have run."""
+        """Handles the record and carries out decisions; called after all hooks of the step have run."""
         if self.runner is None:
-            assert sample is not None  # nothing is pending before the policy has started
+            assert sample is not None  # no decision is pending before the policy has started
             self._begin(sample)
         elif sample is not None:
             self._see(sample)
@@ -345,7 +345,7 @@ def autopilot(
         policy: "ladder" with options ("ladder:threshold=50,allow_new_parameters=true"), or your own Policy.
         planned: the learning rates of the run, if known; they let the autopilot act earlier.
         sinks: where records and events are written; see `qkeel.watch`.
-        every: at which steps the run is measured while nothing is wrong.
+        every: at which steps the run is measured while there is no problem; see `qkeel.watch`.
         query_mask: which query rows count; see `qkeel.watch`.
         example: a batch that the model accepts; needed for a calibrated norm and to resume with active remedies.
 
@@ -382,7 +382,8 @@ def attach(
     policy: str | Policy = "ladder",
     example: object = None,
 ) -> Autopilot:
-    """Adds an autopilot to a model that is already watched, before its first step; the autopilot closes the monitor.
+    """Adds an autopilot to a model that is already watched, before its first step; the autopilot will close the
+    monitor.
 
     Args:
         monitor: a monitor created with this optimizer, or with the first of several.
@@ -418,7 +419,7 @@ def _several(given: object) -> list[Optimizer]:
     for one in several:
         if not isinstance(one, Optimizer):
             raise InvalidTypeError(
-                f"expected the optimizer that steps the model, got {type(one).__name__}: call "
+                f"expected the optimizer that updates the model, got {type(one).__name__}; call "
                 "qkeel.autopilot(model, optimizer)"
             )
     if not several:

@@ -22,7 +22,7 @@ from qkeel.monitor.history import Forecast, History, clock, forecast
 from qkeel.monitor.rules import Alarm, Approach, Ceiling, EntropyCollapse, Growth, Outlook, Rule, Severity
 from qkeel.options import Count, Positive, Term, build, lookup, parse, settle
 
-# The interface of a policy: records in, decisions out.
+# The interface of a policy, which receives records and returns decisions.
 
 
 @final
@@ -30,9 +30,9 @@ from qkeel.options import Count, Positive, Term, build, lookup, parse, settle
 class Records:
     """All information that a policy receives at one step.
 
-    history: the merged training samples, in order. sites: in the order of the history's layers. missed: attention calls
-    that were observed but not understood. decisions: earlier decisions. refused: actions that sites have refused so
-    far.
+    history: the merged training samples, in order. sites: the sites, in the order of the history's layers. missed:
+    attention calls that were observed but not understood. decisions: earlier decisions. refused: the actions that sites
+    have refused so far.
     """
 
     history: History
@@ -48,7 +48,7 @@ class Records:
 
     @property
     def active_actions(self) -> ActiveActions:
-        """The active action and its heads, by remedy and site."""
+        """The active action and its heads for each pair of remedy and site."""
         return active_actions(self.decisions, self.refused)
 
     def refuses(self, action: Action, site: str | None) -> str:
@@ -59,9 +59,9 @@ class Records:
 class Policy(abc.ABC):
     """A pure function of records. Subclasses are frozen dataclasses; their fields are the policy's options.
 
-    `decide` receives the records up to one step and returns the decisions for that step. It keeps no state between
-    calls and sees neither model nor optimizer, so the same records lead to the same decisions in training, in a replay,
-    and on every process of a run.
+    `decide` receives the records up to a step and returns the decisions for that step. It keeps no state between calls
+    and has no access to the model or the optimizer, so that the same records lead to the same decisions in training, in
+    a replay, and on every process of a run.
     """
 
     name: ClassVar[str]
@@ -107,7 +107,7 @@ class Refused:
 
     step: int
     action: str  #: name of the action
-    site: str | None  #: name of the site; None: the whole model
+    site: str | None  #: name of the site; None for the whole model
     reason: str  #: error message of the refusal
 
 
@@ -118,9 +118,9 @@ class Decision:
 
     step: int  #: number of completed optimizer steps at the decision
     action: Action  #: the action to take or to release
-    site: str | None = None  #: name of the site; None: the whole model
-    heads: tuple[int, ...] = ()  #: the heads to act on or to release; empty for all
-    remedy: str = ""  #: spec string of the remedy; "" if the action is not a remedy
+    site: str | None = None  #: name of the site; None for the whole model
+    heads: tuple[int, ...] = ()  #: the heads to act on or to release; empty for all heads
+    remedy: str = ""  #: string that specifies the remedy; "" if the action is not a remedy
     release: bool = False  #: whether this decision ends the action
     rule: str  #: name of the rule that raised it
     forecast: Forecast | None = None  #: forecast of the largest logit, if available
@@ -140,7 +140,7 @@ class Decision:
         place = "" if self.site is None else f", {self.site or 'the model itself'}{heads}"
         what = f"releases {self.action}" if self.release else self.remedy or self.action.replace("_", " ")
         foreseen = "" if self.forecast is None else str(self.forecast)
-        ahead = f"; max logit {foreseen}" if foreseen not in self.reason else ""  # an alarm may quote the same forecast
+        ahead = f"; max logit {foreseen}" if foreseen not in self.reason else ""  # an alarm may state the same forecast
         return f"autopilot at step {self.step:,}{place}: {what}: {self.reason}{ahead}. Expected: {self.expected}"
 
     def row(self) -> Row:
@@ -149,7 +149,7 @@ class Decision:
 
     @classmethod
     def of(cls, row: Row) -> Self:
-        """Restores the decision that `row()` returned; other fields of the row are ignored."""
+        """Reconstructs the decision from what `row()` returned; other fields of the row are ignored."""
         try:
             known = {field.name: row[field.name] for field in dataclasses.fields(cls)}
             ahead = None if row["forecast"] is None else Forecast(**row["forecast"])
@@ -166,8 +166,8 @@ class DecisionEffect:
     step: int  #: step at which the effect was measured
     of_step: int  #: step of the decision
     action: Action  #: action of the decision
-    site: str | None  #: site of the decision; None: the whole model
-    heads: tuple[int, ...]  #: heads of the decision; empty: all
+    site: str | None  #: site of the decision; None for the whole model
+    heads: tuple[int, ...]  #: heads of the decision; empty for all heads
     before: float  #: largest logit at `of_step`, in nats
     after: float  #: largest logit at `step`, in nats
     expected: str  #: the effect that the decision predicted, in words
@@ -197,7 +197,7 @@ ActiveActions = dict[tuple[str, str | None], tuple[Action, tuple[int, ...]]]
 def active_actions(decisions: Sequence[Decision], refused: Sequence[Refused] = ()) -> ActiveActions:
     """Returns the actions that are active after these decisions, by (remedy, site), with their heads (empty for all).
 
-    A decision that was refused at its step changes nothing. A norm replaces all remedies that act on optimizer steps.
+    A decision that was refused when its step came has no effect. A norm replaces all remedies for optimizer steps.
 
     >>> rates = Decision(step=1, action=Action.RATES, site="a", remedy="lalr", rule="", expected="", reason="")
     >>> active_actions([rates])
@@ -229,8 +229,8 @@ def at_the_end(history: History, since: int = 0, faster: float = 1.0) -> Float[n
     """Extrapolates the largest logit of each head to the end of the run, in proportion to the sum of learning rates.
 
     z_end = z + faster · (z - z_s) (c_end - c) / (c - c_s), where c is the sum of learning rates and s = `since` is the
-    first record used. This is the rule "outlook", applied to each head. Without a known schedule, or if the run does
-    not follow it, c_end is four times the present sum. NaN for heads that were not measured.
+    first record used. This is the rule "outlook", applied to each head. If no schedule is known, or if the run does not
+    follow it, c_end is four times the current sum. The result is NaN for heads that were not measured.
 
     >>> values = np.array([0.0, 5.0, 10.0]).reshape(3, 1, 1)
     >>> at_the_end(History(steps=np.arange(3), values={}, heads={"max_logit": values})).tolist()
@@ -250,7 +250,8 @@ def at_the_end(history: History, since: int = 0, faster: float = 1.0) -> Float[n
 
 
 def growing(history: History, threshold: float) -> Bool[np.ndarray, "layers heads"]:
-    """Returns True for heads over 8 nats that have doubled since the first record and will end above `threshold`."""
+    """Returns True for heads whose logit is over 8 nats, has doubled since the first record and will end above
+    `threshold`."""
     series = np.asarray(history.series("max_logit"), dtype=np.float64)
     with np.errstate(invalid="ignore"):
         risen = (series[-1] > FLOOR) & (series[-1] > FACTOR * series[0])
@@ -270,8 +271,8 @@ def ahead(history: History) -> Forecast | None:
 
 # The default policy: the cheapest action that limits the logits of the heads that need it, and its release.
 
-# The alarms that trigger an action; research/alarms.md measures their quality. Healthy runs have notices, so those do
-# not count.
+# The alarms that trigger an action; their quality is measured in research/alarms.md. Notices do not count, because they
+# also occur in healthy runs.
 RULES: tuple[Rule, ...] = (
     Outlook(),
     Growth(),
@@ -287,18 +288,20 @@ class Ladder(Policy):
     """Escalates per head and site: watch closer, qk_clip, lalr, a calibrated norm, and a request for a lower learning
     rate.
 
-    *Watch closer* measures every `every` steps, for the first `calm` records and while some head over 8 nats has
-    doubled and is forecast to end above 100. *qk_clip* at `threshold` starts when an alarm of RULES fires; it acts on
-    the heads that are over the threshold or forecast to end above 500, and on the head that the alarm names. *lalr*
-    follows when the clipped heads of a site stay within a fifth of the threshold for `patience` records, which means
-    that they keep pushing against the clip, or when the site's entropy is below 0.05 nats despite the clip. *Norm*, of
-    the whole model and only with `allow_new_parameters`, follows after 2 · `patience` records under lalr if a logit of
-    the site exceeds three times the threshold or its entropy is below 0.05. The last action is the request for a lower
-    rate, with `ask_for_rate`. Actions that a site refuses are skipped; a site with no action left is reported once.
+    *Watch closer* measures every `every` steps, during the first `calm` records and while a head's logit is over 8
+    nats, has doubled and is forecast to end above 100. *qk_clip* at `threshold` starts when an alarm of RULES fires; it
+    is applied to the heads that are over the threshold or forecast to end above 500, and to the head that the alarm
+    names. *lalr* follows when the clipped heads of a site stay within a fifth of the threshold for `patience` records,
+    which means that they keep pushing against the clip, or when the site's entropy is below 0.05 nats despite the clip.
+    *Norm*, which is for the whole model and requires `allow_new_parameters`, follows after 2 · `patience` records under
+    lalr if a logit of the site exceeds three times the threshold or its entropy is below 0.05. The last action is the
+    request for a lower rate, with `ask_for_rate`. Actions that a site refuses are skipped; a site with no action left
+    is reported once.
 
-    Releases happen in reverse order. lalr is released if the site stayed below half of the threshold for the last
+    Actions are released in reverse order. lalr is released if the site stayed below half of the threshold for the last
     `calm` records and would end below it even if it grew 1/tau times as fast; qk_clip is released per head by the same
-    rule at the current speed. Each release doubles `calm` for that action and site. The norm is never released.
+    rule at the current rate of growth. Each release doubles `calm` for that action and site. The norm is never
+    released.
     """
 
     threshold: Positive = 15.0
@@ -341,11 +344,11 @@ class _Step:
         self.normed = (self.specs[Action.NORM], None) in self.held
 
     def decide(self) -> tuple[Decision, ...]:
-        """Returns all actions that have a reason, or releases if there are none."""
+        """Returns all actions for which there is a reason, or releases if there are no such actions."""
         alarm = next((found for rule in RULES if (found := rule.check(self.history)) is not None), None)
         found = [*self.watch(), *self.clips(alarm), *self.more()]
         norm = next((one for one in found if one.action is Action.NORM), None)
-        # A norm is one change of the whole model, in place of all others.
+        # A norm is one change to the whole model, which replaces all other actions.
         return tuple(found or self.releases()) if norm is None else (norm,)
 
     def of(self, action: Action, site: int | None, rule: str, reason: str, heads: tuple[int, ...] = ()) -> Decision:
@@ -371,7 +374,7 @@ class _Step:
         )
 
     def watch(self) -> list[Decision]:
-        """Watches closer at the start, where logits change most, and while they grow; then returns to normal."""
+        """Measures more often at the start, where logits change most, and while they grow; then returns to normal."""
         spec = self.specs[Action.WATCH]
         heads = growing(self.history, thresholds.CLIPS)[list(self.sites)] if self.sites else np.zeros(0, dtype=bool)
         if (spec, None) not in self.held:
@@ -384,7 +387,7 @@ class _Step:
         return [self.off(spec, None, Action.WATCH, (), "nothing grows and no action is active")]
 
     def clips(self, alarm: Alarm | None) -> list[Decision]:
-        """Clips the heads that an alarm concerns; at sites with a remedy, all heads over the threshold."""
+        """Clips the heads that an alarm concerns and, at sites with an active remedy, all heads over the threshold."""
         if self.normed:
             return []
         with np.errstate(invalid="ignore"):
@@ -494,7 +497,8 @@ class _Step:
         )
 
     def _calm(self, i: int, action: Action) -> np.ndarray:
-        """Returns whether each head [heads] is far below the threshold and would stay so without the action."""
+        """Returns for each head [heads] whether it is far below the threshold and would stay there without the
+        action."""
         n = self._patience(action, i)
         if self._since(action, i) < n:
             return np.zeros(self.logits.shape[-1], dtype=bool)
@@ -509,16 +513,16 @@ class _Step:
         """Returns the number of calm records before a release; it doubles after each release."""
         site = self.records.sites[i].name
         before = {d.step for d in self.records.decisions if d.release and (d.action, d.site) == (action, site)}
-        return self.ladder.calm * 2 ** min(len(before), 16)  # the limit keeps it a sensible integer
+        return self.ladder.calm * 2 ** min(len(before), 16)  # the limit keeps the integer small
 
     def _since(self, action: Action, i: int | None) -> int:
-        """Returns the number of records since the last decision for this action at this site (None: the model)."""
+        """Returns the number of records since the last decision for this action at this site (None for the model)."""
         site = None if i is None else self.records.sites[i].name
         steps = [d.step for d in self.records.decisions if not d.release and (d.action, d.site) == (action, site)]
         return int((self.history.steps > max(steps, default=-1)).sum())
 
     def _held(self, action: Action, i: int) -> tuple[int, ...] | None:
-        """Returns the heads on which an action is active at a site, () for all; None if it is not active."""
+        """Returns the heads on which an action is active at a site, () for all heads, or None if it is not active."""
         found = self.held.get((self.specs[action], self.records.sites[i].name))
         return None if found is None else found[1]
 
@@ -527,10 +531,10 @@ POLICIES: dict[str, type[Policy]] = {"ladder": Ladder}
 
 
 def policy(named: str | Policy, *, parameters: bool = True) -> Policy:
-    """Returns the policy that a spec string names, or the given policy itself.
+    """Returns the policy that a string specifies, or the given policy itself.
 
     Args:
-        named: a spec string or a Policy.
+        named: a string such as "ladder:threshold=50", or a Policy.
         parameters: if False, policies that may add parameters are rejected.
 
     Raises:
@@ -552,9 +556,9 @@ def policy(named: str | Policy, *, parameters: bool = True) -> Policy:
         raise InvalidTypeError(f"expected the name of a policy or a Policy, got {type(named).__name__}")
     if not parameters and isinstance(found, Ladder) and found.allow_new_parameters:
         raise InvalidValueError(
-            "expected a policy without allow_new_parameters: the checkpoints of this trainer cannot hold parameters "
-            "that are added during training; use it in your own training loop, with qkeel.autopilot(model, optimizer, "
-            "example=batch)"
+            "expected a policy without allow_new_parameters, because the checkpoints of this trainer cannot store "
+            "parameters that are added during training; use it in your own training loop, with "
+            "qkeel.autopilot(model, optimizer, example=batch)"
         )
     return found
 

@@ -29,7 +29,8 @@ VOID = frozenset({"br", "hr", "meta"})
 
 
 def tag(name: str, attributes: Mapping[str, str | None], *children: str) -> Markup:
-    """Returns one element; children that are not Markup are escaped; an attribute whose value is None gets no value.
+    """Returns one element. Children that are not Markup are escaped; an attribute whose value is None is written
+    without a value.
 
     >>> tag("p", {"class": "note"}, "a < b")
     '<p class="note">a &lt; b</p>'
@@ -51,9 +52,10 @@ def plain_table(head: Iterable[str], rows: Iterable[Iterable[str]], *, aligned: 
     """Returns a table for a notebook, without the styles of a page.
 
     Args:
-        head: the headings; empty for none.
-        rows: the cell texts.
-        aligned: align the first column left and all others, which hold numbers, right.
+        head: the headings; empty for a table without headings.
+        rows: the texts of the cells, row by row.
+        aligned: whether to align the first column to the left and all other columns, which contain numbers, to the
+            right.
 
     >>> plain_table(["a"], [["<"]])
     '<table><tr><th>a</th></tr><tr><td>&lt;</td></tr></table>'
@@ -68,7 +70,7 @@ def plain_table(head: Iterable[str], rows: Iterable[Iterable[str]], *, aligned: 
     return tag("table", style, *([line("th", head)] if head else []), *(line("td", row) for row in rows))
 
 
-# Tables of named columns, and the two tables of a run: one row per step; one row per step, layer and head.
+# Tables of named columns, and the tables of a run: one row per step, per step and layer, or per step, layer and head.
 
 Foreign = Any  # an object of an optional library: a DataFrame, an Axes
 _SHOWN = 6  # a notebook shows this many rows from each end
@@ -140,13 +142,14 @@ def steps_frame(steps: np.ndarray, values: Mapping[str, np.ndarray]) -> Frame:
 def layers_frame(
     steps: np.ndarray, layers: Sequence[str], values: Mapping[str, np.ndarray], types: Mapping[str, str] | None = None
 ) -> Frame:
-    """Returns one row per record and layer: step, layer, and each number that was measured, NaN where it was not.
+    """Returns one row per record and layer, with the columns step, layer and the measured fields; a missing value is
+    NaN.
 
     Args:
         steps: [n].
         layers: names, or () for layer 0, layer 1, …
         values: name -> [n layers].
-        types: layer -> its type, by records.LAYER_TYPES; if any are known, the table has a column with them.
+        types: layer -> its type, one of records.LAYER_TYPES; if any types are known, the table has a column for them.
 
     >>> layers_frame(np.array([0]), ["attn"], {"entropy": np.array([[1.0]])}, {"attn": "window"})
     <Frame of 1 rows: step, layer, type, entropy>
@@ -159,14 +162,15 @@ def heads_frame(
 ) -> Frame:
     """Returns one row per record, layer and head, with the columns step, layer, head and the measured fields.
 
-    Heads that a layer does not have get no row; fields that were never measured get no column; a missing value is NaN.
+    There is no row for heads that a layer does not have and no column for fields that were never measured; a missing
+    value is NaN.
 
     Args:
         steps: [n].
         layers: names, or () for layer 0, layer 1, …
-        heads: name -> [n layers heads], by records.HEAD_FIELDS.
-        types: layer -> its type, by records.LAYER_TYPES; if any are known, the table has a column with them, "" for
-            others.
+        heads: name -> [n layers heads], with names in records.HEAD_FIELDS.
+        types: layer -> its type, one of records.LAYER_TYPES; if any types are known, the table has a column for them,
+            which is "" for layers of unknown type.
 
     >>> heads_frame(np.array([0]), ["attn"], {"entropy": np.array([[[1.0, np.nan]]])})
     <Frame of 1 rows: step, layer, head, entropy>
@@ -195,10 +199,11 @@ _ROWS = 100_000  # rows buffered per Parquet write, because each write becomes a
 
 @final
 class TableFiles:
-    """Files NAME.csv or NAME.parquet (by `kind`) in one `folder`; `append("heads", frame)` adds rows.
+    """Files NAME.csv or NAME.parquet (depending on `kind`) in one `folder`; `append("heads", frame)` adds rows.
 
     The columns of a file are those `announced` for it, or those of its first frame. Columns that appear later are left
-    out, with one warning. CSV can be read at any time, Parquet only after `close()`. NaN is an empty cell in CSV.
+    out, with one warning. CSV files can be read at any time, Parquet files only after `close()`. In CSV, NaN is an
+    empty cell.
 
     Raises:
         MissingLibraryError: Parquet was requested and pyarrow is not installed.
@@ -274,7 +279,7 @@ def _lines(frame: Frame, *, head: bool) -> str:
 
 # Figures in matplotlib: one line per layer over the steps, a heat map of heads, a forecast.
 
-_NAMED = 8  # a legend names at most this many lines; beyond it the title explains the colours
+_NAMED = 8  # a legend lists at most this many lines; if there are more, the title explains the colors
 
 
 def axes(given: Foreign = None) -> Foreign:
@@ -324,9 +329,9 @@ def draw_forecast(
 
     Args:
         ax: the Axes.
-        threshold: the logit.
-        now: step and value of the last record.
-        ahead: the earliest, likeliest and latest step; infinite if not within this run.
+        threshold: the threshold for the logit.
+        now: the step and the value of the last record.
+        ahead: the earliest, the most likely and the latest step; infinite if not within this run.
         farthest: the last step that the axis shows.
     """
     low, step, high = ahead

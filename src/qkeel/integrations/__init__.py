@@ -1,6 +1,6 @@
 """Sinks for experiment trackers, callbacks for trainers, and qkeel's attention in transformers.
 
-Each module imports its outside library only when it is used.
+Each module imports its external library only when it is used.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """transformers: a callback for its Trainer, and qkeel's attention as an `attn_implementation`.
 
-Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head, e numbers per value.
+Shapes: b batch size, t queries, s keys, h query heads, g key heads, d head size, e value size.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from qkeel.patching.modes import Kwargs, constant_when_compiled, running_frames
 from qkeel.records import layer_fields, write_bytes
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Sink, Softcap, Softmax
 
-# `attn_implementation="qkeel"`: qkeel's attention in any transformers model, through the library's own switch.
+# `attn_implementation="qkeel"`: qkeel's attention in any transformers model, through the option of that library.
 
 with needed("qkeel.integrations.huggingface", "'qkeel[hf]'"):
     from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask, sdpa_mask
 
 NAME = "qkeel"
-# Tensor arguments without effect: mask and rotation already contain them, or only a loss reads them.
+# Tensor arguments without effect, because mask and rotation already contain them, or because only a loss uses them.
 _HARMLESS = frozenset(
     {
         *("position_ids", "cache_position", "cos", "sin", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"),
@@ -55,20 +55,20 @@ def attend(
     attention_mask: Tensor | None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Computes transformers' "sdpa" attention by `qkeel.nn.functional_attention`, and also supports a softcap.
+    """Computes transformers' "sdpa" attention with `qkeel.nn.functional_attention`, which also supports a softcap.
 
-    A tensor argument that is not listed here is refused if the attention module names it. If the model's caller gave
-    it, as a Trainer gives `num_items_in_batch`, it is meant for the loss and ignored.
+    A tensor argument that is not listed here is refused if the attention module names it. If it was passed by the
+    model's caller, as `num_items_in_batch` is by a Trainer, it is meant for the loss and ignored.
 
     Args:
         module: the attention module.
         query: [b h t d].
         key: [b g s d]; h is a multiple of g.
         value: [b g s e].
-        attention_mask: boolean or additive, broadcast to [b h t s]; None: `is_causal` decides what is visible.
-        more: `dropout`, `scaling` (1/√d by default), `is_causal` (default: the module's attribute, else True),
-            `position_bias` added to the logits, `softcap`, a learned sink per head (`s_aux` [h], as in GPT-OSS), the
-            keys that an indexer chose for each query (`indices` [b t n], as in DeepSeek V3.2).
+        attention_mask: boolean or additive, broadcast to [b h t s]; if None, `is_causal` decides what is visible.
+        more: `dropout`, `scaling` (1/√d by default), `is_causal` (by default the module's attribute, or else True),
+            `position_bias`, which is added to the logits, `softcap`, a learned sink per head (`s_aux` [h], as in
+            GPT-OSS), and the keys that an indexer chose for each query (`indices` [b t n], as in DeepSeek V3.2).
 
     Returns:
         The output [b t h e], and None for the weights, which are never computed.
@@ -81,7 +81,7 @@ def attend(
     t, s = query.shape[2], key.shape[2]
     causal = bool(vars(module).get("is_causal", True) if causal is None else causal)
     causal = causal and attention_mask is None and t > 1
-    if causal and s > t:  # a static cache that is still empty: its first keys are the queries' own
+    if causal and s > t:  # a static cache that is still empty, so its first keys belong to the queries
         key, value = key[:, :, :t], value[:, :, :t]
         bias = None if bias is None else bias[..., :t]
     if bias is not None:
@@ -112,7 +112,7 @@ def _check(module: nn.Module, query: Tensor, more: Kwargs) -> None:
         chosen = name == "indices" and isinstance(given, Tensor) and given.ndim != 3
         if unknown or several or chosen or (name == "cache" and given is not None):
             raise RefusedError(
-                f"{type(module).__name__} passes {name}= to its attention, which {NAME!r} does not compute; "
+                f"{type(module).__name__} passes {name}= to its attention, which {NAME!r} does not support; "
                 'load the model with attn_implementation="eager"'
             )
 
@@ -121,7 +121,7 @@ def _check(module: nn.Module, query: Tensor, more: Kwargs) -> None:
 def _names(kind: type[nn.Module], argument: str) -> bool:
     """True if a module's forward names this argument in a call, or if its code cannot be read.
 
-    Then the module itself passes the argument to attention, not the model's caller.
+    In that case, the argument is passed to attention by the module itself, not by the model's caller.
     """
     forward = inspect.unwrap(kind.forward)
     if not isinstance(forward, types.FunctionType):
@@ -136,7 +136,7 @@ def _sinks(more: Kwargs) -> Tensor | None:
 
 
 def _chosen(indices: Tensor, mask: Tensor | None, causal: bool, keys: int) -> Tensor:
-    """Returns the mask restricted to the chosen keys: indices [b t n] -> [b 1 t s]."""
+    """Returns the mask restricted to the chosen keys; `indices` is [b t n], the result [b 1 t s]."""
     b, t, _ = indices.shape
     chosen = torch.zeros(b, t, keys, dtype=torch.bool, device=indices.device).scatter(-1, indices.long(), True)[:, None]
     if mask is None:
@@ -145,7 +145,7 @@ def _chosen(indices: Tensor, mask: Tensor | None, causal: bool, keys: int) -> Te
 
 
 def _biased(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Returns the bias with the dtype's most negative number where the mask or causality hides a key."""
+    """Returns the bias, with the most negative number of its dtype where the mask or causality hides a key."""
     if mask is not None and mask.dtype != torch.bool:
         return bias + mask
     if mask is None and not causal:
@@ -156,13 +156,13 @@ def _biased(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
 
 
 def mask(**given) -> Tensor | None:  # type: ignore[no-untyped-def]  # what transformers gives any mask
-    """Returns transformers' "sdpa" mask for models that call the attention they are configured with, else "eager"'s.
+    """Returns transformers' "sdpa" mask for models that call the configured attention, or else the "eager" mask.
 
-    The "sdpa" mask is None if causality alone hides keys, and otherwise boolean, which a model that writes attention
-    out itself would misread. Models of an unknown class get the "eager" mask.
+    The "sdpa" mask is None if only causality hides keys and otherwise boolean, which a model that implements attention
+    itself would misread. Models of an unknown class get the "eager" mask.
 
     Raises:
-        RefusedError: the model writes attention out itself, so qkeel's would not run.
+        RefusedError: the model implements attention itself, so that qkeel's attention would not run.
     """
     try:
         home = MODEL_MAPPING[type(given["config"])]
@@ -185,40 +185,40 @@ def register() -> str:
     return NAME
 
 
-# The Trainer of transformers: watches while it trains, and passes the numbers to its reporters.
+# A callback that watches while the Trainer of transformers trains, and passes the numbers to its trackers.
 
 with needed("qkeel.integrations.huggingface", "'qkeel[hf]'"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
 _NO_TRAINER = (
-    "no transformers.Trainer calls this callback, so no tracker gets its numbers; they are in state.log_history and "
-    "in the callback's own sinks"
+    "no transformers.Trainer calls this callback, so its numbers are not sent to any tracker; they are in "
+    "state.log_history and in the callback's own sinks"
 )
 
 
 @final
 class QkeelCallback(WatchedTraining, TrainerCallback):
-    """Watches from the first to the last step of `trainer.train()` and leaves the training bit for bit unchanged.
+    """Watches from the first to the last step of `trainer.train()`; training stays bit-identical.
 
     Add it with `Trainer(callbacks=[QkeelCallback()])`. Numbers measured at optimizer step s go to
     `trainer.state.log_history` and to everything that `report_to` names (TensorBoard, W&B, MLflow, …), as a separate
     log entry at global step s, no matter how often the Trainer itself logs. The Trainer prints two of the numbers: the
     largest logit and the mean entropy. The last step is always measured.
 
-    With `autopilot`, the callback also bounds the logits of the heads that need it (`qkeel.autopilot`). Until its first
-    action, training is bit for bit the same as without it. Its state is saved with each checkpoint and restored on
+    With `autopilot`, the callback also limits the logits of the heads that need it (`qkeel.autopilot`). Until its first
+    action, training is bit-identical to training without it. Its state is saved with each checkpoint and restored on
     resume.
 
     Args:
-        every: see `qkeel.watch`; by default, every 50th step is measured, and every 5th among the first 20 and while
-            logits are changing.
+        every: see `qkeel.watch`; by default, every 50th step is measured, and every 5th step during the first 20 steps
+            and while logits are changing.
         sinks: see `qkeel.watch`.
         rules: see `qkeel.watch`.
         query_mask: see `qkeel.watch`.
-        per_layer: whether to log a series per layer (attn/layer_07/max_logit) besides the model's (attn/max_logit);
-            W&B shows both under train/.
-        autopilot: True, or its policy.
+        per_layer: whether to log a series per layer (attn/layer_07/max_logit) in addition to the model's
+            (attn/max_logit); W&B shows both under train/.
+        autopilot: True for the default policy, or a policy.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Passes on the numbers that have arrived from the device; measures the end of training if it stops early."""
+        """Logs the numbers that have arrived from the device; measures the end of training if it stops early."""
         if self.monitor is not None and control.should_training_stop:
             self.monitor.training_over()
         self._send(args, state, control)
@@ -280,7 +280,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Passes on everything measured: the Trainer logs one last time before its trackers close."""
+        """Logs everything that was measured, because the Trainer logs one last time before its trackers close."""
         if self.monitor is not None and self.monitor.sample is not None:  # reading `sample` waits for pending ones
             self._send(args, state, control)
 
@@ -305,12 +305,12 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
                 terminal.on_log(args, then, copy.copy(control), {k: found[k] for k in _PRINTED if k in found})
 
 
-# The numbers of a sample that the Trainer prints. Its reporters get all: hundreds for a model of many layers.
+# The numbers of a sample that the Trainer prints. Its trackers get all of them: hundreds if a model has many layers.
 _PRINTED = ("attn/max_logit", "attn/entropy")
 
 
 def _split(handler: CallbackHandler) -> tuple[CallbackHandler, CallbackHandler]:
-    """Returns the handler of the Trainer's own printers alone, and that of all other callbacks."""
+    """Returns one handler for the Trainer's own printing callbacks, and one for all other callbacks."""
     found = []
     for prints in (True, False):
         part = copy.copy(handler)
@@ -321,12 +321,12 @@ def _split(handler: CallbackHandler) -> tuple[CallbackHandler, CallbackHandler]:
 
 
 def _saved(args: TrainingArguments, state: TrainerState) -> Path:
-    """Returns the autopilot's file in the checkpoint of this step, by the Trainer's naming."""
+    """Returns the autopilot's file in the checkpoint of this step, whose name follows the Trainer's convention."""
     return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / "qkeel_autopilot.safetensors"
 
 
 def _example(loader: Foreign, model: nn.Module) -> object:
-    """Returns two training examples as model inputs, drawn without advancing a random stream."""
+    """Returns two training examples as model inputs, drawn without advancing a random number generator."""
     try:
         with same_random_streams():
             found = loader.collate_fn([loader.dataset[0], loader.dataset[1]])
@@ -337,7 +337,8 @@ def _example(loader: Foreign, model: nn.Module) -> object:
 
 
 def _calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
-    """Returns the handler that is calling this callback; the Trainer gives callbacks no other access to each other."""
+    """Returns the handler that is calling this callback; the Trainer does not give callbacks any other access to each
+    other."""
     for frame in running_frames():
         owner = frame.f_locals.get("self")
         if isinstance(owner, CallbackHandler) and any(one is callback for one in owner.callbacks):

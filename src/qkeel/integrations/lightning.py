@@ -22,27 +22,27 @@ with needed("qkeel.integrations.lightning", "lightning"):
 
 @final
 class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-unimported]
-    """Watches one module of a LightningModule and passes its summaries to the loggers of the Trainer.
+    """Watches one module of a LightningModule and passes its summaries to the Trainer's loggers.
 
     Numbers measured at optimizer step s are logged at step s, however often the Trainer itself logs, and also go to the
-    module's `log_dict` for callbacks that read metrics. The last step is always measured, also after an early stop.
+    module's `log_dict` for callbacks that read metrics. The last step is always measured, even after an early stop.
 
-    Lightning calls `training_step`, not the LightningModule, so the callback watches the module inside: its only child
-    with parameters, or the one that `module` names. A LightningModule with several children is watched as a whole if
-    its training_step calls `self(batch)`.
+    Lightning calls `training_step` rather than the LightningModule itself, so the callback watches a module inside it:
+    its only child with parameters, or the module that `module` names. A LightningModule with several children is
+    watched as a whole if its training_step calls `self(batch)`.
 
-    With `autopilot`, the callback also bounds the logits of the heads that need it (`qkeel.autopilot`); Lightning's
+    With `autopilot`, the callback also limits the logits of the heads that need it (`qkeel.autopilot`); Lightning's
     checkpoints contain its state. When training resumes within an epoch, Lightning repeats the first batches of that
-    epoch unless the data loader has a `state_dict()`; with such a loader the resumed training is bit for bit the same.
+    epoch unless the data loader has a `state_dict()`; with such a loader, the resumed training is bit-identical.
 
     Args:
-        module: dotted name of the module to watch.
-        every: see `qkeel.watch`; by default, every 50th step is measured, and every 5th among the first 20 and while
-            logits are changing. Each layer has its own series besides the model's.
+        module: the dotted name of the module to watch.
+        every: see `qkeel.watch`; by default, every 50th step is measured, and every 5th step during the first 20 steps
+            and while logits are changing. Each layer has its own series in addition to the model's.
         sinks: see `qkeel.watch`.
         rules: see `qkeel.watch`.
         query_mask: see `qkeel.watch`.
-        autopilot: True, or its policy.
+        autopilot: True for the default policy, or a policy.
         example: an input of the module, which an autopilot needs to resume.
     """
 
@@ -63,7 +63,7 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
         self._last: float = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts watching with the optimizer that trains the module; a checkpoint has been loaded by now."""
+        """Starts watching with the optimizer that trains the module; by now, a checkpoint has been loaded."""
         self.close(complete=False)
         model = self._watched(pl_module)
         own = {id(p) for p in model.parameters()}
@@ -74,7 +74,7 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
             self._last = trainer.estimated_stepping_batches - 1
         if self._policy is not False:
             self.pilot = attach(monitor, held, policy=self._policy, example=self._example)
-            state, self._state = self._state, {}  # for this fit only
+            state, self._state = self._state, {}  # used for this fit only
             if state:
                 self.pilot.load_state_dict(state)
 
@@ -88,7 +88,7 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Logs what has arrived from the device so far."""
+        """Logs the numbers that have arrived from the device so far."""
         found: dict[str, float] = {}
         for sample in self._queue.take():
             found = sample.summaries()
@@ -136,5 +136,6 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
 
 
 def _step(trainer: Trainer) -> int:
-    """Returns the step count of Lightning's own loggers: batches that ended in an optimizer step."""
+    """Returns the step count that Lightning's own loggers use: the number of batches that ended in an optimizer
+    step."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -21,7 +21,7 @@ from qkeel.records import HEAD_FIELDS, fresh_directory
 
 
 class _LibrarySink(Sink):
-    """A sink on an outside library, which is imported when it is first needed."""
+    """A sink that uses an external library, which is imported when it is first needed."""
 
     def require(self) -> None:
         """Checks that the library is installed."""
@@ -32,11 +32,11 @@ class _LibrarySink(Sink):
         """Imports the library, or raises MissingLibraryError."""
 
 
-# CSV and Parquet: every number of every head, as tables for pandas, polars, R or a spreadsheet.
+# CSV and Parquet: all values of every head, as tables for pandas, polars, R or a spreadsheet.
 
 
 class CSVSink(Sink):
-    """Writes steps.csv, heads.csv and alarms.csv into a folder, and eval_steps.csv, eval_heads.csv for evaluation.
+    """Writes steps.csv, heads.csv and alarms.csv to a folder, and eval_steps.csv and eval_heads.csv for evaluation.
 
     Existing files are not overwritten, as with a run directory. The files can be read while training continues.
     """
@@ -87,9 +87,10 @@ class CSVSink(Sink):
 
 
 class ParquetSink(CSVSink):
-    """Writes the same tables as Parquet files, which are readable once watching has ended.
+    """Writes the same tables as CSVSink, but as Parquet files, which are readable once watching has ended.
 
-    A killed process leaves them incomplete. A run directory stays readable, and `qkeel export` converts it.
+    If the process is killed, they remain incomplete. A run directory stays readable in that case, and `qkeel export`
+    converts it.
     """
 
     kind = "parquet"
@@ -100,7 +101,7 @@ class ParquetSink(CSVSink):
 
 @final
 class TensorBoardSink(_LibrarySink):
-    """Writes event files under `directory`, one file per run as is usual for TensorBoard."""
+    """Writes event files under `directory`, one file per run, as is usual for TensorBoard."""
 
     def __init__(self, directory: str | Path = "runs/qkeel") -> None:
         self.directory = Path(directory)
@@ -117,7 +118,8 @@ class TensorBoardSink(_LibrarySink):
         self._writer.add_text("qkeel/about", f"```\n{json.dumps(dict(about), indent=2, default=str)}\n```", 0)
 
     def write(self, sample: Sample) -> None:
-        """Writes all summaries in one event, since one call per number costs 50 times as much, then the histograms."""
+        """Writes all summaries in one event, because one call per number costs 50 times as much, and then the
+        histograms."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-not-found]
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in sample.summaries().items()]
@@ -126,7 +128,7 @@ class TensorBoardSink(_LibrarySink):
             self._writer.add_histogram(tag, heads, sample.step)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Writes a text at the alarm's step."""
+        """Writes a text summary at the alarm's step."""
         self._writer.add_text(f"alarms/{alarm.rule}", str(alarm), alarm.step)
         self._writer.flush()
 
@@ -140,10 +142,11 @@ class TensorBoardSink(_LibrarySink):
 
 STEP = "qkeel/step"
 _ALERT_LEVELS = {Severity.NOTICE: "INFO", Severity.ALARM: "WARN", Severity.CRITICAL: "ERROR"}  # AlertLevel names
-_MANY = 100  # samples waiting before a warning
+_MANY = 100  # the number of waiting samples at which a warning is raised
 _LATE = (
-    f"{_MANY} samples wait for the owner of the active W&B run to log: one is sent with each of its logs, the rest "
-    "when watching ends. To write each at once (this advances the run's own step counter), use wandb:commit=true"
+    f"{_MANY} samples are waiting for the owner of the active W&B run to log: one is sent with each of its logs, and "
+    "the rest when watching ends. To write each at once (this advances the run's own step counter), use "
+    "wandb:commit=true"
 )
 
 
@@ -151,9 +154,9 @@ _LATE = (
 class WandbSink(_LibrarySink):
     """Logs to the active run, or to a new run that it also finishes.
 
-    In a run that someone else started, each sample is merged into the owner's next log call, so that the owner keeps
-    the run's step counter. Samples left at the end are logged then. Each has its step as `qkeel/step`. commit="true"
-    writes every sample at once.
+    In a run that other code started, each sample is merged into the owner's next log call, so that the run's step
+    counter stays under the owner's control. Samples that remain are logged when watching ends. Each sample contains its
+    step as `qkeel/step`. commit="true" writes every sample immediately.
     """
 
     def __init__(
@@ -220,7 +223,7 @@ class WandbSink(_LibrarySink):
 
 @final
 class MLflowSink(_LibrarySink):
-    """Logs to the active run, or to a new run that it also ends. MLflow's settings decide where runs are stored."""
+    """Logs to the active run, or to a new run that it also ends. MLflow's settings determine where runs are stored."""
 
     def __init__(self, experiment: str | None = None, name: str | None = None) -> None:
         self.experiment, self.name = experiment, name
@@ -268,14 +271,14 @@ class MLflowSink(_LibrarySink):
             self._mlflow.end_run("FINISHED" if complete else "KILLED")
 
 
-# Trackio: W&B's interface on a local database.
+# Trackio: the interface of W&B with a local database.
 
 
 @final
 class TrackioSink(_LibrarySink):
     """Logs to the active run, or to a new run in `project` that it also finishes.
 
-    Data stays on the machine unless trackio is configured otherwise.
+    The data stays on this machine unless trackio is configured otherwise.
     """
 
     def __init__(self, project: str = "qkeel", name: str | None = None) -> None:
@@ -322,7 +325,7 @@ class TrackioSink(_LibrarySink):
             self._run.finish()
 
 
-# A live view in a notebook: the latest sample and the alarms, in one cell.
+# A live view in a notebook, which shows the latest sample and the alarms in one cell.
 
 
 @final

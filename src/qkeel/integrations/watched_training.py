@@ -1,4 +1,4 @@
-"""What the callbacks of trainers share, and a sink for accelerate's trackers."""
+"""Code shared by the callbacks of trainers, and a sink for accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ from qkeel.monitor.watch import watch
 
 @final
 class AccelerateSink(Sink):
-    """Calls `accelerator.log(numbers, step)` for each sample: `watch(model, optimizer, sinks=AccelerateSink(acc))`.
+    """Calls `accelerator.log(numbers, step)` for each sample; use it as `watch(model, optimizer,
+    sinks=AccelerateSink(acc))`.
 
     W&B drops a step below the last one logged to its run. If something else logs to that run with another step count,
     `sinks="wandb"` joins the run with its own step axis instead.
     """
 
     def __init__(self, accelerator: Foreign) -> None:
-        """Takes an `accelerate.Accelerator`; call its `init_trackers` before the first sample."""
+        """accelerator: an `accelerate.Accelerator`; call its `init_trackers` before the first sample."""
         if not callable(vars(type(accelerator)).get("log")):
             raise InvalidTypeError(f"expected an accelerate.Accelerator, got {type(accelerator).__name__}")
         self.accelerator = accelerator
 
     def open(self, about: Mapping[str, object]) -> None:
-        """Does nothing: `init_trackers` has opened the trackers."""
+        """Does nothing, because `init_trackers` has already opened the trackers."""
 
     def write(self, sample: Sample) -> None:
         """Logs the summaries in one call."""
         self.accelerator.log(sample.summaries(), step=sample.step)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Logs a 1 at the alarm's step, since Accelerate's trackers have no common alert."""
+        """Logs a 1 at the alarm's step, because Accelerate's trackers have no common alert function."""
         self.accelerator.log({f"alarms/{alarm.rule}": 1.0}, step=alarm.step)
 
     def close(self, complete: bool) -> None:
-        """Does nothing: ending the trackers is left to their owner's `end_training`."""
+        """Does nothing, because the trackers are closed by their owner's call of `end_training`."""
 
 
-# What the callbacks of trainers share: a watched training, and the samples not yet passed on.
+# Code shared by the callbacks of trainers: a watched training, and the samples that have not been logged yet.
 
 CALLBACK_CADENCE = Adaptive(least=5, most=50, change=0.25, start=20)
 Sinks = Sink | str | Path | Sequence[Sink | str | Path]
@@ -71,7 +72,7 @@ class SampleQueue(Sink):
             self._samples.append(sample)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Does nothing: the monitor issues its own warnings."""
+        """Does nothing, because the monitor issues its own warnings."""
 
     def close(self, complete: bool) -> None:
         """Does nothing."""
@@ -85,7 +86,8 @@ class SampleQueue(Sink):
 class WatchedTraining:
     """The options of a trainer's callback, and the monitor and autopilot of the current training.
 
-    For every, sinks, rules and query_mask see `qkeel.watch`. autopilot: True, or its policy.
+    For `every`, `sinks`, `rules` and `query_mask`, see `qkeel.watch`. autopilot: True for the default policy, or a
+    policy.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""SEE: the monitor of a training run, what it records, and the rules that raise alarms on the records."""
+"""SEE: the monitor of a training run, what it records, and the rules that raise alarms based on the records."""
 
 from qkeel.dist.sharding import Layout
 from qkeel.monitor.alarms import (

@@ -1,5 +1,5 @@
-"""Alarms of a run: rules that depend on its set-up, the advice that an alarm gives, and the evaluation of rules record
-by record."""
+"""The alarms of a run: rules that depend on its setting, the advice that an alarm gives, and the evaluation of rules
+record by record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qkeel.monitor.thresholds import GAIN_FACTOR, IDLE_TOLERANCE, ROUNDING
 from qkeel.nn.attention import SpecModule
 from qkeel.sites.find import is_normed
 
-# Rules that need to know the setting: number format, head width, which norm was configured.
+# Rules that depend on the setting: the number format, the head width, and which norm was configured.
 
 DECAY_GAINS = (
     'optimizer.register_step_post_hook(lambda o, *_: [p.data.mul_(1 - 0.1 * o.param_groups[0]["lr"]) '
@@ -29,24 +29,25 @@ DECAY_GAINS = (
 )
 KEEP_FLOAT32 = f"{HOLD}  # or q, k and logits in float32"
 SMALLER_EPS = 'for group in optimizer.param_groups: group["eps"] = 1e-15'
-LOOK = "print(qkeel.explain_model(model))  # says which norm each attention layer really applies"
+LOOK = "print(qkeel.explain_model(model))  # shows which norm each attention layer actually applies"
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Resolution(Rule):
-    """The rounding error of a logit reaches `tolerance` (nats, standard deviation), so attention ranks noise.
+    """The rounding error of a logit reaches `tolerance` (nats, standard deviation), so that the ranking of keys is
+    noise.
 
-    kernel "fused": the error of rounded q and k (see metrics.fused_logit_error); "eager": the error of stored scores
-    (see metrics.stored_logit_error; up to √2 larger where code rounds both the product and the scaled product). Both
-    errors are computed from per-head records. scale: the factor applied to q·k, for the same q and k whose norms are
-    recorded as query_norm and key_norm; 1/√head_dim if not given. Eager attention needs no scale, because the largest
-    logits are recorded after scaling.
+    kernel: "fused" uses the error from rounding q and k (see metrics.fused_logit_error); "eager" uses the error of
+    stored scores (see metrics.stored_logit_error; it is up to √2 larger if the code rounds both the product and the
+    scaled product). Both errors are computed from per-head records. scale: the factor applied to q·k, for the same q
+    and k whose norms are recorded as query_norm and key_norm; 1/√head_dim if not given. Eager attention needs no scale,
+    because the largest logits are recorded after scaling.
     """
 
     dtype: Literal["bf16", "fp16"]  #: number format of q and k, or of the scores
     kernel: Literal["fused", "eager"]  #: "eager" writes scores to memory
-    head_dim: int  #: d, numbers of one head's query
+    head_dim: int  #: d, the size of one head's query
     scale: float | None = None
     tolerance: float = ROUNDING
     severity: Severity = Severity.ALARM
@@ -56,7 +57,7 @@ class Resolution(Rule):
 
     @property
     def name(self) -> str:
-        """One for each kernel."""
+        """The name of the rule, which includes the kernel and the dtype."""
         return f"resolution {self.dtype} {self.kernel}"
 
     def check(self, history: History) -> Alarm | None:
@@ -85,8 +86,7 @@ class Resolution(Rule):
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GainGrowth(Rule):
     """The logit bound that the gains of a q/k norm allow (`gain_bound`, nats) has grown `factor`-fold since the start.
-    A norm with free gains only shifts the growth into them.
-    """
+    A norm with unconstrained gains only moves the growth into the gains."""
 
     factor: float = GAIN_FACTOR
     severity: Severity = Severity.NOTICE
@@ -111,23 +111,24 @@ class GainGrowth(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IdleNorm(Rule):
-    """A q/k norm is configured but does not act: q or k does not have the length that the norm produces, or a logit is
-    too large.
+    """A q/k norm is configured but has no effect: q or k does not have the Euclidean norm that it should produce, or a
+    logit is too large.
 
-    With gains of 1, RMS and layer norm give every head the length √head_dim, L2 norm the length 1. This is checked
-    once, when the norms are first recorded, and only if the gains are `fresh`: still 1, in a model that was not trained
-    before. Where `gain_bound` is recorded, a logit above it raises the alarm at any step.
+    With gains of 1, RMS norm and layer norm give the query or key of every head the Euclidean norm √head_dim, and L2
+    norm gives it the Euclidean norm 1. This is checked once, when the norms are first recorded, and only if the gains
+    are `fresh`, that is, still 1 because the model was not trained before. If `gain_bound` is recorded, a logit above
+    it raises the alarm at any step.
     """
 
     kind: Literal["rms", "layer", "l2"]  #: the norm that is configured
-    head_dim: int  #: d, numbers of one head's query
-    sides: tuple[Literal["query", "key"], ...] = ("query", "key")  #: which of q and k it norms
+    head_dim: int  #: d, the size of one head's query
+    sides: tuple[Literal["query", "key"], ...] = ("query", "key")  #: which of q and k it normalizes
     fresh: bool = True
-    tolerance: float = IDLE_TOLERANCE  #: relative deviation that is borne
+    tolerance: float = IDLE_TOLERANCE  #: relative deviation that is tolerated
     severity: Severity = Severity.ALARM
     source: str = "public code: five projects shipped norms that did nothing"
     remedy: str = LOOK
-    cause: str = "the configured q/k norm does not act"
+    cause: str = "the configured q/k norm has no effect"
 
     def check(self, history: History) -> Alarm | None:
         found = (self._length(history, f"{side}_norm") for side in self.sides if self.fresh)
@@ -158,12 +159,12 @@ class IdleNorm(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VanishingGradient(Rule):
-    """The gradient RMS of a head's query or key weight is under Adam's eps (`grad_over_eps` < 1) in two records in a
-    row.
+    """The gradient RMS of a head's query or key weight is below Adam's eps (`grad_over_eps` < 1) in two consecutive
+    records.
 
     Adam changes a weight by lr · m / (√v + eps): at √v = eps, that is half the intended step, and below it even less,
-    so the head hardly trains while the rest does. A single occurrence may be chance, or a first step through a
-    projection that starts at zero.
+    so the head hardly trains while the rest of the model does. A single occurrence may be due to chance, or to the
+    first step through a projection that starts at zero.
     """
 
     severity: Severity = Severity.NOTICE
@@ -178,7 +179,7 @@ class VanishingGradient(Rule):
         series = history.series("grad_over_eps")
         if series is None or len(series) < 2:
             return None
-        larger = series[-2:].max(0)  # of the two records; NaN where one was not measured
+        larger = series[-2:].max(0)  # of the two records; NaN where either was not measured
         if not np.fmin.reduce(larger, axis=None) < 1:  # NaN where no head was measured
             return None
         at = peak("grad_over_eps", -larger)
@@ -190,11 +191,11 @@ class VanishingGradient(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The facts of a run besides its records; None means unknown.
+    """The facts about a run that its records do not contain; None means unknown.
 
-    dtype: the dtype of q, k and the scores; kernel: "fused" if the scores are not written to memory; head_dim and scale
-    as in Resolution; norm: the q/k norm that was configured, on `sides`; fresh: whether training starts from new
-    weights.
+    dtype: the dtype of q, k and the scores. kernel: "fused" if the scores are not written to memory. head_dim, scale:
+    as in Resolution. norm: the q/k norm that was configured. sides: which of q and k it normalizes. fresh: whether
+    training starts from new weights.
     """
 
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
@@ -207,12 +208,12 @@ class Setting:
 
 
 def rules_for(setting: Setting) -> tuple[Rule, ...]:
-    """Returns the default rules, and the rules whose required facts `setting` provides.
+    """Returns the default rules, and the rules for which `setting` provides the required facts.
 
     >>> [rule.name for rule in rules_for(Setting(dtype="bf16", kernel="eager", head_dim=64))][-3:]
     ['gain growth', 'vanishing gradient', 'resolution bf16 eager']
     """
-    rules: list[Rule] = [*DEFAULT, GainGrowth(), VanishingGradient()]  # these raise nothing where nothing is recorded
+    rules: list[Rule] = [*DEFAULT, GainGrowth(), VanishingGradient()]  # they raise no alarm if nothing is recorded
     dtype, kernel, head_dim = setting.dtype, setting.kernel, setting.head_dim
     if head_dim is None:
         return tuple(rules)
@@ -223,14 +224,14 @@ def rules_for(setting: Setting) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-# The line of an alarm that applies to a model: which remedies its attention, its weights and its norms allow.
+# The line of code that an alarm advises for a model: which remedies its attention, weights and norms allow.
 
 LOOK_AT_SPEC = "print(qkeel.find_sites(model)[0].spec.explain())  # qkeel's own attention does what its spec says"
 LOWER_RATE = 'for group in optimizer.param_groups: group["lr"] *= 0.1'
 
 
 def fitted(rules: Sequence[Rule], model: nn.Module, sites: Sequence[AttentionSite]) -> tuple[Rule, ...]:
-    """Returns the rules with lines that can be pasted for this model, in place of the general ones.
+    """Returns the rules with lines of code that can be pasted for this model, in place of the general lines.
 
     >>> from qkeel.monitor.rules import Growth
     >>> fitted([Growth()], nn.Identity(), [])[0].remedy == HOLD
@@ -251,10 +252,11 @@ def _replaced(text: str, lines: dict[str, str]) -> str:
 def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     """Returns the line that limits the logits of a model whose attention is `sites`.
 
-    Per-head rates and a clip if the weights of every head are known and no norm follows them; the clip alone if weights
-    are in half precision, which round small steps away; the rates alone if weights are frozen, as below an adapter.
-    Else a cap on the logits, if every site accepts one. Else, and where remedies on the steps of these weights are
-    active already, a lower learning rate.
+    If the weights of every head are known and no norm follows them, the line applies per-head rates and a clip. If
+    weights are in half precision, it applies only the clip, because small steps would be rounded away, and if weights
+    are frozen, as they are below an adapter, only the rates. Otherwise it caps the logits, if every site accepts a cap.
+    If that is not possible either, or if remedies for the steps of these weights are already active, it lowers the
+    learning rate.
     """
     if any({"lalr", "qk_clip"} & set(vars(site.module).get(APPLIED, {})) for site in sites):
         return LOWER_RATE
@@ -281,7 +283,8 @@ def _takes_a_cap(site: AttentionSite) -> bool:
 
 
 def decay_gains(sites: Sequence[AttentionSite]) -> str:
-    """Returns the line that decays the gains of the norms on queries and keys, by their names in this model."""
+    """Returns the line that decays the gains of the norms on queries and keys, which are found by their names in this
+    model."""
     gains = (gain.parameter for site in sites for gain in (*site.query_gains, *site.key_gains))
     ends = tuple(dict.fromkeys(".".join(name.split(".")[-2:]) for name in gains if name))
     return DECAY_GAINS.replace('"q_norm" in n or "k_norm" in n', f"n.endswith({ends!r})") if ends else DECAY_GAINS
@@ -292,7 +295,7 @@ def decay_gains(sites: Sequence[AttentionSite]) -> str:
 
 @final
 class AlarmLog:
-    """The alarms that `rules` have raised: each rule warns once."""
+    """The alarms that `rules` have raised; each rule raises at most one."""
 
     def __init__(self, rules: Sequence[Rule] = DEFAULT) -> None:
         self.rules = tuple(rules)
@@ -300,7 +303,7 @@ class AlarmLog:
         self.alarms: list[Alarm] = []
 
     def update(self, history: History) -> list[Alarm]:
-        """The alarms that the last record raises for the first time, the most severe first."""
+        """Returns the alarms that the last record raises for the first time, the most severe first."""
         said = {alarm.rule for alarm in self.alarms}
         fresh = [rule for rule, name in zip(self.rules, self._names) if name not in said] if len(history) else []
         new = [alarm for rule in fresh if (alarm := rule.check(history)) is not None]

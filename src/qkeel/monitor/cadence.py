@@ -1,4 +1,5 @@
-"""The steps to measure, and their count: every n-th, spread evenly over their logarithm, or when the logits change."""
+"""Which steps to measure, and their count: every n-th step, steps evenly spaced on a log scale, or steps where the
+logits change."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ from qkeel.sites.tap import Look, Phase
 
 
 class Cadence(abc.ABC):
-    """Chooses which steps are measured, without state, so that all processes of a run decide alike."""
+    """Chooses which steps are measured; it has no state, so that all processes of a run make the same choice."""
 
-    brackets: ClassVar[bool] = False  # whether it wants the bound on the largest logit at every step
+    brackets: ClassVar[bool] = False  # whether it needs the bound on the largest logit at every step
 
     @abc.abstractmethod
     def due(self, step: int, last: int | None, bound_ratio: float) -> bool:
         """Returns whether step `step` is measured.
 
-        last: the last measured step; None before the first. bound_ratio: the factor by which the bound on the largest
-        logit has risen or fallen since (1 if unknown).
+        last: the last measured step, or None before the first. bound_ratio: the factor by which the bound on the
+        largest logit has risen or fallen since then (1 if unknown).
         """
 
 
@@ -53,8 +54,8 @@ class Every(Cadence):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogSpaced(Cadence):
-    """`per_decade` steps for each factor of ten in steps, from step 0 on: logit drift follows a power law, which starts
-    fast.
+    """`per_decade` steps for each factor of ten in steps, from step 0 on, because logit drift follows a power law,
+    which is fastest at the start.
 
     >>> [step for step in range(101) if LogSpaced(per_decade=4).due(step, None, 1.0)]
     [0, 1, 2, 3, 6, 10, 18, 32, 56, 100]
@@ -76,14 +77,14 @@ class LogSpaced(Cadence):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Adaptive(Cadence):
-    """Measures every `least` to `most` steps, depending on when the bound on the largest logit has changed.
+    """Measures at intervals of `least` to `most` steps, depending on when the bound on the largest logit has changed.
 
     The bound is the largest row logsumexp, lse - ln n <= max <= lse, which torch's fused CPU kernel computes anyway.
-    Where no logsumexp is available (dropout, a GPU), it is scale·max|q|·max|k|; for hand-written attention, it is the
-    maximum itself. A change is a factor of more than 1 + `change` since the first step after the last measurement. The
-    bound cannot be used for compiled models, which are not read between measurements, nor with several processes, which
-    must decide alike. In both cases, every `most`-th step is measured, and every `least`-th of the first `start` steps,
-    in which logits change most.
+    Where no logsumexp is available (with dropout or on a GPU), the bound is scale·max|q|·max|k|; for hand-written
+    attention, it is the maximum itself. A change is a factor of more than 1 + `change` since the first step after the
+    last measurement. The bound cannot be used for compiled models, which are not read between measurements, or with
+    several processes, which must all make the same choice. In both cases, every `most`-th step is measured, and every
+    `least`-th of the first `start` steps, in which logits change most.
 
     >>> [step for step in range(10) if Adaptive(least=2, most=9, start=6).due(step, 0, 1.0)]
     [0, 2, 4, 6, 9]
@@ -108,7 +109,7 @@ class Adaptive(Cadence):
         return step - last >= self.least and abs(math.log(bound_ratio)) > math.log1p(self.change)
 
 
-WHILE_LOGITS_MOVE = Adaptive(least=2, most=10, change=0.25, start=20)  # the command line's own
+WHILE_LOGITS_MOVE = Adaptive(least=2, most=10, change=0.25, start=20)  # the default of the command line
 
 
 def cadence(every: int | Cadence) -> Cadence:
@@ -116,27 +117,26 @@ def cadence(every: int | Cadence) -> Cadence:
     return every if isinstance(every, Cadence) else Every(every)
 
 
-LEAST = 1.0  # nats; bounds under it are all the same: a softmax does not care
+LEAST = 1.0  # nats; bounds below this count as equal, because they make no difference to a softmax
 
 
 @final
 class MeasuredSteps:
-    """Counts the passes and steps of a run and asks the cadence which of them are measured. Training passes belong to
-    an optimizer's step where there is an optimizer; every other pass counts by itself, separately for each model.
-    """
+    """Counts the passes and steps of a run and asks the cadence which of them are measured. If there is an optimizer,
+    training passes belong to its steps; all other passes are counted individually, separately for each model."""
 
     def __init__(self, cadence: Cadence, models: Iterable[str] = ("",), *, by_optimizer: bool) -> None:
         self.done = 0  # optimizer steps
-        self.closer: int | None = None  # besides what the cadence says, every so many steps
-        self.besides: set[int] = set()  # training steps that are measured whatever the cadence says
+        self.closer: int | None = None  # also every so many steps, in addition to those of the cadence
+        self.besides: set[int] = set()  # training steps that are measured regardless of the cadence
         self._passes: dict[tuple[Phase, str], int] = {(p, name): 0 for p in get_args(Phase) for name in models}
         self._cadence, self._by_optimizer = cadence, by_optimizer
         self._last: dict[tuple[Phase, str], int] = {}
         self._bound = BoundChange()
-        self.continued: Callable[[], int] | None = None  # steps before this run, asked when its first pass begins
+        self.continued: Callable[[], int] | None = None  # returns the steps before this run
 
     def due(self, model: str, training: bool, compiled: bool) -> Look:
-        """Returns what to measure in the pass that begins; call it once per pass."""
+        """Returns what to measure in the pass that is about to start; call it once per pass."""
         if training and self.continued is not None:
             self.done, self.continued = max(self.done, self.continued()), None
         phase: Phase = "train" if training else "eval"
@@ -149,11 +149,11 @@ class MeasuredSteps:
         return "bracket" if self._cadence.brackets and training and not compiled else "nothing"
 
     def passed(self, phase: Phase) -> int:
-        """Returns the number of passes of all models together."""
+        """Returns the total number of passes of all models."""
         return sum(n for (of, _), n in self._passes.items() if of == phase)
 
     def rounds(self, phase: Phase) -> int:
-        """Returns the least number of passes that a model has made."""
+        """Returns the smallest number of passes that any of the models has made."""
         return min(n for (of, _), n in self._passes.items() if of == phase)
 
     @property
@@ -163,7 +163,7 @@ class MeasuredSteps:
 
     def _measures(self, step: int, phase: Phase, model: str = "") -> bool:
         if phase == "train" and step == self.last and self._by_optimizer:
-            return False  # it is on record
+            return False  # it has been recorded already
         if phase == "train" and (step in self.besides or (self.closer is not None and step % self.closer == 0)):
             return True
         return self._cadence.due(step, self._last.get((phase, model)), self._bound.factor if phase == "train" else 1.0)
@@ -174,31 +174,31 @@ class MeasuredSteps:
         return self._last.get(("train", ""))
 
     def bounded(self, bound: Tensor) -> None:
-        """Notes the bound on the largest logit of a training pass that was not measured in full."""
+        """Records the bound on the largest logit of a training pass that was not fully measured."""
         self._bound.see(bound)
         if not self._by_optimizer:
             self._bound.step()
 
     def measured(self, step: int) -> None:
-        """Notes that this training step was measured."""
+        """Records that this training step was measured."""
         self._last["train", ""] = step
         self.besides.discard(step)
         self._bound.measured()
 
     def stepped(self) -> None:
-        """Counts a step of the optimizer."""
+        """Counts one optimizer step."""
         self.done += 1
         self._bound.step()
 
 
 @final
 class BoundChange:
-    """The change of the bound on the largest logit since the first step after a measurement, without waiting for the
-    device.
+    """The change of the bound on the largest logit since the first step after a measurement, computed without waiting
+    for the device.
 
-    Bounds are compared with bounds: lse and the maximum are up to ln n apart. They are read one step late, when they
-    have arrived from the device without waiting. Where several processes train, `factor` stays 1: all must decide
-    alike.
+    Bounds are compared with bounds only, because lse and the maximum differ by up to ln n. Bounds are read one step
+    late, once they have arrived from the device. If several processes train, `factor` stays 1, because all of them must
+    make the same choice.
     """
 
     def __init__(self) -> None:
@@ -206,21 +206,21 @@ class BoundChange:
         self._now: Tensor | None = None
         self._before: float | None = None
         self._coming: tuple[Tensor, torch.cuda.Event | None] | None = None
-        self._room: Tensor | None = None  # pinned memory of the host; to allocate it can make the host wait
+        self._room: Tensor | None = None  # pinned host memory; allocating it can make the host wait
 
     def see(self, bound: Tensor) -> None:
-        """Notes the bound of one more pass of this step."""
+        """Records the bound of one more pass of this step."""
         self._now = bound if self._now is None else torch.maximum(self._now, bound)
 
     def measured(self) -> None:
-        """Notes that this step was measured in full; later bounds are compared with the first one after it."""
+        """Records that this step was fully measured; later bounds are compared with the first bound after it."""
         self.factor = 1.0
         self._before, self._now, self._coming = None, None, None
 
     def step(self) -> None:
         """Ends the step."""
         self._arrive()
-        if self._coming is not None:  # the device is behind: this step's bound goes with the next one that is sent
+        if self._coming is not None:  # the device lags behind: send it with the next bound
             return
         now, self._now = self._now, None
         if now is None or dist.world() > 1:

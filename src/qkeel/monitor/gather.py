@@ -1,4 +1,4 @@
-"""How the numbers of a step travel between processes: partial values, and how they are gathered."""
+"""How the numbers of a step are exchanged between processes: partial values, and how they are gathered."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import LogitStats, merge, merge_stacked
 
-# The share that each process has in a number, and the number that all shares make.
+# The contribution of each process to a number, and how all contributions are combined.
 
 NumberKey = tuple[str, str]  # the site, "" for the whole model, and the name of the number
-WHOLE_MODEL = ("lr", "train_loss", "final_hidden_norm")  # of no site
+WHOLE_MODEL = ("lr", "train_loss", "final_hidden_norm")  # numbers that do not belong to a site
 Reduction = Literal["mean", "root_mean", "root", "max"]
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartialValue:
-    """What one process knows of a number: its value over some of the data, or over its part of a weight.
+    """What one process knows about a number: its value over some of the data, or over its part of a weight.
 
-    mean: Σ weight · value / Σ weight; root_mean: √(Σ weight · value² / Σ weight); root: √Σ value²; max: the largest.
-    A process with weight 0 contributes nothing.
+    `how` says how the values are combined. mean: Σ weight · value / Σ weight; root_mean: √(Σ weight · value² / Σ
+    weight); root: √Σ value²; max: the largest value. A process with weight 0 contributes nothing.
 
     Args:
-        value, weight: of the same shape.
-        of: "data" combines all processes, "weights" those that hold different parts of the weights.
-        own: the values are of the heads that this process computes, not of all heads.
+        value, weight: two tensors of the same shape.
+        of: "data" combines all processes; "weights" combines the processes that hold different parts of the weights.
+        own: True if the values cover only the heads that this process computes, rather than all heads.
     """
 
     value: Tensor
@@ -49,21 +49,22 @@ class PartialValue:
 
 GivenNumbers = Mapping[
     NumberKey, Tensor | PartialValue
-]  # a tensor is known alike to all processes that hold the same weights
+]  # all processes that hold the same weights know the same tensor
 Numbers = Mapping[NumberKey, Tensor]
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SentRow:
-    """One named number for many sites: one per head, or one per site.
+    """One named number for many sites, with one value per head or one per site.
 
     Args:
-        name: of the number.
-        sites: their names.
-        counts: how many heads each has; () for one number of each site.
+        name: the name of the number.
+        sites: the names of the sites.
+        counts: the number of heads of each site; () if there is one value per site.
         values: [heads of all sites], or [sites].
-        weight: of how many tokens or other data each is the mean; None for what all processes know.
+        weight: the number of tokens or other data over which each value is a mean; None for values that all processes
+            know.
         how: how the values of several processes are combined, see PartialValue.
     """
 
@@ -75,7 +76,7 @@ class SentRow:
     how: Reduction = "mean"
 
     def split(self) -> Iterator[tuple[NumberKey, Tensor | PartialValue]]:
-        """Yields the numbers of each site."""
+        """Yields the values of each site."""
         parts = self.values.split_with_sizes(self.counts) if self.counts else self.values.unbind()
         for site, x in zip(self.sites, parts, strict=True):
             known = (
@@ -88,10 +89,11 @@ class SentRow:
 
 @final
 class SiteNumbers(Mapping[NumberKey, Tensor | PartialValue]):
-    """Numbers by site and name. Numbers that all sites have are stored as rows, and split when a single one is read."""
+    """Numbers by site and name. Numbers that all sites have are stored as rows, which are split when a single number is
+    read."""
 
     def __init__(self, rows: Iterable[SentRow] = (), single: GivenNumbers | None = None) -> None:
-        """Takes rows and single numbers; if a key occurs more than once, the last one counts."""
+        """Creates the mapping from rows and single numbers; if a key occurs more than once, its last value is used."""
         self.rows, self.single = tuple(rows), single or {}
 
     @functools.cached_property
@@ -108,7 +110,7 @@ class SiteNumbers(Mapping[NumberKey, Tensor | PartialValue]):
         return len(self._by_key)
 
     def __or__(self, other: GivenNumbers) -> SiteNumbers:
-        """Returns these numbers and others."""
+        """Returns these numbers combined with others."""
         if isinstance(other, SiteNumbers):
             return SiteNumbers((*self.rows, *other.rows), {**self.single, **other.single})
         return SiteNumbers(self.rows, {**self.single, **other})
@@ -146,7 +148,7 @@ def _spread(mean: Tensor, square: Tensor) -> Tensor:
     return (square - mean.square()).clamp_min(0).sqrt()
 
 
-# Numbers that are made of merged ones: from which, whether those are only for this, and how.
+# Numbers that are derived from merged numbers: from which, whether those serve only this purpose, and how.
 MADE: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], Callable[..., Tensor]]] = {
     "grad_over_eps": (("query_grad_rms", "key_grad_rms", "eps"), ("eps",), _smaller_over_eps),
     "lse_std": (("lse_mean", "lse_square"), ("lse_square",), _spread),
@@ -161,15 +163,16 @@ _LAST = frozenset(parts[-1] for parts, _, _ in MADE.values())
 # From the device to the host, and from every process to every process, in one piece.
 
 Stats = Mapping[str, LogitStats]
-# Of each measured tensor: the site, the name, the shape, and how partial values make one number ("" of statistics).
+# For each measured tensor: the site, the name, the shape, and how partial values are combined ("" for statistics).
 MeasurementForm = tuple[tuple[str, str, tuple[int, ...], str], ...]
-ALIKE = "alike"  # of numbers that all processes with the same weights know
+ALIKE = "alike"  # for numbers that all processes with the same weights know
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The measurement of one step: statistics by site, and other numbers by (site, name), "" for the whole model.
+    """The measurement of one step: statistics by site, and other numbers by (site, name), where "" stands for the whole
+    model.
 
     `monitor` is what is known of the monitor itself, by records.MONITOR_FIELDS and MONITOR_EXTREMES.
     """
@@ -379,7 +382,8 @@ class Arrived:
 
 
 def on_device(device: torch.device, dtype: torch.dtype, x: Tensor) -> Tensor:
-    """A tensor as a vector on a device; a number of the host is filled in there, since a copy would wait for it."""
+    """Returns a tensor as a vector on a device; a number on the host is written by a fill, because a copy would have to
+    wait."""
     if x.device == device:
         return x.reshape(-1)
     return torch.full((1,), float(x), dtype=dtype, device=device) if x.numel() == 1 else x.reshape(-1).to(device, dtype)
@@ -387,7 +391,7 @@ def on_device(device: torch.device, dtype: torch.dtype, x: Tensor) -> Tensor:
 
 @final
 class Transfer:
-    """The numbers of a step on their way from the device to the host, which waits for them only if it must."""
+    """The transfer of a step's numbers from the device to the host, which waits for them only if necessary."""
 
     def __init__(
         self,
@@ -395,12 +399,13 @@ class Transfer:
         read: Callable[[list[Tensor]], Arrived],
         stopped: Callable[[list[Tensor]], bool] | None = None,
     ) -> None:
-        """Starts the copy of the vectors.
+        """Starts copying the vectors to the host.
 
         Args:
             vectors: the numbers, on one device.
-            read: makes a measurement of the vectors once they are on the host.
-            stopped: tells by the vectors whether another process has stopped measuring; None if there is no other.
+            read: builds a measurement from the vectors once they are on the host.
+            stopped: determines from the vectors whether another process has stopped measuring; None if there is no
+                other process.
         """
         self._read, self._stopped = read, stopped
         self._event: torch.cuda.Event | None = None
@@ -422,17 +427,17 @@ class Transfer:
 
     @property
     def arrived(self) -> bool:
-        """Whether the numbers can be read without waiting."""
+        """Returns whether the numbers can be read without waiting."""
         return self._event is None or self._event.query()
 
     @property
     def stopped(self) -> bool:
-        """Returns whether another process has stopped measuring; waits for the numbers if need be."""
+        """Returns whether another process has stopped measuring; waits for the numbers if necessary."""
         return self._stopped is not None and self._stopped(self.vectors)
 
     @property
     def vectors(self) -> list[Tensor]:
-        """The vectors on the host; waits for them if need be."""
+        """The vectors on the host; waits for them if necessary."""
         if self._event is not None:
             self._event.synchronize()
         return self._host
@@ -455,7 +460,8 @@ def _how(share: PartialValue) -> str:
 
 
 def site_tensors(stats: LogitStats) -> list[tuple[str, Tensor]]:
-    """Every tensor of a site's statistics; those by class carry the names of the classes."""
+    """Every tensor of a site's statistics, with its name; the names of statistics by class contain the names of the
+    classes."""
     found = [*stats.tensors().items()]
     classes = stats.classes
     if classes is not None:

@@ -27,17 +27,17 @@ from qkeel.records import (
     of_layers,
 )
 
-# A forecast of the step at which a logit passes a threshold: a power law of the learning-rate clock, as planned.
+# A forecast of the step at which a logit passes a threshold: a power law in the learning-rate clock, as planned.
 #
-# No torch: recorded runs can be replayed through it anywhere.
+# It does not use torch, so recorded runs can be replayed through it anywhere.
 
 LEAST_POINTS = 6
-LEAST_EXPONENT = 0.05  # below it a logit that doubles needs a million times the training: no drift to speak of
-WINDOW = 10.0  # the fit looks at the last decade of the clock: before, in a long warm-up, the logit has not changed yet
-VAGUE = 10.0  # times the low end of an interval; beyond it a forecast says only what will not happen so soon
+LEAST_EXPONENT = 0.05  # below it, a logit takes a million times the training to double, which is negligible
+WINDOW = 10.0  # the fit uses the last decade of the clock; in a long warm-up, the logit hardly changes before that
+VAGUE = 10.0  # times the low end of an interval; a wider forecast says only before which step the logit will not pass
 FARTHEST = 50.0  # in ln clock; further than any training goes
-# The interval is measured, not derived: residuals of one run are no independent draws, and what bends the curve
-# later is not in them. Calibrated on the tuning seeds of research/alarms.md; its coverage is measured on others.
+# The interval is measured, not derived: residuals of one run are not independent draws, and they do not show what bends
+# the curve later. It was calibrated on the tuning seeds of research/alarms.md; its coverage is measured on other seeds.
 _SLACK = (0.1, 0.12)
 _SLACK_PER_DISTANCE = (0.45, 0.55)
 
@@ -60,10 +60,9 @@ class Forecast:
     end: int | None = None
 
     def __str__(self) -> str:
-        """`will pass 10,000 at step 2,140 (90 % interval 1,950 to 2,340)`, and on what condition.
-
-        If the interval is so wide that its middle says nothing: the step before which the logit will not pass it.
-        """
+        """`will pass 10,000 at step 2,140 (90 % interval 1,950 to 2,340)`, followed by the condition, if any. If the
+        interval is too wide for its middle to be informative, the text names a step before which the logit will not
+        pass the threshold."""
         condition = " if the learning rate stays the same" if self.end is None else ""
         if not math.isfinite(self.step):
             return f"will not pass {self.threshold:,g} within this run"
@@ -78,19 +77,20 @@ class Forecast:
 
     @property
     def interval(self) -> str:
-        """Returns text such as `90 % interval 1,950 to 2,340`; `never` means not within this run."""
+        """Returns text such as `90 % interval 1,950 to 2,340`, in which `never` means not within this run."""
         low, high = (f"{_round(x):,}" if math.isfinite(x) else "never" for x in (self.low, self.high))
         return f"90 % interval {low} to {high}"
 
 
 def _round(x: float) -> int:
-    """To two or three digits: the rest is noise."""
+    """Rounds to two or three digits, because the rest is noise."""
     digits = max(0, math.floor(math.log10(max(abs(x), 1))) - 2)
     return round(x / 10**digits) * 10**digits
 
 
 def clock(steps: np.ndarray, rates: np.ndarray | None) -> np.ndarray:
-    """The learning rate summed over steps [n], which Adam's weights follow; without rates, the steps.
+    """The learning rate summed over steps [n], which Adam's weights follow, or the steps themselves if no rates are
+    given.
 
     A warm-up or decay bends the power law in steps, not in this clock. `rates[i]` is the rate at `steps[i]`; between
     two records the rate of the later one applies.
@@ -112,12 +112,14 @@ def forecast(
     rates: np.ndarray | None = None,
     planned: PlannedRates | None = None,
 ) -> Forecast | None:
-    """The step at which the power law through `values` [n] passes `threshold`; None if it never does or already has.
+    """The step at which the power law through `values` [n] passes `threshold`; None if they never pass it or already
+    have.
 
-    ln v = a + p ln c by least squares over the records of the last tenfold of c (at least 6); from the last record on,
-    c* = c · (threshold / v)^(1/p). The clock c continues as planned; with no plan, or one that the last record does not
-    follow, at the last learning rate. Interval in ln c*, with L = ln(c* / c): from -(0.45 L + 0.1) to
-    +(0.55 L + 0.12), never before the last record.
+    ln v = a + p ln c is fitted by least squares to the records in which c is at least a tenth of its last value (at
+    least 6 records); extrapolated from the last record, c* = c · (threshold / v)^(1/p). The clock c continues as
+    planned; without a plan, or if the last record does not follow the plan, it continues at the last learning rate. The
+    interval around ln c*, with L = ln(c* / c), is from -(0.45 L + 0.1) to +(0.55 L + 0.12), but never before the last
+    record.
 
     >>> steps = np.arange(100, 1100, 100)
     >>> print(forecast(steps, 2.0 * steps**0.5, 100.0))
@@ -125,10 +127,10 @@ def forecast(
 
     Args:
         steps, values: the steps [n] of the records and their logits [n]. threshold: the logit to reach.
-        rates: the learning rates [n] at `steps`. planned: those of the whole run, if known.
+        rates: the learning rates [n] at `steps`. planned: the learning rates of the whole run, if known.
 
-    Source: experiments of this project (logits of small runs drift as a power of steps); the clock and the interval are
-    this project's, measured in research/alarms.md.
+    Source: experiments of this project (logits of small runs drift as a power of steps); the clock and the interval
+    were developed in this project and are evaluated in research/alarms.md.
     """
     followed = planned if planned is not None and planned.followed(steps, rates) else None
     ticks = clock(steps, rates) if followed is None else followed.ticks(steps)
@@ -162,27 +164,28 @@ def forecast(
 
 
 def _steady(steps: np.ndarray, ticks: np.ndarray, rates: np.ndarray | None) -> Callable[[float], float] | None:
-    """From the clock to the step if the last learning rate stays; None if that is zero."""
+    """A function from the clock to the step if the learning rate stays as it was last; None if that rate is zero."""
     now, tick = float(steps[-1]), float(ticks[-1])
     rate = tick / now if rates is None else float(rates[-1])
     return (lambda then: now + (then - tick) / rate) if rate > 0 else None
 
 
-_NEAR = 0.01  # a rate this close to the planned one is the planned one
+_NEAR = 0.01  # a rate this close to the planned rate counts as equal to it
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedRates:
-    """Planned learning rates, summed: `clock[s]` is the sum over steps 1 to s; [steps + 1], from 0."""
+    """The cumulative sum of planned learning rates: `clock` [steps + 1] starts at 0, and `clock[s]` is the sum over
+    steps 1 to s."""
 
     clock: np.ndarray
 
     @classmethod
     def of(cls, rates: Sequence[float] | np.ndarray | Callable[[int], float], steps: int | None = None) -> Self:
-        """Builds the plan from the rate of each step of the run, in the unit of the recorded "lr".
+        """Builds the plan from the learning rate at each step of the run, in the units of the recorded "lr".
 
-        rates: [steps], starting with the rate of step 1; or a function of the step, from 1 to `steps`.
+        rates: the rates [steps], starting with that of step 1, or a function of the step, from 1 to `steps`.
 
         Raises: InvalidValueError if a rate is negative or not a number, or a function is given without `steps`.
 
@@ -234,9 +237,9 @@ class PlannedRates:
         return bool(near.min() * (1 - _NEAR) <= rates[-1] <= near.max() * (1 + _NEAR))
 
 
-# The records so far, as arrays that rules read: the same live, from a run directory, or made up in a test.
+# The records so far, as arrays that rules read, whether they come from a live run, a run directory or a test.
 
-# What `History.plot` draws -> the field that it shows by default.
+# Name of a figure of `History.plot` -> the field that it shows by default.
 Rows = Literal["heads", "layers", "steps"]
 FIGURES = {"drift": "max_logit", "entropy": "entropy", "heads": "max_logit", "forecast": "max_logit"}
 
@@ -244,7 +247,7 @@ FIGURES = {"drift": "max_logit", "entropy": "entropy", "heads": "max_logit", "fo
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordPlace:
-    """A recorded name, a layer, and a head or the whole layer."""
+    """A place in the records: a recorded name, a layer, and a head or the whole layer."""
 
     name: str
     layer: int
@@ -256,9 +259,11 @@ class RecordPlace:
 class History:
     """Records 0..n-1 of a run.
 
-    steps [n]; rates [n], learning rates, or None; values: name -> [n] by records.STEP_FIELDS, NaN where not measured;
-    heads: name -> [n layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads; layers: names.
-    tops: name -> [n], the largest of all heads, if it was kept; planned: the learning rates to come, if known.
+    steps: the steps [n]. rates: the learning rates [n], or None.
+    values: name -> [n] for names in records.STEP_FIELDS, NaN where not measured.
+    heads: name -> [n layers heads] for names in records.HEAD_FIELDS, NaN where a layer has fewer heads.
+    layers: the names of the layers.
+    tops: name -> [n], the largest value over all heads, if it was kept. planned: the planned learning rates, if known.
     types: layer -> its type (capture.visible_sets), where it is known.
     phase: whether the records come from training or, if the model was never observed in training, from evaluation.
     """
@@ -286,7 +291,8 @@ class History:
         planned: PlannedRates | None = None,
         types: Mapping[str, str] | None = None,
     ) -> Self:
-        """Builds the history from RunDirectory.metrics() and .heads(); steps that only one of them has are left out."""
+        """Builds the history from RunDirectory.metrics() and .heads(); steps that appear in only one of them are left
+        out."""
         if heads is not None:
             place = {int(step): i for i, step in enumerate(heads.steps)}
             metrics = [record for record in metrics if int(record["step"]) in place]
@@ -298,7 +304,7 @@ class History:
         values = {name: np.array([number(record.get(name)) for record in metrics]) for name in names}
         steps = values.get("step", np.zeros(0))
         if (np.diff(steps) <= 0).any():
-            raise ShapeError("expected records in the order of their steps, each step once")
+            raise ShapeError("expected records in increasing order of steps, each step once")
         rates = values.get("lr")
         if rates is not None and not np.isfinite(rates).all():
             rates = None
@@ -314,7 +320,7 @@ class History:
 
     @classmethod
     def read(cls, run: RunDirectory, *, planned: PlannedRates | None = None) -> Self:
-        """A recorded run."""
+        """Reads the history of a recorded run."""
         heads = run.heads() if (run.path / "heads.json").exists() else None
         described = (run.path / "config.json").exists()
         types = layer_types(run.config(), run.events()) if described else {}
@@ -333,7 +339,7 @@ class History:
         return steps_frame(self.steps, self.values)
 
     def _layers(self) -> tuple[tuple[str, ...], dict[str, np.ndarray]]:
-        """The names of the layers, blocks without attention included, and the numbers of each, [n layers]."""
+        """The names of the layers, including blocks without attention, and their numbers by name, [n layers] each."""
         own = [name.partition("/") for name in self.values]
         fields = dict.fromkeys(field for field, _, layer in own if layer and of_layers(field))
         more = tuple(dict.fromkeys(x for field, _, x in own if of_layers(field) and x and x not in self.layers))
@@ -357,12 +363,12 @@ class History:
     def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
         """Draws the records with matplotlib and returns the Axes.
 
-        what: "drift", the largest logit of each layer over the steps; "entropy", the mean entropy of each layer;
-        "heads", the last record as a map of layers and heads; "forecast", when the largest logit passes 10,000. field:
-        a name from records.HEAD_FIELDS to show instead. ax: the Axes to draw on.
+        what: "drift" shows the largest logit of each layer over the steps, "entropy" the mean entropy of each layer,
+        "heads" the last record as a map of layers and heads, and "forecast" when the largest logit passes 10,000.
+        field: a name from records.HEAD_FIELDS to show instead. ax: the Axes to draw on.
 
-        Raises: UnknownNameError for another figure or a field that was not recorded, MissingLibraryError without
-        matplotlib.
+        Raises: UnknownNameError for an unknown figure or a field that was not recorded, MissingLibraryError if
+            matplotlib is not installed.
         """
         name = field or lookup("figure", FIGURES, what)
         measured = {n: values for n, values in self.heads.items() if not np.isnan(values).all()}
@@ -387,9 +393,9 @@ class History:
         now, value = float(self.steps[-1]), float(top[-1])
         farthest = WINDOW * now
         if value >= DIVERGES:
-            title = "is over 1e4 already"
+            title = "is already over 1e4"
         elif len(self) < LEAST_POINTS:
-            title = f"{len(self)} records are too few for a forecast; it takes {LEAST_POINTS}"
+            title = f"{len(self)} records are too few for a forecast, which needs {LEAST_POINTS}"
         elif found is None or farthest < found.step < np.inf:
             title = f"will not pass 10,000 by step {farthest:,.0f} if the trend continues"
         else:
@@ -427,14 +433,14 @@ class History:
         return dataclasses.replace(self, values=values, heads=heads, tops={})
 
     def series(self, name: str) -> np.ndarray | None:
-        """Returns [n layers heads] for a name: per head if recorded so, else the whole run as one layer of one head."""
+        """Returns [n layers heads] for a name; a number that is not recorded per head has shape [n 1 1]."""
         if name in self.heads:
             return self.heads[name]
         return self.values[name][:, None, None] if name in self.values else None
 
     def by_layer(self, name: str) -> np.ndarray | None:
-        """[n layers]: a head field aggregated over heads, or a number of records.LAYER_FIELDS or BLOCK_FIELDS; None if
-        not recorded."""
+        """Returns [n layers]: a head field aggregated over heads, or a field of records.LAYER_FIELDS or BLOCK_FIELDS;
+        None if it was not recorded."""
         if of_layers(name):
             known = [self.values.get(f"{name}/{layer}") for layer in self.layers]
             empty = np.full(len(self), np.nan)
@@ -444,7 +450,7 @@ class History:
         return None if heads is None else fold_heads(name, heads)
 
     def top(self, name: str) -> np.ndarray | None:
-        """Returns [n], the largest of all heads at each record; NaN where none was measured."""
+        """Returns [n], the largest value over all heads in each record; NaN if no head was measured."""
         if name in self.tops:
             return self.tops[name]
         layers = self.by_layer(name) if name not in self.heads and name not in self.values else None
@@ -459,10 +465,10 @@ class History:
 
 
 def envelope(series: np.ndarray) -> np.ndarray:
-    """[n layers heads] -> [n], the largest of each record; NaN only where nothing was measured."""
+    """[n layers heads] -> [n], the largest value in each record; NaN only where nothing was measured."""
     return np.fmax.reduce(series.reshape(len(series), -1), axis=1, initial=np.nan)
 
 
 def number(value: object) -> float:
-    """Returns a recorded number; NaN for anything else, like the null of a loss that was not evaluated."""
+    """Returns a recorded number as it is and NaN for anything else, such as null for a loss that was not evaluated."""
     return float(value) if isinstance(value, numbers.Real) else np.nan

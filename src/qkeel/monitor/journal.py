@@ -1,4 +1,4 @@
-"""The journal of a run: records in order, alarms, sinks; and results that arrive later."""
+"""The journal of a run: records in order, alarms, sinks, and results that arrive later."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from qkeel.monitor.sinks import Sink
 from qkeel.records import HEAD_FIELDS, LINEAR, NON_FINITE, TYPES_EVENT, fold_heads, layer_types
 from qkeel.sites.tap import Phase
 
-# The record of measurements: as samples, split by token classes where there are some, for the rules, to the sinks.
+# How measurements are recorded: as samples, split by token class if there are classes, for the rules and the sinks.
 
-_WHOLE = ("max_logit", "min_logit", "max_abs_logit", "capped_max_logit", "entropy")  # of STEP_FIELDS
+_WHOLE = ("max_logit", "min_logit", "max_abs_logit", "capped_max_logit", "entropy")  # names in STEP_FIELDS
 
 
 @final
 class Recorder:
     """Keeps the history of a run, raises alarms and feeds the sinks; a sink that fails is dropped with one warning.
 
-    `rules` and `about` are called once, when the first numbers arrive, because some of them need to see the model run
-    first.
+    `rules` and `about` are called once, when the first numbers arrive, because some of what they return is known only
+    after the model has run.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Recorder:
         about: Callable[[], Mapping[str, object]],
         types: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """Takes the types of this process's layers too, which may change when longer sequences come."""
+        """types: returns the types of this process's layers, which may change when longer sequences are seen."""
         self.sinks = list(sinks) if dist.rank() == 0 else []
         self.log = AlarmLog(())
         self._rules = rules
         self.sample: Sample | None = None
-        self._trained: list[Sample] = []  # the last two of training
+        self._trained: list[Sample] = []  # the last two training samples
         self.recording = Recording(planned=planned)
-        self._evaluated = Recording()  # of a model that is never seen in training mode
+        self._evaluated = Recording()  # used if the model is never seen in training mode
         self._last_evaluated = -1
         self._about: Callable[[], Mapping[str, object]] | None = about
         self.sites: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class Recorder:
         self._late: set[str] = set()  # sites of which it was said that they came too late
         self.dropped = 0  # sinks that failed
         self.complete = False  # whether training ended as planned
-        self._carried: State = {}  # from a checkpoint, until the first numbers come
+        self._carried: State = {}  # loaded from a checkpoint, until the first numbers arrive
 
     def add(self, step: int, phase: Phase, arrived: Arrived) -> None:
         """One step's numbers."""
@@ -101,7 +101,7 @@ class Recorder:
                 self._each(lambda sink, alarm=alarm: sink.alarm(alarm))
 
     def _tell_types(self, step: int) -> None:
-        """Says to the sinks which layers have a type that differs from their description."""
+        """Reports to the sinks which layers have a type that differs from their description."""
         types = self._types()
         changed = {site: of for site, of in types.items() if self._local.get(site, of) != of}
         self._local |= types
@@ -111,7 +111,7 @@ class Recorder:
 
     @property
     def types(self) -> dict[str, str]:
-        """The type of each layer that is recorded, where it is known, and of the layers without logits."""
+        """The type of each recorded layer, where it is known, and of the layers without logits."""
         known = {**self._described, **self._local}
         linear = {name: of for name, of in known.items() if of == LINEAR}
         return {site: known[site] for site in self.sites if site in known} | linear
@@ -126,13 +126,13 @@ class Recorder:
             caution(
                 f"the attention of {', '.join(late)} was first seen at step {step:,}. The layers of a record are "
                 "those of the first measured step, so this attention is not recorded and no alarm checks it. Close "
-                "this monitor and watch "
-                "again from here on, or begin with a batch that uses all attention"
+                "this monitor and watch again from here on, or begin with a batch that uses all attention"
             )
 
     @property
     def history(self) -> History:
-        """The history of training; for a model that was only seen in evaluation mode, that of its passes."""
+        """The history of training or, if the model was only seen in evaluation mode, the history of its evaluation
+        passes."""
         one = self.recording if len(self.recording) or not len(self._evaluated) else self._evaluated
         history = dataclasses.replace(one.history, types=self.types)
         return history if one is self.recording else dataclasses.replace(history, phase="eval")
@@ -166,7 +166,7 @@ class Recorder:
         self._each(lambda sink: sink.event(event))
 
     def close(self, sound: bool) -> None:
-        """Ends the records; the run is complete if training was, and watching was `sound`."""
+        """Ends the records; the run counts as complete if training was completed and watching was `sound`."""
         if self._about is None:
             self._each(lambda sink: sink.close(self.complete and sound))
         self.sinks.clear()
@@ -304,7 +304,7 @@ _OF_MAXIMA = ("max_logit", "capped_max_logit", NON_FINITE)
 
 
 def _numbered(heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> Iterator[tuple[np.ndarray, int]]:
-    """For each site the numbers of its key heads among all, and how many query heads it has."""
+    """Yields for each site the indices of its key heads among all key heads, and its number of query heads."""
     first = 0
     for n, groups in zip(heads, kv_heads):
         yield np.arange(first, first + groups), n
@@ -317,13 +317,14 @@ _SINGLE = {"class_query_norm": "n_normed", "class_key_norm": "n_keys"}
 
 
 def class_facts(stats: Mapping[str, LogitStats]) -> dict[str, object]:
-    """The names of the classes and of all that is recorded per head, for the sinks; nothing if there are no classes."""
+    """The names of the classes and of all statistics recorded per head, for the sinks; empty if there are no
+    classes."""
     names = next((s.classes.names for s in stats.values() if s.classes is not None), None)
     return {} if names is None else {"classes": list(names), "fields": [*HEAD_FIELDS, *class_fields(names)]}
 
 
 def class_fields(names: Sequence[str]) -> tuple[str, ...]:
-    """The recorded names, by records.CLASS_FIELDS.
+    """The names that are recorded for these classes, according to records.CLASS_FIELDS.
 
     >>> class_fields(["text", "image"])[1:6]
     ('key_competition', 'class_max_logit/text->text', 'class_max_logit/text->image', 'class_max_logit/image->text', \
@@ -365,16 +366,15 @@ def _row(value: Tensor, n_heads: int) -> np.ndarray:
     return repeat_groups(value.double().numpy(), n_heads)
 
 
-# The numbers of steps that are on their way from the device and the other processes.
+# The numbers of steps that have not yet arrived from the device and the other processes.
 
 _UNREAD = 32  # steps whose statistics wait to be merged, if anybody reads them
 
 
 @final
 class PendingResults:
-    """Records the numbers of each step when they have arrived, in the order of the steps. The statistics are also kept,
-    merged, until they are read.
-    """
+    """Records the numbers of each step when they have arrived, in the order of the steps. The statistics are also
+    merged and kept until they are read."""
 
     def __init__(self, group: ProcessGroup, journal: Recorder) -> None:
         self._group, self._journal = group, journal
@@ -385,17 +385,18 @@ class PendingResults:
     def add(
         self, step: int, phase: Phase, transfer: Transfer, *, unread: Stats | None, monitor: Mapping[str, float]
     ) -> None:
-        """Adds a step. unread: its statistics that nobody has read, None for all that arrive; monitor: the numbers
-        about this process's monitor."""
+        """Adds a step. unread: the part of its statistics that has not been read yet, or None for everything that
+        arrives; monitor: the statistics on this process's monitor."""
         self._coming.append(_Coming(step=step, phase=phase, transfer=transfer, unread=unread, monitor=monitor))
 
     @property
     def flagged(self) -> bool:
-        """Returns whether another process has reported, in an exchange under way, that it has switched itself off."""
+        """Returns whether another process has reported, in an exchange that is in progress, that it has switched itself
+        off."""
         return any(one.transfer.stopped for one in self._coming)
 
     def settle(self, *, wait: bool, before: int = 0) -> None:
-        """Records what has arrived, and waits for the steps before `before`, or with `wait` for everything.
+        """Records what has arrived; waits for the steps before `before` or, with `wait`, for everything.
 
         Raises: InvalidValueError if another process has stopped measuring.
         """
@@ -436,7 +437,7 @@ class PendingResults:
         return bool(self._unread[phase])
 
     def take(self, phase: Phase) -> Stats:
-        """Those statistics, once."""
+        """Returns the statistics of recorded steps that nobody has read, and forgets them."""
         found, self._unread[phase] = self._unread[phase], []
         return _merged(found)
 
@@ -449,7 +450,7 @@ def _merged(waiting: Sequence[Arrived | Stats]) -> SiteStats:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Coming:
-    """A step whose numbers are on their way."""
+    """A step whose numbers have not arrived yet."""
 
     step: int
     phase: Phase

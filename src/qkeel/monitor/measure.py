@@ -1,4 +1,4 @@
-"""The measurements of a step, over the watched models and sites."""
+"""The measurements of a step across the watched models and sites."""
 
 from __future__ import annotations
 
@@ -69,17 +69,18 @@ from qkeel.spec import AttentionCall, Sink
 
 # The statistics of the attention calls in a Monitor, and their common setting: number format, kernel, size, scale.
 
-# True for every statistic, "entropy" for those that a compiled kernel finds while it attends; with a sample, on a GPU
-# the entropy from one of so many rows; "max" for the largest logit alone.
+# True for every statistic; "entropy" for those that a compiled kernel computes during attention (with a sample, a GPU
+# computes the entropy from one in that many rows); "max" for the largest logit only.
 Wanted = Literal[True, "max", "entropy", "entropy:sample=16", "entropy:sample=32"]
 
 
-# What is measured besides, where it is asked for by name.
+# What is measured in addition if it is requested by name.
 Extra = Literal["gates", "updates", "residual", "chosen"]
 
 
 def wanted(stats: Wanted | str) -> tuple[Wanted, frozenset[Extra]]:
-    """Returns the statistics that a text requests, and the further ones joined by `+`: "all+gates", "max+gates".
+    """Returns the statistics that a string requests, and the additional ones joined to it by `+`, as in "all+gates" or
+    "max+gates".
 
     Raises: UnknownNameError for a name that does not exist.
 
@@ -101,30 +102,30 @@ V = TypeVar("V")
 
 
 class Revertible(Generic[K, V]):
-    """Values collected over the passes of a step, of which those of a failed pass are dropped."""
+    """Values collected over the passes of a step; those collected in a failed pass are dropped."""
 
     def __init__(self) -> None:
         self._found: dict[K, V] = {}
         self._before: dict[K, V] = {}
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begins a pass."""
         self._before = dict(self._found)
 
     def drop(self) -> None:
-        """The pass failed."""
+        """Drops the values of a pass that failed."""
         self._found = self._before
 
     def taken(self) -> dict[K, V]:
-        """The values since this was last called."""
+        """Returns the values collected since the last call of this method."""
         found, self._found = self._found, {}
         return found
 
 
 @final
 class RowSums(Revertible[tuple[str, str], Tensor]):
-    """Collects, by site, what `row_moments` counts of the logsumexps of a step's query rows, and of the gates that
-    learned sinks make of them: lse_mean, lse_std, sink_logit, gate_mean, gate_std [h]."""
+    """Collects, by site, the `row_moments` of the logsumexps of a step's query rows and of the gates that learned sinks
+    compute from them: lse_mean, lse_std, sink_logit, gate_mean, gate_std [h]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +135,7 @@ class RowSums(Revertible[tuple[str, str], Tensor]):
     def add(self, site: str, call: Seen) -> None:
         """Adds the rows of one more call."""
         lse = call_logsumexp(call)
-        over = lse != -torch.inf  # NaN is to be seen
+        over = lse != -torch.inf  # NaN must remain visible
         if call.query_mask is not None:
             over = over & call.query_mask[:, None]
         self._count((site, "lse"), lse, over)
@@ -144,7 +145,7 @@ class RowSums(Revertible[tuple[str, str], Tensor]):
             self._count((site, "gate"), sink_gate(lse, sink), over)
 
     def _sink(self, call: Seen) -> Tensor | None:
-        """The logit of each head's learned sink, which broadcasts to [b h t]; None where there is none."""
+        """The logit of each head's learned sink, which broadcasts to [b h t]; None if there is no learned sink."""
         if isinstance(call, ScoresCall):
             return None if call.sink is None else call.sink.to(widest(call.sink.device))
         normalizer = call.spec.normalizer
@@ -170,8 +171,8 @@ class RowSums(Revertible[tuple[str, str], Tensor]):
 
 @final
 class IndexSums(Revertible[str, LogitStats]):
-    """Collects, by layer, statistics of an indexer's scores in a step, as if a softmax took them: index_max_logit,
-    index_mean_logit, index_entropy [h]."""
+    """Collects, by layer, statistics of an indexer's scores in a step, computed as if the scores went into a softmax:
+    index_max_logit, index_mean_logit, index_entropy [h]."""
 
     def __init__(self, tokens: PassTokens) -> None:
         super().__init__()
@@ -197,27 +198,28 @@ class IndexSums(Revertible[str, LogitStats]):
 
 @final
 class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
-    """Collects, by site, what sparse attention chooses in a step, on up to 32 query rows of each call that have a
-    choice: select_*, dense_*, index_margin, index_top_mass [h]; and the sizes in its indexer, of all tokens."""
+    """Collects, by site, which keys sparse attention chooses in a step: select_*, dense_*, index_margin and
+    index_top_mass [h] from up to 32 query rows of each call that have a choice, and the sizes of the indexer's queries,
+    keys and head weights, over all tokens."""
 
     ROWS = 32
-    _MAXIMA = frozenset({"dense_kl", "index_query_norm", "index_key_norm"})  # of which the largest is kept too
+    _MAXIMA = frozenset({"dense_kl", "index_query_norm", "index_key_norm"})  # for these, the largest value is kept too
 
     def __init__(self, tokens: PassTokens) -> None:
         super().__init__()
         self._tokens = tokens
-        self._last: Pairs | None = None  # what the sparse layer before has chosen
+        self._last: Pairs | None = None  # the keys that the previous sparse layer has chosen
         self._index: dict[str, ScoresCall] = {}  # the latest scores of each layer's indexer
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begins a pass."""
         super().begin()
         self._last = None
         self._index.clear()
 
     @torch.no_grad()
     def scored(self, layer: str, call: ScoresCall) -> None:
-        """Takes the scores by which a layer's indexer chooses keys."""
+        """Records the scores by which a layer's indexer chooses keys."""
         self._index[layer] = call = self._tokens.on(call)  # type: ignore[assignment]
         vectors = None if call.index is None else call.index()
         if vectors is None:
@@ -231,8 +233,8 @@ class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
 
     @torch.no_grad()
     def add(self, site: str, call: Seen) -> None:
-        """Adds the rows of one more call of a sparse site. A call is left out where keys were gathered, or where its
-        queries and keys are unknown or differ in number."""
+        """Adds the rows of one more call of a sparse site. A call is left out if keys were gathered, or if its queries
+        and keys are unknown or differ in number."""
         call = self._tokens.on(call)
         (_, t), index = call.query_shape, self._index.pop(site, None)
         step = -(-t // self.ROWS)
@@ -245,7 +247,7 @@ class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
         later = torch.arange(t, device=z.device) > positions[:, None]
         causal = ~(chosen & later).any()
         allowed = ~(later & causal).expand(chosen.shape)
-        if call.query_mask is not None:  # a token that does not count is no key to choose either
+        if call.query_mask is not None:  # a token that does not count cannot be chosen as a key either
             allowed = allowed & call.query_mask[:, None, None]
         allowed = allowed | chosen
         reached = chosen.sum(-1)
@@ -287,7 +289,8 @@ class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
 
 
 def _of_tokens(call: ScoresCall, x: Tensor) -> Tensor | None:
-    """Which numbers of an indexer's queries or weights are of tokens that count; None if that does not show in x."""
+    """A mask of the values of an indexer's queries or weights that belong to tokens that count; None if the shape of x
+    does not reveal this."""
     mask, rows = call.query_mask, call.query_shape
     if mask is None:
         return torch.ones((), dtype=torch.bool, device=x.device)
@@ -298,8 +301,8 @@ def _of_tokens(call: ScoresCall, x: Tensor) -> Tensor | None:
 
 
 def _keys_scored(call: ScoresCall, x: Tensor) -> Tensor | None:
-    """Which of an indexer's keys, the last dimension of x, may be chosen by a query that counts; None if that does not
-    show in x."""
+    """A mask of an indexer's keys, the last dimension of x, that a query that counts may choose; None if the shape of x
+    does not reveal this."""
     seen = torch.ones_like(call.logits, dtype=torch.bool) if call.hidden is None else ~call.hidden
     if call.query_mask is not None:
         seen = seen & call.query_mask[:, None, :, None]
@@ -312,13 +315,13 @@ def _keys_scored(call: ScoresCall, x: Tensor) -> Tensor | None:
 
 @final
 class CallStatistics:
-    """Statistics of calls over the tokens that count; what the calls have in common is noted in `setting`."""
+    """Statistics of calls over the tokens that count; what the calls have in common is recorded in `setting`."""
 
     def __init__(self, tokens: PassTokens, setting: SettingSeen, wanted: Wanted = True) -> None:
         self.tokens, self.setting, self._wanted = tokens, setting, wanted
 
     def call(self, call: Seen) -> Found:
-        """Measures everything, by a separate pass; if less is requested, a GPU uses the pass that finds just that."""
+        """Measures everything in a separate pass; if less is requested, a GPU uses the pass that computes only that."""
         self.setting.see(call)
         counted = self.tokens.on(call)
         if self._wanted == "max":
@@ -327,14 +330,15 @@ class CallStatistics:
         return find(counted) if found is None else found
 
     def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> Found | None:
-        """Like `call`, for a call of torch's own function without a mask; None if that is not supported."""
+        """Like `call`, but for a call of torch's own attention function without a mask; None if that is not
+        supported."""
         if not self.tokens.all_count:
             return None
         self.setting.see_plain(q, scale)
         return (find_plain_extremes if self._wanted == "max" else find_plain_rows)(q, k, scale, causal)
 
     def _few(self, call: AttentionCall) -> Found | None:
-        """Largest logits and entropies; None where only the pass for everything finds them."""
+        """The largest logits and the entropies; None if only the pass for all statistics can compute them."""
         if not available.usable(call.q.device):
             return None
         rate = sample_rate(str(self._wanted))
@@ -346,7 +350,7 @@ class CallStatistics:
             return None if rows is None else find_kernel_rows(call, KernelRows(rows.largest, rows.lse, rows.entropy))
 
     def rows(self, call: AttentionCall, rows: KernelRows) -> Found:
-        """Largest logits and entropies, or the former alone, from the attention pass itself."""
+        """The largest logits and the entropies, or only the largest logits, from the attention pass itself."""
         self.setting.see(call)
         counted = self.tokens.on(call)
         assert isinstance(counted, AttentionCall)
@@ -366,7 +370,7 @@ _NAMES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
 
 @final
 class SettingSeen:
-    """Collects what the calls have in common. If they differ, rules that need such a fact stay off."""
+    """Collects what the calls have in common. If the calls differ in a fact, the rules that need this fact stay off."""
 
     def __init__(self) -> None:
         self._formats: set[tuple[torch.dtype, Literal["fused", "eager"]]] = set()
@@ -374,7 +378,7 @@ class SettingSeen:
         self._scales: set[float | None] = set()
 
     def see(self, call: Seen) -> None:
-        """One attention call."""
+        """Records the setting of one attention call."""
         written = isinstance(call, ScoresCall)  # its scores are in memory
         dtype = call.logits.dtype if isinstance(call, ScoresCall) and call.q is None else None
         if call.q is not None:
@@ -385,13 +389,14 @@ class SettingSeen:
             self._formats.add((dtype, "eager" if written else "fused"))
 
     def see_plain(self, q: Tensor, scale: float) -> None:
-        """Notes one call of torch's own function."""
+        """Records the setting of one call of torch's own attention function."""
         self._dims.add(q.shape[-1])
         self._scales.add(scale)
         self._formats.add((q.dtype, "fused"))
 
     def of(self, sites: Sequence[AttentionSite]) -> Setting:
-        """The facts that hold at all sites, and the q/k norm of the sites that have one, for the bound of its gains."""
+        """The facts that apply to all sites, and the q/k norm of the sites that have one, which is needed for the bound
+        from its gains."""
         head_dim = next(iter(self._dims)) if len(self._dims) == 1 else None
         dtype, kernel = next(iter(self._formats)) if len(self._formats) == 1 else (None, None)
         scale = next(iter(self._scales)) if len(self._scales) == 1 else None
@@ -411,16 +416,17 @@ def _both(site: AttentionSite) -> tuple[NormGain, ...]:
     return (*site.query_gains, *site.key_gains) if site.query_gains and site.key_gains else ()
 
 
-# By how much an optimizer step changes the logits of a fixed probe batch.
+# How much an optimizer step changes the logits of a fixed probe batch.
 
 
 @final
 class LogitChanges:
-    """Compares the logits of a probe batch before and after a step, by one extra pass each, without gradients.
+    """Compares the logits of a probe batch before and after a step, in one extra pass each, without gradients.
 
-    Both passes draw the same random numbers, so that dropout hides no change; the model and its generators are left
-    as they were. logit_change_rms, logit_change_mean_abs [h]: root mean square and mean magnitude over all visible
-    pairs. If nothing but the step has changed the weights, the pass after one step is the pass before the next.
+    Both passes draw the same random numbers, so that dropout does not hide the change; the state of the model and of
+    its generators is restored. logit_change_rms, logit_change_mean_abs [h]: the root mean square and the mean magnitude
+    of the change over all visible pairs. If nothing but the step has changed the weights, the pass after one step is
+    the pass before the next.
     """
 
     def __init__(self, tap: Tap, probe: Arguments) -> None:
@@ -445,12 +451,12 @@ class LogitChanges:
         return found
 
     def _versions(self) -> tuple[int, ...]:
-        """Goes up with every change of a weight that torch knows of."""
+        """The versions of all weights, which increase with every change that torch tracks."""
         return tuple(version_of(p) for p in self._tap.model.parameters())
 
 
 def frozen(call: Seen) -> Seen:
-    """The call with copies of its parameters: a step changes gains and learned scales in place."""
+    """The call with copies of its parameters, because a step changes gains and learned scales in place."""
     if not isinstance(call, AttentionCall):
         return call
     return dataclasses.replace(call, params={name: p.detach().clone() for name, p in call.params.items()})
@@ -461,38 +467,39 @@ def change_between(before: Seen, after: Seen) -> LogitChange | None:
     if isinstance(before, ScoresCall) and isinstance(after, ScoresCall):
         return scores_change(before, after)
     if isinstance(before, AttentionCall) and isinstance(after, AttentionCall):
-        with torch.autocast(after.q.device.type, enabled=False):  # products of differences, not of half floats
+        with torch.autocast(after.q.device.type, enabled=False):  # products of differences need full precision
             return logit_change(before, after)
     return None
 
 
-# The attention sites of a watched model, found in the first pass that is measured.
+# The attention sites of a watched model, which are found in the first measured pass.
 
 
 @final
 class WatchedSites:
-    """Finds the sites of a model by one more forward pass, or says why it cannot.
+    """Finds the sites of a model in one more forward pass, or reports why it cannot.
 
-    `all` holds sites that were described by hand or given from the start, the others once they are found. `weighed` are
-    those whose weights can be read. `all.missed` are attention layers that were seen but not understood.
+    `all` contains the sites that were described by hand or given from the start, and all other sites once they are
+    found. `weighed` contains the sites whose weights can be read. `all.missed` contains attention layers that were
+    found but not recognized.
     """
 
     def __init__(self, name: str, model: nn.Module, described: Sites, group: ProcessGroup, given: Sites | None) -> None:
-        """Takes the name of the model, "" where there is only one, `described`, which is extended in place, and the
-        sites that were found earlier, if they were."""
+        """name: the name of the model, "" if there is only one. described: the sites described by hand, which are
+        extended in place. given: the sites that were found earlier, or None."""
         self._name, self.model, self.all = name, model, described
         self.weighed: list[AttentionSite] = []
-        self._silent = False  # it was said that a measured pass showed no attention
+        self._silent = False  # a warning was raised that a measured pass showed no attention
         self._group = group
         self._given = given is not None
         if given is not None:
             self.all += given
             self.all.missed, self.all.indexers, self.all.linear = given.missed, given.indexers, given.linear
             self.weighed = self.all
-        self.types: Mapping[str, LayerType] = {}  # of the sites that were seen; another object once one has changed
-        self._sets: dict[str, VisibleSets] = {}  # of the call with the most queries so far
-        self._fresh = False  # sets of which `types` does not know yet
-        self._error: QkeelError | None = None  # reported after the pass, if that goes through
+        self.types: Mapping[str, LayerType] = {}  # of the observed sites; replaced by a new object when one changes
+        self._sets: dict[str, VisibleSets] = {}  # by site, for the call with the most queries so far
+        self._fresh = False  # whether there are sets that `types` does not include yet
+        self._error: QkeelError | None = None  # reported after the pass if the pass succeeds
         self._seen = False
         self.errors = 0  # searches that failed
 
@@ -500,7 +507,7 @@ class WatchedSites:
         """Finds the sites from the arguments of a pass that is about to begin. Returns whether that pass can be
         measured.
 
-        Raises: InvalidValueError if that takes a pass of all processes, and not all of them watch.
+        Raises: InvalidValueError if this requires a pass in all processes, and not all of them watch the model.
         """
         split = dist.world() > 1 and any(map(dist.is_split, self.model.parameters()))
         if not self._group.begin(self._name, gathers=split):
@@ -534,19 +541,19 @@ class WatchedSites:
 
     @property
     def unaccompanied(self) -> bool:
-        """True if a pass of the model involves all processes, and not all of them watch."""
+        """True if a pass of the model involves all processes, but not all of them watch the model."""
         return spread(self.model) and not self._group.several
 
     def see(self, name: str, call: Seen) -> None:
-        """Takes a call of a site. Its visible sets are examined if it has more queries than any before: a window that
-        is longer than the sequence hides nothing."""
+        """Records a call of a site. Its visible sets are examined if it has more queries than any previous call,
+        because a window that is longer than the sequence does not hide any keys."""
         known = self._sets.get(name)
         if known is None or call.query_shape[1] > known.queries:
             origins: dict[str, KeyOrigin] = {site.name: site.origin for site in self.all}
             self._sets[name], self._fresh = visible_sets(call, origins.get(name, "tokens")), True
 
     def is_sparse(self, name: str) -> bool:
-        """True if the queries of a site are known to reach some of the keys only, with hidden ones between."""
+        """True if the queries of a site are known to see only some of the keys, with hidden keys between them."""
         return any([site.name == name and site.visible == "sparse" for site in self.all])  # noqa: C419
 
     def pass_over(self) -> None:
@@ -562,15 +569,17 @@ class WatchedSites:
         self.types = unknown | known
 
     def pass_failed(self) -> bool:
-        """Returns whether the search failed too: then the pass was at fault, and the next one must be searched."""
+        """Returns whether the search failed too; in that case the pass itself was the cause, and the search must be
+        repeated in the next pass."""
         failed, self._error = self._error is not None, None
         return failed
 
     def report(self, seen: bool) -> None:
-        """Called after a pass: warns once about sites whose weights are unknown, and once if the pass saw no attention.
+        """Must be called after a pass. Warns once about sites whose weights are unknown, and once if the pass saw no
+        attention.
 
-        Raises: QkeelError if no attention was seen, in this pass or an earlier one, and no site was found, in the only
-        model.
+        Raises: QkeelError if there is only one model, no attention was seen in this pass or an earlier pass, and no
+            site was found.
         """
         if not seen and (self._seen or self.all) and not self._silent:
             self._silent = True
@@ -585,7 +594,7 @@ class WatchedSites:
             if not self._group.records_jointly and not self._name:
                 raise error
             if self._group.records_jointly:
-                self._group.unseen, error = error, None  # others may have some
+                self._group.unseen, error = error, None  # other processes may have some
             else:
                 error, self._silent = None if self._silent else RefusedError(f"{self._name}: {error}"), True
         if error is not None:
@@ -593,15 +602,16 @@ class WatchedSites:
             caution(f"the weights behind the heads are unknown, so they are not watched: {error}")
 
 
-# The numbers of a step besides the statistics of its attention calls: hidden states, losses, weights, gradients.
+# The numbers of a step other than the statistics of its attention calls: hidden states, losses, weights, gradients.
 
 
 @final
 class StepNumbers(Visitor):
-    """Collects the numbers of a step by (site, name): means over its passes, and readings around its update.
+    """Collects the numbers of a step by (site, name): means over its passes, and values read before and after its
+    update.
 
-    Each training pass adds the norms of hidden states and the loss. Before a pass it reads which of its tokens count,
-    and before the first which sites there are.
+    Each training pass adds the norms of hidden states and the loss. Before each pass, it is determined which of its
+    tokens count, and before the first pass, which sites there are.
     """
 
     def __init__(
@@ -620,15 +630,15 @@ class StepNumbers(Visitor):
         self._rows = RowSums() if "gates" in extras else None
         self._indexes = IndexSums(tokens)
         self._chosen = ChosenKeys(tokens) if "chosen" in extras else None
-        self._spectra: StepSpectra | None = None  # made when the sites are known
+        self._spectra: StepSpectra | None = None  # created when the sites are known
         self._updates, self._residual = "updates" in extras, "residual" in extras
-        self._stream: ResidualStream | None = None  # made when the sites are known
+        self._stream: ResidualStream | None = None  # created when the sites are known
         self._optimizer, self._guard = optimizer, guard
-        self.pass_over: Callable[[Phase], None] | None = None  # after each pass that was measured
+        self.pass_over: Callable[[Phase], None] | None = None  # called after each measured pass
         self._means, self._tree = Means(), tree
         self._collected = [x for x in (self._means, self._indexes, self._rows, self._chosen) if x is not None]
         self._hidden: HiddenNorms | None = None  # from the first measured pass on
-        self._readers: tuple[WeightNorms, GainBounds] | None = None  # made when the sites are known
+        self._readers: tuple[WeightNorms, GainBounds] | None = None  # created when the sites are known
         self._read = SiteNumbers()
 
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
@@ -646,13 +656,14 @@ class StepNumbers(Visitor):
         return True
 
     def _look_for_blocks(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Finds the blocks, by a separate pass; in the first measured pass, and in later ones while it is unsure."""
+        """Finds the blocks in a separate pass, before the first measured pass and, while the result is uncertain,
+        before later passes."""
         if self._stream is None:
             if self._sites.unaccompanied:
                 self._residual = False
                 caution(
-                    "the residual stream is not measured: the weights are split over processes, not all of which "
-                    "watch the model, and the search for its blocks needs a forward pass in every process"
+                    "the residual stream is not measured: the weights are split over processes, and the search for its "
+                    "blocks needs a forward pass in every process, but not every process watches the model"
                 )
                 return
             names = [site.name for site in self._sites.all]
@@ -734,7 +745,7 @@ class StepNumbers(Visitor):
             self._read = self._read.each(lambda name, x: x / gradient_scale if "grad" in name else x)
 
     def _compared(self, sites: list[AttentionSite]) -> StepSpectra:
-        """What compares the weights of these sites, with a warning where others cannot be."""
+        """The object that compares the weights of these sites; warns if those of other sites cannot be compared."""
         others = [site.name or "the model itself" for site in self._sites.all if site not in sites]
         if others:
             caution(
@@ -744,7 +755,7 @@ class StepNumbers(Visitor):
         return StepSpectra(self._sites.model, sites)
 
     def read_weights(self, *, gradients: bool = True) -> None:
-        """Reads the norms of the weights, and of the gradients unless those are of another pass."""
+        """Reads the norms of the weights, and those of the gradients unless the gradients belong to another pass."""
         if self._readers is None and self._sites.weighed:
             model, sites = self._sites.model, self._sites.weighed
             self._readers = WeightNorms(model, sites, self._optimizer), GainBounds(model, sites)
@@ -753,7 +764,7 @@ class StepNumbers(Visitor):
             self._read = read if gradients else read.only(lambda name: "grad" not in name)
 
     def after_step(self) -> None:
-        """Reads how much the step has changed the logits of the probe batch and the weights."""
+        """Reads how much the step has changed the weights and the logits of the probe batch."""
         if self._spectra is not None:
             self._read |= self._spectra.after()
         if self._changes is not None:
@@ -771,9 +782,9 @@ class StepNumbers(Visitor):
 
 @final
 class Means(Revertible["_Of", tuple[Tensor, int]]):
-    """Means on their device, each over a number of values, and the means of all.
+    """Collects means on their device, each over a number of values, and combines them.
 
-    A mean is one number, or a row with one number for each of some sites.
+    A mean is a single value, or a row with one value for each of several sites.
     """
 
     def __init__(self) -> None:
@@ -781,7 +792,8 @@ class Means(Revertible["_Of", tuple[Tensor, int]]):
         self._hows: dict[_Of, Reduction] = {}
 
     def add(self, of: _Of, mean: Tensor, n: int, how: Reduction = "mean") -> None:
-        """Adds a mean over n values, of one site or of several as one tensor. how: how several means are combined."""
+        """Adds a mean over n values, for one site or for several sites as one tensor. how: how several means are
+        combined."""
         known, before = self._found.get(of, (mean, 0))
         if how != "mean":
             self._hows[of] = how
@@ -793,7 +805,7 @@ class Means(Revertible["_Of", tuple[Tensor, int]]):
         single: dict[NumberKey, Tensor | PartialValue] = {}
         found = self.taken()
         keys = [(site, name) for sites, name in found for site in ([sites] if isinstance(sites, str) else sites)]
-        if len(set(keys)) < len(keys):  # passes that did not have the same sites, as with dropped layers
+        if len(set(keys)) < len(keys):  # passes with different sites, for example with dropped layers
             apart = Means()
             for (sites, name), (x, n) in found.items():
                 how = self._hows.get((sites, name), "mean")
@@ -813,19 +825,19 @@ class Means(Revertible["_Of", tuple[Tensor, int]]):
 _Of = tuple[str | tuple[str, ...], str]  # the site, "" for the whole model, or several; and the name of the number
 
 
-# The models that a monitor watches as one; most often there is only one.
+# The models that a monitor watches together; usually there is only one.
 
 
 @final
 class WatchedModels:
-    """Combines the measurements of several models, under names that begin with that of the model.
+    """Combines the measurements of several models, under names that begin with the name of the model.
 
-    If several models have a number of the whole model, such as the loss, that of the last one counts.
+    If several models have a value for the whole model, such as the loss, the value of the last model is used.
     """
 
     def __init__(self, whole: nn.Module, stages: Mapping[str, int | None]) -> None:
-        """Takes the model, or what holds all models; and the stages of a pipeline that they turn out to be, in whose
-        order they are gone through."""
+        """whole: the model, or a module that contains all models. stages: the pipeline stages that the models turn out
+        to be, which determine the order of the models."""
         self.whole = whole
         self._stages = stages
         self._taps: dict[str, Tap] = {}
@@ -855,7 +867,7 @@ class WatchedModels:
         return all_sites({name: self._taps[name].sites for name in self._order()})
 
     def include(self, sites: Sequence[AttentionSite]) -> None:
-        """Adds sites that were described by hand, each to the model that it is in."""
+        """Adds sites that were described by hand, each to the model that contains it."""
         for site in sites:
             holders = (tap for tap in self.taps if any(m is site.module for m in tap.model.modules()))
             next(holders, self.taps[0]).sites.append(site)
@@ -880,8 +892,8 @@ class WatchedModels:
         return {within(name, site): of for name, one in self._numbers.items() for site, of in one.types.items()}
 
     def coverage(self, phase: Phase, stats: Stats) -> dict[str, float]:
-        """How much of the models these statistics cover, by records.MONITOR_FIELDS; calls are counted from the
-        start."""
+        """How much of the models these statistics cover, keyed by the names in records.MONITOR_FIELDS; calls are
+        counted from the start."""
         known = [
             site.name if not name else within(name, site.name) for name, tap in self._taps.items() for site in tap.sites
         ]
@@ -900,14 +912,14 @@ class WatchedModels:
             numbers.before_step(gradient_scale)
 
     def look_again(self) -> bool:
-        """Measures all models as they are, each on the batch of its last training pass; False if one has none. Passes
-        of a step that was never taken have been measured already."""
+        """Measures all models in their current state, each on the batch of its last training pass; returns False if a
+        model has no such batch. Passes that belong to a step that was never taken have been measured already."""
         if any(tap.latest is None for tap in self.taps):
             return False
         try:
             seen = all(tap.has("train") or tap.look_again() for tap in self.taps)
         except Exception:
-            self.read("train")  # nothing of it counts, of no model
+            self.read("train")  # discards the measurements of all models
             raise
         for numbers in self._numbers.values():
             numbers.read_weights(gradients=False)
@@ -919,7 +931,8 @@ class WatchedModels:
             numbers.after_step()
 
     def take(self, rate: Tensor | None) -> SiteNumbers:
-        """All numbers of the step, once; rate: its learning rate, where there is an optimizer."""
+        """Returns all numbers of the step and forgets them. rate: the learning rate of the step, or None without an
+        optimizer."""
         found = SiteNumbers((), {} if rate is None else {("", "lr"): rate})
         for name in self._order():
             own = self._numbers[name].take()

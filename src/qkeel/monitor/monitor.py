@@ -1,4 +1,4 @@
-"""The monitor of a training run and the end of a step."""
+"""The monitor of a training run, and what it does at the end of each step and of the run."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from qkeel.patching.modes import FaultGuard, joined, restarted
 from qkeel.patching.optimizers import StepHooks, stepping, steps_taken
 from qkeel.sites.tap import Phase, Tap
 
-# The end of a step, which sends its numbers on, and the end of a training, which measures the final weights.
+# The end of a step, which passes its numbers on, and the end of training, which measures the final weights.
 
 NOT_SEEN = (
     "the optimizer stepped, but no forward pass of the watched model was seen. Call the model itself, model(...), "
-    "and not model.forward(...) or one of its parts, and watch the object that you call: if torch.compile returned it, "
-    "pass that to watch(); if a compiled function calls the model, compile the model instead"
+    "rather than model.forward(...) or one of its parts, and watch the object that you call: if torch.compile returned "
+    "it, pass that object to watch(); if a compiled function calls the model, compile the model instead"
 )
 
 
 @final
 class StepEnd:
-    """Takes the statistics of a step from the taps, adds the other numbers, and sends them on."""
+    """Reads the statistics of a step from the taps, adds the other numbers of the step, and sends everything on."""
 
     def __init__(
         self,
@@ -66,17 +66,18 @@ class StepEnd:
         guard: FaultGuard,
         dropped: Callable[[], int],
     ) -> None:
-        """Takes the guard of the monitor, which counts its time, and what counts the sinks that were dropped."""
+        """guard: the monitor's guard, which measures the time it spends. dropped: returns the number of sinks that were
+        dropped after an error."""
         self._steps, self._models, self._group, self._arrivals = steps, models, group, arrivals
         self._guard, self._dropped = guard, dropped
-        self._calls: dict[Phase, float] = {"train": 0, "eval": 0}  # counted up to the measured step before
+        self._calls: dict[Phase, float] = {"train": 0, "eval": 0}  # counted up to the previous measured step
         self._seconds = 0.0
-        self._taken: dict[Phase, list[Stats]] = {"train": [], "eval": []}  # read before their step was over
-        self.rate: float | Tensor | None = None  # of the step done last
+        self._taken: dict[Phase, list[Stats]] = {"train": [], "eval": []}  # read before the end of their step
+        self.rate: float | Tensor | None = None  # of the last step done
         self._warned = False
 
     def take(self, phase: Phase) -> Stats:
-        """Returns the statistics of the current step so far, on the CPU; they still count for the step as well."""
+        """Returns the statistics of the current step so far, on the CPU; they remain part of that step's statistics."""
         recent = on_host(self._models.read(phase))
         if recent:
             self._taken[phase].append(recent)
@@ -87,15 +88,16 @@ class StepEnd:
         self._close(phase, self._steps.rounds(phase) - 1, None, alone=True)
 
     def before(self, optimizer: Optimizer) -> None:
-        """Called before each step of the optimizer."""
+        """Must be called before each optimizer step."""
         if self._steps.step_due and not self._group.stopped:
-            # By what the gradients are still multiplied: GradScaler leaves that to a fused optimizer.
+            # The factor by which the gradients are still multiplied, because GradScaler lets a fused optimizer unscale.
             scale = vars(optimizer).get("grad_scale")
             self._models.before_step(scale if isinstance(scale, Tensor) else None)
 
     def after(self, optimizer: Optimizer) -> None:
-        """Called after each step of the optimizer. What was measured for a skipped step counts for the next one."""
-        infinite = vars(optimizer).get("found_inf")  # GradScaler calls a fused optimizer all the same
+        """Must be called after each optimizer step. What was measured for a skipped step counts towards the next
+        step."""
+        infinite = vars(optimizer).get("found_inf")  # GradScaler calls a fused optimizer even then
         if isinstance(infinite, Tensor) and bool(infinite.any()):
             return
         due, begun = self._steps.step_due, self._group.exchanges
@@ -107,19 +109,19 @@ class StepEnd:
                 if self._group.stopped:
                     self._group.leave(known=self._arrivals.flagged)
                 else:
-                    # The step before this one made the weights that this step's forward passes saw.
+                    # The weights that this step's forward passes used are the result of the previous step.
                     self._train_step(now if self.rate is None else self.rate)
             self.rate = now
         except Exception:
             if due and self._group.waited_for and self._group.exchanges == begun:
-                self._group.leave(known=False)  # the others wait in the exchange of this step
+                self._group.leave(known=False)  # the other processes wait in the exchange of this step
             raise
         finally:
             self._steps.stepped()
         self._arrivals.settle(wait=False)
 
     def training_over(self) -> None:
-        """Called after the last step, once the final weights have been measured."""
+        """Must be called after the last step, once the final weights have been measured."""
         self._close("train", self._steps.done, self.rate, alone=False)
 
     def evaluated(self) -> None:
@@ -128,7 +130,8 @@ class StepEnd:
             self._close("eval", self._steps.done, None, alone=True)
 
     def _itself(self, phase: Phase, stats: Stats, seconds: float) -> dict[str, float]:
-        """Returns the monitor's report on itself since the previous measured step, by records.MONITOR_FIELDS."""
+        """Returns the monitor's statistics on its own work since the previous measured step, keyed by the names in
+        records.MONITOR_FIELDS."""
         found = self._models.coverage(phase, stats)
         found["calls"] -= self._calls[phase]
         found["errors"] += self._dropped()
@@ -144,7 +147,7 @@ class StepEnd:
         self._close("train", self._steps.done, rate, alone=False)
 
     def _close(self, phase: Phase, step: int, rate: float | Tensor | None, *, alone: bool) -> None:
-        """Sends the numbers of a phase on; with `alone`, only this process records it."""
+        """Sends the numbers of a phase on; with `alone`, only this process records them."""
         fresh, taken = self._models.read(phase), self._taken[phase]
         self._taken[phase] = []
         if taken:
@@ -152,7 +155,7 @@ class StepEnd:
         stats = merged([*taken, fresh])
         numbers = self._models.take(None if rate is None else _rate_tensor(rate)) if phase == "train" else {}
         if not alone:
-            self._arrivals.settle(wait=self._group.several)  # a process that has stopped takes part in no exchange
+            self._arrivals.settle(wait=self._group.several)  # a process that has stopped joins no exchange
         seconds = self._guard.seconds
         own = self._itself(phase, stats, seconds)
         measured = Measurement(stats=stats, numbers=numbers) if stats else None
@@ -167,7 +170,7 @@ class StepEnd:
 
 
 def _rate(optimizer: Optimizer) -> float | Tensor:
-    """The learning rate of the first group, as it is now."""
+    """The current learning rate of the first parameter group."""
     rate = optimizer.param_groups[0]["lr"]
     return rate.detach().clone() if isinstance(rate, Tensor) else rate
 
@@ -179,10 +182,10 @@ def _rate_tensor(rate: float | Tensor) -> Tensor:
 
 @final
 class TrainingEnd:
-    """Measures the weights that the last step left, unless that step was measured or the record could be wrong.
+    """Measures the weights after the last step, unless that step was measured or the record could be wrong.
 
-    To tell these weights from others that took their place, such as a checkpoint or an average, the norm of one of them
-    is computed after each step and after the optimizer's other hooks, without waiting for the device.
+    To detect that these weights were replaced, for example by a checkpoint or an average, the norm of one of them is
+    computed after each step and after the optimizer's other hooks, without waiting for the device.
     """
 
     def __init__(
@@ -197,7 +200,7 @@ class TrainingEnd:
     ) -> None:
         self._steps, self._models, self._group, self._step_end = steps, models, group, step_end
         self._optimizer, self._guard = optimizer, guard
-        self._asked: int | None = None  # the steps done when the end was asked for
+        self._asked: int | None = None  # the number of steps done when the end was requested
         self._norm = torch.tensor(torch.nan)
         self.hooks: StepHooks | None = None
         if optimizer is not None and dist.world() == 1:
@@ -208,7 +211,7 @@ class TrainingEnd:
         self._norm = _norm(optimizer)
 
     def skip(self) -> None:
-        """Marks the final weights as not to be measured."""
+        """Prevents the final weights from being measured."""
         self._asked = self._steps.done
 
     def measure(self) -> None:
@@ -222,8 +225,8 @@ class TrainingEnd:
         if dist.world() > 1 or self._group.members is not None:
             raise RefusedError(
                 "several processes train, and an extra pass in only one of them could wait for the others forever; "
-                "if the last "
-                "step is known in advance, pass planned=PlannedRates.of(rates) or call measure_next() before it"
+                "if the last step is known in advance, pass planned=PlannedRates.of(rates) or call measure_next() "
+                "before that step"
             )
         if self._optimizer is None or not self._steps.done or stepping():
             raise RefusedError("no finished step of an optimizer was seen")
@@ -262,7 +265,8 @@ class TrainingEnd:
 
 
 def _norm(optimizer: Optimizer) -> Tensor:
-    """The norm of a weight in the middle of the largest group that has one whole; 0 if none has."""
+    """The norm of a weight from the middle of the largest parameter group that has an unsharded weight; 0 if no group
+    has one."""
     for group in sorted(optimizer.param_groups, key=lambda group: -len(group["params"])):
         own = group["params"]
         for p in (*own[len(own) // 2 :], *own):
@@ -276,7 +280,7 @@ def _changed(before: Tensor, now: Tensor) -> bool:
     return here != then and not (here != here and then != then)
 
 
-# The Monitor: measures the attention of a model while it trains.
+# The Monitor, which measures the attention of a model while it trains.
 
 JOINED = "in torch's Join context, processes end at different steps"
 _OFF = "qkeel's monitor switched itself off: {}. The model continues unwatched; what was recorded is kept"
@@ -286,16 +290,16 @@ _OFF = "qkeel's monitor switched itself off: {}. The model continues unwatched; 
 class Monitor(Handle):
     """Measures the attention of a model; created by `qkeel.watch`, removed by `remove()` or at the end of `with`.
 
-    With an optimizer, a measurement at step s shows the model after s optimizer steps, over all micro-batches of the
-    next step. If torchrun restarts a run (`--max-restarts`), the step numbers continue from the optimizer's loaded
-    state. Without an optimizer, each training pass is a step. Passes in eval mode are kept apart. An internal fault
-    causes one warning and switches the monitor off.
+    With an optimizer, a measurement at step s describes the model after s optimizer steps, over all micro-batches of
+    the next step. If torchrun restarts a run (`--max-restarts`), the step numbers continue from the optimizer's loaded
+    state. Without an optimizer, each training pass is a step. Passes in eval mode are recorded separately. An internal
+    fault causes one warning and switches the monitor off.
 
-    Data flow one way: the tap measures calls, the end of the step collects the numbers, the group of processes merges
-    them, the journal records what arrives, and the rules and sinks read the record.
+    Data flows in one direction: the tap measures calls, the end of the step collects the numbers, the group of
+    processes merges them, the journal records what arrives, and the rules and sinks read the record.
     """
 
-    _waited_for = False  # once it is closed: whether others will wait for this process at the next measured step
+    _waited_for = False  # after closing, whether others will wait for this process at the next measured step
 
     def __init__(
         self,
@@ -325,7 +329,7 @@ class Monitor(Handle):
         self._guard = FaultGuard(_OFF, self._switch_off)
         introduced = Handshake(whole, lambda: self.sites, layout)
         self._models = WatchedModels(whole, introduced.stages)
-        # Probe-batch statistics come after all other hooks of the step, too late for remedies that need maxima in it.
+        # Probe-batch statistics come after all other hooks of the step, too late for remedies that need its maxima.
         early = optimizer is not None and probe is None and dist.world() > 1
         exchange = dist.StepExchange.of(optimizer) if early and optimizer is not None else dist.StepExchange()
         self._group = ProcessGroup(introduced, lambda: JOINED if any(map(joined, model.values())) else "", exchange)
@@ -376,9 +380,8 @@ class Monitor(Handle):
 
     @property
     def model(self) -> nn.Module:
-        """The user's own module, inside the wrappers of torch.compile and DistributedDataParallel; for several models,
-        an nn.ModuleDict in which the sites have their names.
-        """
+        """The user's own module, without the wrappers of torch.compile and DistributedDataParallel; for several models,
+        an nn.ModuleDict that contains them, so that the names of the sites are paths in it."""
         return self._models.whole
 
     @property
@@ -408,37 +411,40 @@ class Monitor(Handle):
         self._steps.done = done
 
     def measure_next(self) -> None:
-        """Measures the current step whatever the cadence says; call it before the step's first forward pass.
+        """Measures the current step regardless of the cadence; call it before the step's first forward pass.
 
-        Use it for the last step of training, or any that matters; if several processes train, all must call it.
+        Use it for the last step of training, or for any other important step; if several processes train, all must call
+        it.
         """
         self._steps.besides.add(self._steps.rounds("train") if self._hooks is None else self.steps)
 
     def measure_end(self) -> None:
-        """Measures the final weights where the last step was not known beforehand, as `close()` and `with` do.
+        """Measures the final weights if the last step was not known in advance, as `close()` and `with` do.
 
-        Call this if the weights were changed since the last step, or to get the numbers before watching ends.
+        Call this if the weights were changed since the last step, or if you need the numbers before watching ends.
 
-        The model as it is after N steps is recorded at step N, by one more forward pass on the batch of the last
-        training pass seen, in training mode; random number generators and buffers are restored. Gradients are not read:
-        there is no backward pass. It does nothing if the last step was measured.
+        The state of the model after N steps is recorded at step N. It is measured in one more forward pass in training
+        mode, on the batch of the last training pass; random number generators and buffers are restored afterwards.
+        Gradients are not measured, because there is no backward pass. Nothing is done if the last step was already
+        measured.
 
         Raises:
             RefusedError: several processes train, no optimizer was given or it is in the middle of a step, no training
-                pass was seen, or the pass fails.
+                pass was seen, or the extra pass fails.
         """
         if self.active:
             self._end.measure()
 
     def training_over(self, tell: Callable[[str], None] = caution) -> None:
-        """Measures the final weights as `close()` does. If that is impossible, after an error or because the weights
-        have changed since the last step, calls `tell` with one sentence that names the last measured step."""
+        """Measures the final weights as `close()` does. If that is impossible, because of an error or because the
+        weights have changed since the last step, calls `tell` with one sentence that names the last measured step."""
         if self.active:
             self._guard(self._end.measure_or_tell, tell)
 
     @property
     def closer(self) -> int | None:
-        """Also measures every `closer`-th step, on all processes alike; None measures only the steps of the cadence."""
+        """If not None, every `closer`-th step is measured in addition to those of the cadence; must be the same on all
+        processes."""
         return self._steps.closer
 
     @closer.setter
@@ -456,14 +462,15 @@ class Monitor(Handle):
 
     @property
     def empty_passes(self) -> int:
-        """The number of passes over an empty batch (no sequences or no tokens), which are not measured."""
+        """The number of passes with an empty batch (no sequences or no tokens), which are not measured."""
         return sum(tap.empty for tap in self._models.taps)
 
     def read(self, phase: Phase | None = None) -> Stats:
-        """Returns, by site name, the statistics of all passes measured since the last read, on the CPU.
+        """Returns the statistics of all passes measured since the last read, keyed by site name, on the CPU.
 
-        Training and eval passes are kept apart. Without a phase, the statistics are those of training passes or, if
-        there were none, of eval passes. If several processes train, statistics of finished steps cover all of them.
+        Training and eval passes are kept separate. If no phase is given, the statistics of training passes are returned
+        or, if there were none, those of eval passes. If several processes train, the statistics of finished steps cover
+        all of them.
         """
         self._settle()
         if phase is None:
@@ -473,27 +480,26 @@ class Monitor(Handle):
     def include(self, *sites: AttentionSite) -> Self:
         """Also watches sites that were described by hand (`qkeel.sites.describe`); call it before the first pass.
 
-        Raises: InvalidValueError if one was not described by hand, or passes have been seen already.
+        Raises: InvalidValueError if a site was not described by hand, or if a forward pass has already been seen.
         """
         if any(site.description is None for site in sites) or self.passes:
             raise InvalidValueError(
-                "expected sites from qkeel.sites.describe(model, name, ...) before the first forward pass; all others "
-                "are found automatically"
+                "expected sites from qkeel.sites.describe(model, name, ...) before the first forward pass; all other "
+                "sites are found automatically"
             )
         self._models.include(sites)
         return self
 
     @property
     def sample(self) -> Sample | None:
-        """The numbers of the last measured step; None before the first."""
+        """The numbers of the last measured step, or None before the first."""
         self._settle()
         return self._journal.sample
 
     def sample_before(self, step: int) -> Sample | None:
         """The numbers of the last training step that was measured before `step`. It waits for the numbers of that step
-        and of no later one, so every process gets the same answer. `step` may be no earlier than the one before the
-        last.
-        """
+        but not of later steps, so every process gets the same answer. Only the last two samples are kept, so `step`
+        must be later than the second-to-last measured step."""
         if self.active:
             self._guard(lambda: self._arrivals.settle(wait=False, before=step))
         return self._journal.before(step)
@@ -557,15 +563,16 @@ class Monitor(Handle):
         self.close(complete=exc[0] is None)
 
     def remove(self) -> None:
-        """Stops watching at once; the run counts as complete. If several processes train, call it on all of them."""
+        """Stops watching immediately; the run counts as complete. If several processes train, call it on all of
+        them."""
         self._end.skip()
         self.close()
 
     def close(self, *, complete: bool = True) -> None:
         """Stops watching; `complete` says whether training ended as planned.
 
-        If so, the final weights are measured first, as by `measure_end`, unless the last step was measured; if that is
-        impossible, one warning says so.
+        If it did, the final weights are measured first, as by `measure_end`, unless the last step was already measured;
+        if that is impossible, one warning is raised.
         """
         if self.active:
             self._journal.complete = complete
@@ -574,16 +581,17 @@ class Monitor(Handle):
                     self._guard(self._end.measure_or_tell, caution)
             finally:
                 super().remove()
-        # What is left of the hooks says so to others that wait for this process, at the next measured step.
+        # The remaining hooks notify the processes that wait for this one, at the next measured step.
         if self._hooks is not None and not self._waited_for:
-            self._guard(self._hooks.remove)  # again, where the first was in the middle of a step
+            self._guard(self._hooks.remove)  # again, in case the first removal happened in the middle of a step
         if self._end.hooks is not None:
             self._guard(self._end.hooks.remove)
         self._group.stopped = True
 
     def _state(self) -> State:
-        """The steps done, the last measured step, the last learning rate (-1 for none), the records and the alarms."""
-        self.sample_before(self.steps)  # it waits for the last record
+        """The number of steps done, the last measured step, the last learning rate (-1 if there is none), the records
+        and the alarms."""
+        self.sample_before(self.steps)  # this waits for the last record
         last, rate = self._steps.last, self._step_end.rate
         state = {"steps": torch.tensor(self.steps), "last": torch.tensor(-1 if last is None else last)}
         own = {**state, "rate": torch.tensor(-1.0, dtype=torch.float64) if rate is None else _rate_tensor(rate).cpu()}
@@ -597,7 +605,7 @@ class Monitor(Handle):
         self._step_end.rate = None if float(state["rate"]) < 0 else state["rate"].clone()
 
     def _finish(self) -> None:
-        # One by one, so that where one fails the others are done all the same.
+        # Each call has its own guard, so that a failure does not prevent the calls after it.
         for tap in self._models.taps:
             self._guard(tap.remove)
         if not self._group.stopped:

@@ -1,4 +1,4 @@
-"""The processes of a run that measure one model: how they meet, and the numbers that they reduce in a step."""
+"""The processes of a run that measure one model: how they find each other, and which numbers they reduce in a step."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from qkeel.sites.find import within
 
 V = TypeVar("V")
 
-_STOPPED, _WELL, _UNFIT, _OWN = range(4)  # entries at the front of the maxima, and where those about monitors begin
+_STOPPED, _WELL, _UNFIT, _OWN = range(4)  # the first entries of the maxima; those about monitors start at _OWN
 _FLAGS = _OWN + len(MONITOR_EXTREMES)
 
 UNLIKE = (
     "the processes of this run do not see the same attention, so nothing can be merged. Pipeline stages that torch "
-    "did not create, and other splits that are not visible in the weights, must be given: qkeel.watch(..., "
-    "layout=Layout.of_mesh(mesh, layers=...)), Layout from qkeel.monitor"
+    "did not create, and other splits that are not visible in the weights, must be passed: qkeel.watch(..., "
+    "layout=Layout.of_mesh(mesh, layers=...)), with Layout from qkeel.monitor"
 )
 
 
@@ -60,13 +60,14 @@ class RankInfo:
     """One process of a run.
 
     Args:
-        layout: its role.
-        keys_seen: number of keys that its queries saw in the first measured step.
-        form: the form of its measurements; () if it had none when the processes met.
+        layout: the role of the process.
+        keys_seen: the number of keys that its queries saw in the first measured step.
+        form: the form of its measurements; () if it had no measurements when the processes were introduced.
         split: for each site, whether its query heads and its key heads are split over processes.
         about: its part of the description of the model.
-        stages: the pipeline stage of each of several models, by the name with which the names of its sites begin.
-        extent: the statistics of its first measured step.
+        stages: if there are several models, the pipeline stage of each, keyed by the name with which the names of its
+            sites begin.
+        extent: which statistics its first measured step contained.
     """
 
     layout: Layout
@@ -78,13 +79,14 @@ class RankInfo:
     extent: Extent | None = None
 
     def words(self) -> tuple[str, str]:
-        """Returns two texts: its place, and the rest, which is the same for many processes."""
+        """Returns two JSON strings: the place of the process, and everything else, which is the same for many
+        processes."""
         own = dataclasses.asdict(self)
         return json.dumps([own.pop("layout"), own.pop("keys_seen")]), json.dumps([*own.values()])
 
     @classmethod
     def of(cls, place: str, text: str) -> Self:
-        """Returns the process that these texts describe."""
+        """Returns the process described by these strings."""
         form, split, about, stages, extent = json.loads(text)
         layout, keys_seen = json.loads(place)
         return cls(
@@ -98,7 +100,7 @@ class RankInfo:
         )
 
     def parts(self) -> list[tuple[_ModelPart, Self]]:
-        """Returns each of its stages as a process; numbers of the whole model belong to the last stage."""
+        """Returns each of its stages as a separate process; the numbers of the whole model belong to the last stage."""
         stages = sorted(self.stages, key=lambda name: self.stages[name])
         found = [_ModelPart(name, name == stages[-1]) for name in stages]
         return [(part, self._of(part)) for part in found] or [(_ModelPart("", True), self)]
@@ -119,7 +121,7 @@ class RankInfo:
 
     @property
     def stage(self) -> int:
-        """Returns the pipeline stage; 0 without a pipeline."""
+        """Returns the pipeline stage, or 0 without a pipeline."""
         return self.layout.stage or 0
 
     @property
@@ -128,7 +130,7 @@ class RankInfo:
         return tuple(sorted(self.stages.values())) or (self.stage,)
 
     def heads(self, site: str, name: str = "max_logit") -> int:
-        """Returns how many query heads of a site it has; key heads for name="key_norm"."""
+        """Returns the number of query heads of a site that this process has, or of key heads for name="key_norm"."""
         return next(shape[0] for at, known, shape, _ in self.form if (at, known) == (site, name))
 
     @property
@@ -140,13 +142,13 @@ class RankInfo:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _ModelPart:
-    """One of the models of a process, "" for a single one; the `last` has the numbers of the whole model."""
+    """One of the models of a process, named "" if there is only one; the `last` has the numbers of the whole model."""
 
     model: str
     last: bool
 
     def own(self, site: str) -> str | None:
-        """Returns the name of a site inside the model; None for sites of other models."""
+        """Returns the name of a site inside this model; None for sites of other models."""
         if not site or not self.model:
             return site if self.last else None
         rest = site.removeprefix(self.model)
@@ -154,11 +156,11 @@ class _ModelPart:
         return rest.removeprefix(".") if inside else None
 
     def only(self, by_site: Mapping[str, V]) -> dict[str, V]:
-        """Returns the values of this model's sites, by their names inside it."""
+        """Returns the values of this model's sites, keyed by their names inside it."""
         return {own: x for site, x in by_site.items() if (own := self.own(site)) is not None}
 
 
-# What a step's exchange holds: which statistics, and how exactly.
+# What a step's exchange contains: which statistics, and at which precision.
 
 
 @final
@@ -166,14 +168,15 @@ class _ModelPart:
 class Extent:
     """The statistics that the processes of a run exchange.
 
-    The first measured step shows it, and every later step is checked against it on the device: one that needs more is
-    dropped on every process, and the following steps exchange everything.
+    It is determined by the first measured step, and every later step is checked against it on the device. A step that
+    needs more is dropped on every process, and the following steps exchange everything.
 
     Args:
-        fields: names of the fields of LogitStats that are exchanged; the others hold their neutral values everywhere.
-        even: the heads of each layer have equal counts, so that a count is exchanged once per layer.
-        bins: number of bins by position that hold keys.
-        double: some statistics are float64, and all are exchanged in that dtype.
+        fields: the names of the fields of LogitStats that are exchanged; all other fields have their neutral values on
+            every process.
+        even: True if the heads of each layer have equal counts, so that a count is exchanged once per layer.
+        bins: the number of position bins that contain keys.
+        double: True if some statistics are float64; all are then exchanged in that dtype.
     """
 
     fields: tuple[str, ...] = TENSORS
@@ -189,7 +192,7 @@ class Extent:
         for s in on_host(stats).values():
             values = s.tensors()
             for name, rule in MERGES.items():
-                # An average over some data may be 0 by chance. A norm that is 0 everywhere was not measured.
+                # An average over some data may be 0 by chance, but a norm that is 0 everywhere was not measured.
                 by_chance = rule.how == "mean" and name != "query_norm" and bool(values[rule.count].any())
                 if by_chance or bool((values[name] != rule.neutral).any()):
                     fields |= dict.fromkeys((name, rule.count) if rule.count else (name,))
@@ -202,7 +205,8 @@ class Extent:
 
     @classmethod
     def union(cls, extents: Sequence[Self]) -> Self:
-        """Returns the extent that holds the statistics of all processes; everything if none has measured any."""
+        """Returns the extent that covers the statistics of all processes; it covers everything if no process has
+        measured any."""
         if not extents:
             return cls()
         fields = {name for one in extents for name in one.fields}
@@ -214,11 +218,11 @@ class Extent:
         )
 
     def named(self, *hows: str, keys: bool) -> tuple[str, ...]:
-        """Returns the exchanged fields of some merge rules, of query or of key heads."""
+        """Returns the exchanged fields with certain merge rules, for query heads or for key heads."""
         return tuple(name for name in self.fields if MERGES[name].how in hows and _of_keys(name) == keys)
 
     def width(self, name: str) -> int:
-        """Returns how many numbers of a field each head has."""
+        """Returns how many values each head has in a field."""
         return self.bins if name.endswith("_by_position") else 1
 
 
@@ -228,15 +232,15 @@ def _of_keys(name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Slot:
-    """The place of one number's tensor in the exchanged vectors.
+    """Where the tensor of one number is stored in the exchanged vectors.
 
     Args:
-        how: as in PartialValue, or "alike"; of statistics by token class the rule that merges them.
-        shape: over the whole model.
-        first: its first entry in the vector. Behind a weighted mean stand the weights.
+        how: as in PartialValue, or "alike"; for statistics by token class, the rule that merges them.
+        shape: the shape of the tensor for the whole model.
+        first: the index of its first entry in the vector. The values of a weighted mean are followed by the weights.
         vector: 0 for maxima, 1 for sums in the dtype of the statistics, 2 for exact sums.
-        of_class: it is a field of statistics by token class.
-        of_weights: processes know it of their parts of the weights.
+        of_class: True if it is a field of the statistics by token class.
+        of_weights: True if each process knows the number for its own part of the weights.
     """
 
     how: str
@@ -257,7 +261,7 @@ class _Slot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a tensor of a process goes, and its heads among all of them."""
+    """Where a tensor of a process is stored, and which range of all heads it covers."""
 
     slot: _Slot
     span: HeadSpan | None
@@ -265,7 +269,7 @@ class _Source:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of a process's heads that it contributes, and their places among the heads of the whole model.
+    """The rows of the heads that a process contributes, and their indices among the heads of the whole model.
 
     `layer` is the first row of each row's layer. `first` is the first row of each contributed layer, and `layers` its
     index in the whole model.
@@ -282,15 +286,16 @@ class _Rows:
 class Members:
     """The processes of one model: its layers and heads over all of them, and the vectors that they exchange.
 
-    Layers of stages have their own names where these differ, and otherwise "stages.1.NAME". A process that had nothing
-    to send when they met is taken to be like the others of its stage.
+    Layers of pipeline stages keep their own names if all of these differ, and are otherwise named "stages.1.NAME". A
+    process that had nothing to send when the processes were introduced is assumed to be like the other processes of its
+    stage.
 
-    A process sends maxima, and sums in the dtype of the statistics and in float64; every number has one place in
-    them, whichever process measured it, so they are as long for a thousand processes as for two.
+    A process sends maxima, and sums in the dtype of the statistics and in float64. Every number has one place in these
+    vectors, whichever process measured it, so they are as long for a thousand processes as for two.
     """
 
     def __init__(self, members: Sequence[RankInfo], rank: int) -> None:
-        """Raises: InvalidValueError if they are not the processes of one model."""
+        """Raises: InvalidValueError if the members are not the processes of one model."""
         known = {m.place: m for m in reversed(members) if m.form}
         self._complete = all(m.form for m in members)
         self.extent = Extent.union([m.extent for m in members if m.form and m.extent is not None])
@@ -299,7 +304,7 @@ class Members:
             for m in members
         ]
         self.own_form = members[rank].form
-        # Each stage of a process is counted like a process of its own: by its number among all of them.
+        # Each stage of a process counts as a separate process, with its own index among all of them.
         every = [(i, *part) for i, m in enumerate(members) for part in m.parts()]
         self.all = [m for _, _, m in every]
         self._own = [(n, part) for n, (of, part, _) in enumerate(every) if of == rank]
@@ -317,7 +322,7 @@ class Members:
             for stage in self._stages
             for site in first[stage].sites
         }
-        # Of the other processes one of each stage is looked at: there may be thousands.
+        # Only one other process of each stage is examined, because there may be thousands.
         self._leads = {stage: next(n for n, m in enumerate(self.all) if m.stage == stage) for stage in self._stages}
         self._spans = {
             (n, site): (self._span(m, site, "max_logit", 0), self._span(m, site, "key_norm", 1))
@@ -328,7 +333,7 @@ class Members:
         if any(any(split) for m in self.all for split in m.split.values()):
             self.extent = dataclasses.replace(self.extent, even=False)  # the parts' counts are not compared
         self._counted = {(n, site): self._counts(n, site) for n, _ in self._own for site in self.all[n].sites}
-        self._starts: tuple[list[int], list[int]] = [0], [0]  # first query and key head of each layer, and the end
+        self._starts: tuple[list[int], list[int]] = [0], [0]  # first query head and key head of each layer, and the end
         for stage, site in self._names:
             for starts, span in zip(self._starts, self._spans[self._leads[stage], site]):
                 starts.append(starts[-1] + span[2])
@@ -362,7 +367,8 @@ class Members:
         return {"sites": sites, "parameters": size}
 
     def placed(self, stats: Stats) -> Stats:
-        """Returns statistics of this process alone by the names and heads of the whole model."""
+        """Returns the statistics of this process alone, under the names of the whole model and with a place for each of
+        its heads."""
         return {
             self._names[self.all[n].stage, site]: placed(s, *self._spans[n, site])
             for n, part in self._own
@@ -375,13 +381,13 @@ class Members:
             self.extent = Extent()
             self._slots, self._sources = self._slot_table()
 
-    # Which process contributes what.
+    # Which process contributes which numbers.
 
     def _counts(self, n: int, site: str) -> tuple[bool, bool]:
-        """Returns whether the statistics of a process's queries at a site count, and those of its keys.
+        """Returns whether the statistics of a process's queries at a site are used, and whether those of its keys are.
 
-        Of processes that compute the same, the first counts. Of those that have the same keys, the one whose queries
-        saw most of them in the first step.
+        If several processes compute the same statistics, those of the first process are used. If several processes have
+        the same keys, the statistics of the process whose queries saw most of them in the first step are used.
         """
         m = self.all[n]
         peers = [(i, x) for i, x in enumerate(self.all) if x.stage == m.stage]
@@ -397,9 +403,10 @@ class Members:
         return first == n, -most[1] == n
 
     def _slot_table(self) -> tuple[dict[NumberKey, _Slot], dict[NumberKey, list[_Source]]]:
-        """Returns the place of every number, the same on all processes, and where this process's own numbers go."""
+        """Returns the place of every number, which is the same on all processes, and where this process's numbers are
+        stored."""
         leads = [(n, self.all[n]) for n in self._leads.values()]
-        # Of a number of the whole model, the last stage that knows it.
+        # For each number of the whole model, the last stage that knows it.
         last = {name: m.stage for _, m in leads for site, name, _, _ in m.form if not site}
         ends = [_FLAGS, 0, 1]
         for vector, rows, names in self._groups():
@@ -435,27 +442,29 @@ class Members:
         return slots, mine
 
     def _split_span(self, n: int, site: str, name: str, shape: tuple[int, ...], form: str) -> HeadSpan | None:
-        """Returns a process's heads among all, for a number that each process has of its own heads; else None."""
+        """Returns the range of a process's heads among all heads if each process has the number for its own heads only,
+        else None."""
         if not form:
             return self._spans[n, site][_of_keys(name)]
         own = site and form.endswith(" own") and shape[:1] == (self._spans[n, site][0][1],)
         return self._spans[n, site][0] if own else None
 
     def _holds_shard(self, n: int) -> bool:
-        """Returns whether a process is the first of those that hold the same part of the weights."""
+        """Returns whether a process is the first of the processes that hold the same part of the weights."""
         own = self.all[n].layout
         same = (i for i, m in enumerate(self.all) if (m.layout.stage, m.layout.shard) == (own.stage, own.shard))
         return n == next(same)
 
     def _groups(self) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-        """Yields the fields of statistics that stand together in the vectors: the vector, the rows, the fields."""
+        """Yields the groups of statistics fields that are stored together: the index of the vector, the number of rows,
+        the fields."""
         for vector, hows in enumerate((("max", "min"), ("mean", "root"), ("sum",))):
             for keys in (False, True):
                 rows = len(self._layer) if vector == 2 and self.extent.even else self._starts[keys][-1]
                 yield vector, rows, self.extent.named(*hows, keys=keys)
 
     def _places(self, blocks: Sequence[ScoreBlock], device: torch.device) -> tuple[_Rows, _Rows]:
-        """Returns where the query heads, and the key heads, of this process's sites stand among all."""
+        """Returns the positions of the query heads and of the key heads of this process's sites among all heads."""
         names = tuple(name for block in blocks for name in block.names)
         if names not in self._rows:
             found: tuple[list[list[int]], list[list[int]]] = ([[], [], [], [], []], [[], [], [], [], []])
@@ -480,10 +489,11 @@ class Members:
     def pack(
         self, measured: Measurement | None, monitor: Mapping[str, float], *, stopped: bool = False
     ) -> list[Tensor]:
-        """Returns this process's vectors: the one to be reduced to maxima, and those to be reduced to sums.
+        """Returns this process's vectors: one to be reduced to maxima, and two to be reduced to sums.
 
-        None says that this process has no numbers in this step; `stopped`, that it has stopped measuring. `monitor` are
-        its numbers about its own monitor, by records.MONITOR_FIELDS; {} where they are unknown.
+        measured: the measurement, or None if this process has no numbers in this step. monitor: the statistics on its
+        own monitor, keyed by the names in records.MONITOR_FIELDS, or {} if they are unknown. stopped: whether the
+        process has stopped measuring.
         """
         device = dist.collective_device()
         single = torch.float64 if self.extent.double else torch.float32
@@ -496,7 +506,7 @@ class Members:
         largest[_STOPPED] = float(stopped)
         if monitor:
             own = torch.tensor([[-monitor[name], monitor[name]] for name in MONITOR_FIELDS], dtype=largest.dtype)
-            own = own.pin_memory() if device.type == "cuda" else own  # so that nothing waits for the copy
+            own = own.pin_memory() if device.type == "cuda" else own  # so that the copy does not block
             largest[_OWN:_FLAGS].copy_(own.flatten(), non_blocking=True)
         if measured is not None:
             largest[_WELL], exact[0] = 1.0, 1.0
@@ -505,7 +515,7 @@ class Members:
         return [largest, torch.cat([sums, exact])] if sums.dtype == exact.dtype else vectors
 
     def _pack_statistics(self, blocks: Sequence[ScoreBlock], vectors: Sequence[Tensor]) -> Tensor:
-        """Writes the fields of the statistics; returns 1 where they need more than the agreed extent, else 0."""
+        """Writes the fields of the statistics; returns 1 if they exceed the agreed extent, else 0."""
         device = vectors[0].device
         every = [block.joint.tensors() for block in blocks]
         joint = {name: torch.cat([x[name] for x in every]).to(device) for name in TENSORS}
@@ -534,7 +544,7 @@ class Members:
         return torch.stack(found).any() | narrow
 
     def _pack_numbers(self, measured: Measurement, vectors: Sequence[Tensor]) -> None:
-        """Writes the statistics by token class and the numbers besides the statistics."""
+        """Writes the statistics by token class, and the numbers that are not statistics of attention."""
         for site, stats in measured.stats.items():
             if stats.entropy_error is not None:
                 error = PartialValue(value=stats.entropy_error, weight=stats.n_queries)
@@ -575,7 +585,7 @@ class Members:
                 at += slot.size
 
     def unpack(self, vectors: Sequence[Tensor]) -> Measurement:
-        """Returns the measurement of the whole model, of the reduced vectors on the host."""
+        """Returns the measurement of the whole model, read from the reduced vectors on the host."""
         largest, sums, *exact = (x.double() for x in vectors)
         if not exact:  # float64 throughout
             sums, exact = sums[: self._ends[1]], [sums[self._ends[1] :]]
@@ -586,7 +596,7 @@ class Members:
             self.widen()
             caution(
                 "the attention statistics of this step need more space than those of the first measured step, for "
-                "example because heads of one layer begin to see different keys: this step is not recorded; later "
+                "example because heads of one layer begin to see different keys. This step is not recorded; later "
                 "steps are"
             )
             return Measurement(stats={}, numbers={})
@@ -651,12 +661,12 @@ class Members:
                 x = (x if slot.how == "mean" else x.sqrt()).masked_fill(weight == 0, torch.nan)
             else:
                 x = x.masked_fill(x == -torch.inf, torch.nan)
-            # A process without numbers has left its part of the weights out.
+            # A process without numbers has not contributed its part of the weights.
             numbers[site, name] = x if all_well or not slot.of_weights else torch.full_like(x, torch.nan)
         return numbers, {site: _of_classes(found) for site, found in classes.items()}
 
     def alike(self, measured: Measurement | None) -> dict[NumberKey, Tensor]:
-        """Returns the numbers that every process knows without an exchange, by their names in the whole model."""
+        """Returns the numbers that every process knows without an exchange, keyed by their names in the whole model."""
         if measured is None or self._alike:
             return {}
         stage = self._stages[0]
@@ -676,7 +686,8 @@ class Members:
 
 
 def _column(name: str, joint: Mapping[str, Tensor], dtype: torch.dtype, extent: Extent) -> Tensor:
-    """Returns a field as it is reduced, [heads width]: maxima, products with their counts, squares, or counts."""
+    """Returns a field in the form in which it is reduced, [heads width]: maxima, means times their counts, squares, or
+    counts."""
     rule = MERGES[name]
     x = joint[name].detach().to(dtype).reshape(len(joint[name]), -1)[:, : extent.width(name)]
     if rule.how in ("max", "min"):
@@ -690,18 +701,18 @@ def _column(name: str, joint: Mapping[str, Tensor], dtype: torch.dtype, extent: 
 
 
 def _ordered(x: Tensor) -> Tensor:
-    """Makes NaN the largest of all numbers, since no reduction to maxima is sure to keep it."""
+    """Maps NaN to the largest value, because reductions to maxima are not guaranteed to propagate NaN."""
     return x.nan_to_num(torch.inf, torch.finfo(x.dtype).max, -torch.inf)
 
 
 def _plain(x: Tensor) -> Tensor:
-    """Undoes `_ordered`, whichever dtype was reduced."""
+    """Undoes `_ordered` for either dtype that may have been reduced."""
     infinite = (x == torch.finfo(torch.float32).max) | (x == torch.finfo(torch.float64).max)
     return torch.where(x == torch.inf, torch.nan, torch.where(infinite, torch.inf, x))
 
 
 def _of_classes(found: Mapping[str, Tensor]) -> ClassStats:
-    """Returns the statistics by token class of one site, of sums."""
+    """Returns the statistics of one site by token class, computed from sums."""
     names = next(iter(found)).split("\t")[1:]
     values = {name.partition("\t")[0]: x for name, x in found.items()}
     for name, rule in _CLASS_MERGES.items():
@@ -718,11 +729,12 @@ def _outline(m: RankInfo) -> object:
     return m.form
 
 
-HeadSpan = tuple[int, int, int]  # the first head, how many, of how many
+HeadSpan = tuple[int, int, int]  # the first head, the number of heads, and the total number of heads
 
 
 def placed(stats: LogitStats, heads: HeadSpan, keys: HeadSpan) -> LogitStats:
-    """Returns the statistics with a place for every head of the whole model, neutral for those of other processes."""
+    """Returns the statistics with a place for every head of the whole model, with neutral values for the heads of other
+    processes."""
     if heads[1] == heads[2] and keys[1] == keys[2]:
         return stats
 
@@ -746,21 +758,22 @@ def placed(stats: LogitStats, heads: HeadSpan, keys: HeadSpan) -> LogitStats:
 
 @final
 class Handshake:
-    """Makes a process's RankInfo from its model; reads its role from the weights unless a layout was given.
+    """Creates a process's RankInfo from its model; the role of the process is read from the weights unless a layout was
+    given.
 
     Attributes:
-        stages: the pipeline stage that the first pass of each model shows, by the name of the model, "" for a single
-            one.
+        stages: the pipeline stage of each model, as seen in its first pass, keyed by the name of the model ("" if there
+            is only one).
     """
 
     def __init__(self, model: nn.Module, sites: Callable[[], Sequence[AttentionSite]], layout: Layout | None) -> None:
-        """`sites` gives them once they are known."""
+        """sites: returns the sites once they are known."""
         self.stages: dict[str, int | None] = {}
         self._model, self._sites, self._layout = model, sites, layout
 
     def __call__(self, measured: Measurement | None) -> RankInfo:
-        """Raises: RefusedError if the weights are split in a way that is not known, or only some of several models are
-        stages of a pipeline."""
+        """Raises: RefusedError if the weights are split in an unknown way, or if some but not all of several models are
+        pipeline stages."""
         sites, form = self._sites(), () if measured is None else measured.form()
         known = {site.name: site for site in sites}
         names = [site for site, name, _, _ in form if name == "max_logit"]
@@ -786,13 +799,13 @@ class Handshake:
         )
 
     def _known_stages(self) -> dict[str, int]:
-        """The stages that several models are; {} where they are none, and of one model."""
+        """The pipeline stages of several models; {} if they are not stages, or if there is only one model."""
         models = [name for name, _ in self._model.named_children()] if "" not in self.stages else []
         known = {name: stage for name in models if (stage := self.stages.get(name)) is not None}
         if known and len(known) < len(models):
             raise RefusedError(
                 f"expected either all models or none to be stages of a pipeline, got stages {known} among "
-                f"{', '.join(models)}: watch the others separately"
+                f"{', '.join(models)}: watch the other models separately"
             )
         return known
 
@@ -812,7 +825,7 @@ class Handshake:
 
 
 def _with_weights(model: nn.Module, site: str) -> nn.Module:
-    """Returns the module of a site, or the nearest one around it that has weights."""
+    """Returns the module of a site, or its nearest parent module that has weights."""
     path = site.partition("#")[0].split(".") if site else []
     while path:
         module = model.get_submodule(".".join(path))
@@ -822,7 +835,7 @@ def _with_weights(model: nn.Module, site: str) -> nn.Module:
     return model
 
 
-# The processes of a run measuring as one: what a measured step exchanges, and no process waits for ever.
+# The processes of a run that measure jointly: what they exchange in a measured step without ever waiting forever.
 
 _NO_NUMBERS, _OFF = "nothing", "off"
 _GONE = "the monitor of another process of this run has switched itself off"
@@ -830,33 +843,33 @@ _GONE = "the monitor of another process of this run has switched itself off"
 
 @final
 class ProcessGroup:
-    """The processes of a run that measure as one, seen from one of them.
+    """The group of processes in a run that measure jointly, as seen from one of them.
 
-    Before any collective the processes make sure that all of them watch, and before the first exchange they introduce
-    themselves, since a reduction of vectors of different sizes, or without one of them, never ends. Later a process
-    that stops reports it in the exchange that the others wait in.
+    Before any collective operation, the processes make sure that all of them watch, and before the first exchange, they
+    introduce themselves, because a reduction never ends if vectors have different sizes or a process is missing. Later,
+    a process that stops reports this in the exchange in which the others wait.
     """
 
     def __init__(self, introduced: Handshake, apart: Callable[[], str], exchange: dist.StepExchange) -> None:
-        """Takes how this process introduces itself, what tells why it must measure alone, "" if it need not, and the
-        exchange that ends a step."""
+        """introduced: how this process introduces itself. apart: returns the reason why it must measure alone, or "" if
+        it does not have to. exchange: the exchange at the end of a step."""
         self._introduced, self._apart, self._step_exchange = introduced, apart, exchange
-        self.exchanges = 0  # that were begun
-        self.records_alone = False  # each process records what it sees, as without an optimizer
-        self.stopped = False  # this process measures no more, and the others may not know it yet
-        self.over = False  # all processes know that it is over
-        self.unseen: QkeelError | None = None  # why this process has no attention; others may have some
+        self.exchanges = 0  # the number of exchanges begun
+        self.records_alone = False  # each process records only what it sees, as it does without an optimizer
+        self.stopped = False  # this process has stopped measuring, and the others may not know it yet
+        self.over = False  # all processes know that measuring has ended
+        self.unseen: QkeelError | None = None  # why this process has no attention; other processes may have some
         self._alone = False
         self._name = ""
-        self._watching = False  # that all processes watch is known
-        self._late = False  # another process was late to the step under way
+        self._watching = False  # it is known that all processes watch
+        self._late = False  # another process was late to the current step
         self._passes = self._rounds = 0
         self.members: Members | None = None
         self._under_way: Transfer | None = None  # the last exchange
         self.here()
 
     def here(self) -> None:
-        """Announces to the others, as soon as there are some, that this process watches."""
+        """Announces to the other processes, as soon as there are any, that this process watches the model."""
         if not self._name and dist.world() > 1:
             self._name = f"monitor {dist.ordinal('monitor')}"
             post_message(f"{self._name} watches", "yes")
@@ -880,14 +893,14 @@ class ProcessGroup:
         """Begins the first measured pass of a model in a step, before anything that all processes must do together.
 
         Args:
-            model: its name.
-            gathers: True if a pass of the model needs all processes, since its weights are split.
+            model: the name of the model.
+            gathers: True if a pass of the model needs all processes, because its weights are split.
 
         Returns:
-            Whether the pass is measured. No pass of a step is measured if another process was late to it.
+            Whether the pass is measured. No pass of a step is measured if another process was late to the step.
 
         Raises:
-            InvalidValueError: the monitor of another process has switched itself off before.
+            InvalidValueError: the monitor of another process has already switched itself off.
         """
         self._introduced.stages[model] = running_stage()
         if self._late:
@@ -899,7 +912,7 @@ class ProcessGroup:
         return True
 
     def about(self) -> dict[str, object]:
-        """Returns the description of the whole model; {} if it is not known to be spread over processes."""
+        """Returns the description of the whole model, or {} if it is not known to be split over processes."""
         return {} if self.members is None else self.members.about()
 
     def stay_alone(self, why: str) -> None:
@@ -916,7 +929,7 @@ class ProcessGroup:
         return self.several
 
     def _unmet(self) -> bool:
-        """Returns whether other processes may take part and have not all announced that they watch."""
+        """Returns whether other processes may take part but have not all announced that they watch."""
         self.here()
         if self.several and self._apart():
             self.stay_alone(self._apart())
@@ -925,7 +938,9 @@ class ProcessGroup:
     def _all_come(self) -> bool:
         """Returns False if a process is 8 seconds late to the first pass that needs all of them.
 
-        The model itself waits for that process. One that has not announced itself by the next pass does not watch."""
+        The model itself waits for that process. A process that has not announced itself by the next pass is not
+        watching.
+        """
         if not self._unmet():
             return True
         if not self._passes:
@@ -936,7 +951,8 @@ class ProcessGroup:
         return True
 
     def _wait_for_all(self, at: str, patience: float, *, again: bool = False) -> None:
-        """Waits for a message of all processes; without one this process stays alone, unless it is to try again."""
+        """Waits for a message from every process; if one is missing, this process measures alone from then on, unless
+        it is to try again."""
         words = try_gather_messages(f"{self._name} {at}", "yes", patience)
         if words is not None and _OFF in words:
             self.over = True
@@ -955,11 +971,11 @@ class ProcessGroup:
 
         Args:
             measured: the numbers of this process; None if it has none.
-            monitor: what it says of its own monitor, by records.MONITOR_FIELDS.
+            monitor: the statistics on its own monitor, keyed by the names in records.MONITOR_FIELDS.
             alone: only this process records the step.
 
         Returns:
-            The numbers on their way; None if no process has any.
+            The transfer of the numbers, or None if no process has any.
 
         Raises:
             InvalidValueError: the measurements of the processes cannot be merged.
@@ -981,14 +997,15 @@ class ProcessGroup:
         return self._exchange(measured, members, monitor)
 
     def placed(self, stats: Stats) -> Stats:
-        """Returns statistics of this process alone, by the names and heads of the whole model once these are known."""
+        """Returns the statistics of this process alone, keyed by the whole model's names and heads once these are
+        known."""
         return stats if self.members is None else self.members.placed(stats)
 
     def leave(self, *, known: bool) -> None:
         """Reports to the others that this process has switched itself off; they do the same.
 
         Args:
-            known: another process has reported this already, so that nobody waits.
+            known: True if another process has already reported this, so that no process waits.
         """
         self.over = True
         if known or not dist.world() > 1 or not self._name:
@@ -1004,9 +1021,9 @@ class ProcessGroup:
     ) -> Transfer:
         device = dist.collective_device()
         if self._under_way is not None and float(self._under_way.vectors[0][_UNFIT]) == 1:
-            members.widen()  # as every other process has done by now
+            members.widen()  # as every other process has already done
         largest, *sums = members.pack(measured, monitor, stopped=stopped)
-        self.exchanges += 1  # from here on the others do not wait for another one of this step
+        self.exchanges += 1  # from here on, the other processes do not wait for another exchange of this step
         reduced = self._step_exchange.reduce(self._name, largest, sums)
         own = members.alike(measured)
         known = [on_device(device, widest(device), x.detach()).to(widest(device)) for x in own.values()]

@@ -1,4 +1,4 @@
-"""What is recorded: a step's sample, its table, and the description of a run."""
+"""What is recorded: the sample of a step, its table, and the description of a run."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ from qkeel.records.run_directory import made_on
 from qkeel.sites.find import site_label
 from qkeel.version import VERSION
 
-# One record of a watched model: what the sinks get.
+# One record of a watched model, as the sinks receive it.
 
-HISTOGRAMS = ("max_logit", "entropy")  # fields whose distribution over the heads trackers get
+HISTOGRAMS = ("max_logit", "entropy")  # fields whose distribution over the heads is sent to trackers
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """The measurements of one step: numbers by name, for the whole model (records.STEP_FIELDS and VALUE_FIELDS) and for
-    each head (records.HEAD_FIELDS; NaN where a layer has fewer heads or the number was not measured).
+    """The measurements of one step: values by name, for the whole model (records.STEP_FIELDS and VALUE_FIELDS) and for
+    each head (records.HEAD_FIELDS; NaN where a layer has fewer heads or the value was not measured).
     """
 
-    step: int  #: optimizer steps done (forwards, where there is no optimizer)
-    values: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: of the whole model
+    step: int  #: optimizer steps done (forward passes if there is no optimizer)
+    values: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: values for the whole model
     layers: tuple[str, ...] = ()  #: names of the sites, constant over a run
     heads: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  #: [layers heads] each
     phase: Literal["train", "eval"] = "train"  #: mode of the passes that were measured
-    monitor: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: of itself, by records.MONITOR_FIELDS
-    #: of the layers, see capture.visible_sets; and of layers without logits, which are in no other field
+    monitor: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: on the monitor itself, see MONITOR_FIELDS
+    #: type of each layer (see capture.visible_sets), including layers without logits, which are in no other field
     types: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,25 +67,26 @@ class Sample:
                 raise ShapeError(f"expected {name} as [{len(self.layers)} layers, heads], got shape {values.shape}")
 
     def __repr__(self) -> str:
-        """Short: the step and how much was measured."""
+        """A short description: the step and how much was measured."""
         size = f"{len(self.layers)} layers, {len(self.heads)} numbers per head"
         return f"<Sample of {self.phase} step {self.step:,}: {size}>"
 
     def by_layer(self, name: str) -> np.ndarray:
-        """[layers]: a head field, aggregated over heads as records.HEAD_FIELDS specifies, or a number of
-        records.LAYER_FIELDS or of BLOCK_FIELDS; NaN where nothing was measured."""
+        """Returns [layers]: a head field, aggregated over heads as records.HEAD_FIELDS specifies, or a field of
+        records.LAYER_FIELDS or BLOCK_FIELDS; NaN where nothing was measured."""
         if of_layers(name):
             return np.array([self.values.get(f"{name}/{layer}", math.nan) for layer in self.layers], dtype=np.float64)
         return fold_heads(name, self.heads[measured_field(name)])
 
     def of_type(self, layer_type: str, name: str) -> float:
-        """A head or layer field aggregated over the layers of one type; NaN where nothing was measured."""
+        """Returns a head or layer field aggregated over the layers of one type; NaN if nothing was measured."""
         rows = [self.types.get(layer) == layer_type for layer in self.layers]
         heads = self.heads[measured_field(name)][rows]
         return float(fold_heads(name, heads.reshape(1, -1))[0]) if heads.size else math.nan
 
     def overall(self, name: str) -> float:
-        """A head, layer or block field aggregated over the whole model, else the value of that name, else NaN."""
+        """Returns a head, layer or block field aggregated over the whole model, or else the value with that name, or
+        else NaN."""
         if name in BLOCK_FIELDS:
             every = [value for of, value in self.values.items() if of.partition("/")[0] == name]
             return float(fold_heads(name, np.array([every], dtype=np.float64))[0])
@@ -94,7 +95,8 @@ class Sample:
         return float(self.values.get(name, math.nan))
 
     def head_values(self) -> dict[str, np.ndarray]:
-        """Returns the numbers of all heads by tracker key, for histograms: attn/heads/max_logit and attn/heads/entropy.
+        """Returns the values of all heads for histograms, keyed as in trackers: attn/heads/max_logit and
+        attn/heads/entropy.
 
         >>> Sample(step=0, layers=("a",), heads={"entropy": np.array([[1.0, np.nan]])}).head_values()
         {'attn/heads/entropy': array([1.])}
@@ -107,7 +109,7 @@ class Sample:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Returns a line of metrics: the values, and the monitor's numbers about itself as monitor_NAME.
+        """Returns a line of metrics: the values, and the monitor's statistics on itself as monitor_NAME.
 
         >>> Sample(step=0, values={"step": 0.0}, monitor={"calls": 2.0}).numbers
         {'step': 0.0, 'monitor_calls': 2.0}
@@ -115,11 +117,11 @@ class Sample:
         return {**self.values, **{f"monitor_{name}": value for name, value in self.monitor.items()}}
 
     def summaries(self, per_layer: Sequence[str] | None = None) -> dict[str, float]:
-        """Returns numbers by tracker key, such as attn/max_logit and attn/layer_07/max_logit; never per head, never
-        NaN. If layers have several types, attn/window/max_logit covers all layers of the type "window".
+        """Returns values keyed as in trackers, such as attn/max_logit and attn/layer_07/max_logit; no value is per head
+        or NaN. If layers have several types, attn/window/max_logit covers all layers of the type "window".
 
-        per_layer: the fields that get one key per layer; None means those flagged per_layer in records.HEAD_FIELDS and
-            LAYER_FIELDS.
+        per_layer: the fields that get one key per layer; None stands for the fields marked per_layer in
+        records.HEAD_FIELDS and LAYER_FIELDS.
 
         The loss and the learning rate are left out, because the trainer logs them under its own names.
         """
@@ -175,7 +177,7 @@ def pad_layers(rows: Sequence[np.ndarray | None], n_heads: int) -> np.ndarray:
     return out
 
 
-# A sample for people: one line, a table for a terminal, a table for a notebook. No library is needed.
+# A sample as text for people: a line, a table for a terminal, or a table for a notebook. No library is needed.
 
 _ORDER = {Severity.CRITICAL: 0, Severity.ALARM: 1, Severity.NOTICE: 2}
 
@@ -211,7 +213,7 @@ def sample_line(sample: Sample, root: str = "") -> str:
 
 
 def coverage(watched: int, missed: Sequence[str]) -> str:
-    """A line that says how much of a model's attention is watched; "" if all of it is.
+    """A line that says how much of a model's attention is watched, or "" if all of it is.
 
     >>> coverage(4, ["odd: its scores …"])
     '4 of 5 attention layers watched; not understood: odd: its scores …'
@@ -221,8 +223,8 @@ def coverage(watched: int, missed: Sequence[str]) -> str:
 
 
 def monitor_line(sample: Sample) -> str:
-    """A line with the monitor's numbers about itself, and where they differ over processes, their smallest and largest;
-    "" if there are none.
+    """A line with the monitor's statistics on itself and, where they differ between processes, the smallest and the
+    largest value; "" if there are no such statistics.
 
     >>> itself = {"sites": 1, "calls": 4, "calls_min": 0, "calls_max": 4, "milliseconds": 1.25}
     >>> monitor_line(Sample(step=0, monitor=itself))
@@ -237,14 +239,14 @@ def monitor_line(sample: Sample) -> str:
 
 
 def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = "") -> str:
-    """Lists the layers, one per line: largest logit and its head, entropy, norms; then the most severe
-    alarms.
+    """Returns a table with one line per layer (the largest logit and its head, entropy, norms), followed by the most
+    severe alarms.
 
-    Logits and entropy are in nats. A number that was not measured has no column.
+    Logits and entropy are in nats. Fields that were not measured have no column.
 
     Args:
-        sample: the step's numbers.
-        alarms: alarms of the run so far; the most severe are printed below the table.
+        sample: the measurements of the step.
+        alarms: the alarms of the run so far; the most severe are printed below the table.
         note: a sentence to show between the table and the alarms.
         root: the name for attention if the whole model is one attention module.
 
@@ -267,8 +269,8 @@ def sample_html(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *,
     `_repr_html_`.
 
     Args:
-        sample: the step's numbers.
-        alarms: alarms of the run so far; the most severe are listed below the table.
+        sample: the measurements of the step.
+        alarms: the alarms of the run so far; the most severe are listed below the table.
         note: a sentence to show between the table and the alarms.
         root: the name for attention if the whole model is one attention module.
 
@@ -317,7 +319,7 @@ def _gravest(alarms: Sequence[Alarm], most: int = 5) -> list[Alarm]:
 
 
 def _number(value: float) -> str:
-    """A number of at most three digits, or with thousands separators.
+    """Formats a number with three significant digits, or as an integer with thousands separators.
 
     >>> _number(14.23), _number(2213.4), _number(0.0312), _number(float("nan"))
     ('14.2', '2,213', '0.0312', '-')
@@ -337,14 +339,14 @@ def about(
     optimizer: torch.optim.Optimizer | None,
     cadence: Cadence,
 ) -> dict[str, object]:
-    """Model, sites, optimizer, cadence, versions and command, as plain data.
+    """The model, sites, optimizer, cadence, versions and command, as plain data.
 
     Args:
-        model: what is watched; an nn.ModuleDict of several.
+        model: the watched model, or an nn.ModuleDict of several models.
         sites: the attention layers that are watched.
-        missed: those that are not understood.
-        optimizer: what steps the model, if that is known.
-        cadence: which steps are measured.
+        missed: the attention layers that are not understood.
+        optimizer: the optimizer that updates the model, if known.
+        cadence: the cadence that chooses the measured steps.
     """
     parameters = list(model.parameters())
     models = [*model.children()] if type(model) is nn.ModuleDict else [model]
@@ -369,7 +371,7 @@ def about(
 
 
 def site_facts(sites: Sequence[AttentionSite]) -> list[dict[str, object]]:
-    """Name, geometry, type, and whether the weights are known, of each site."""
+    """The name, geometry and type of each site, and whether its weights are known."""
     return [
         {
             "name": site.name,

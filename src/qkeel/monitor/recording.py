@@ -1,4 +1,4 @@
-"""The records of a run as it trains, bounded in memory and time whatever its length."""
+"""The records of a run while it trains, with bounded memory and time regardless of its length."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from qkeel.errors import ShapeError
 from qkeel.monitor.history import History, PlannedRates, envelope, number
 
-MOST = 512  # records kept: a power law through 512 points is as good as through 100,000, and a rule reads them all
-_TAIL = 2  # the newest records are always kept: rules compare the last with the one before
+MOST = 512  # records kept: a power law fits 512 points as well as 100,000, and a rule reads all of them
+_TAIL = 2  # the newest records are always kept, because rules compare the last two
 
 
 @final
 class _Columns:
-    """Columns of one shape as one array [room, columns, …], so that a record is written at once."""
+    """Columns of one shape, stored as one array [room, columns, …] so that a record is written in one operation."""
 
     def __init__(self, shape: tuple[int, ...], dtype: type, room: int) -> None:
         self.places: dict[str, int] = {}
@@ -24,7 +24,7 @@ class _Columns:
         self._last: tuple[tuple[str, ...], np.ndarray] = (), np.empty(0, dtype=np.intp)
 
     def at(self, names: tuple[str, ...]) -> np.ndarray:
-        """Returns the places of these columns, which are added when a name first appears."""
+        """Returns the indices of these columns; a column is added when its name first appears."""
         if self._last[0] != names:
             new = [name for name in names if name not in self.places]
             if new:
@@ -52,10 +52,11 @@ class Recording:
     """The records of a run so far. It keeps all records up to `most`; beyond that, every 2nd, 4th, 8th …, and always
     the first and the last two.
 
-    Thinning leaves the learning-rate clock exact: the rate of a dropped record goes into the next one that is kept.
+    Thinning keeps the learning-rate clock exact, because the rate of a dropped record is merged into the next record
+    that is kept.
 
-    layers: their names, in the order of the first axis of `heads`. planned: the learning rates of the run, if known.
-    most: records kept, at least 4.
+    layers: the names of the layers, in the order of the first axis of `heads`. planned: the learning rates of the run,
+    if known. most: the number of records to keep, at least 4.
     """
 
     def __init__(self, layers: Sequence[str] = (), *, planned: PlannedRates | None = None, most: int = MOST) -> None:
@@ -65,21 +66,21 @@ class Recording:
         self._every = 1
         self._seen = self._kept = 0
         self._rated = True
-        # Kinds: own, values, heads, tops (the largest of all heads); those of heads by their shape.
+        # Kinds: own, values, heads, tops (the largest value over all heads). Columns of heads are grouped by shape.
         self._columns: dict[tuple[str, tuple[int, ...]], _Columns] = {}
         self._room = 4
         # The names and shapes of the record before, and the names by shape.
         self._form: tuple[tuple[tuple[str, object], ...], list[tuple[str, ...]]] = (), []
 
     def append(self, values: Mapping[str, object], heads: Mapping[str, np.ndarray] | None = None) -> None:
-        """Adds the record of a step that comes after the last one.
+        """Adds the record of a step, which must come after the last recorded step.
 
-        values: at least "step"; numbers by records.STEP_FIELDS, anything else counts as not measured. heads: name ->
-        [layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads. Records may have different names; a
-        missing value is NaN.
+        values: at least "step"; numbers with names in records.STEP_FIELDS; anything that is not a number counts as not
+        measured. heads: name -> [layers heads] for names in records.HEAD_FIELDS, NaN where a layer has fewer heads.
+        Records may have different names; a missing value is NaN.
 
-        Raises: ShapeError if a step does not come after the last one, or a shape differs from that of the previous
-        record.
+        Raises: ShapeError if the step does not come after the last recorded step, or if a shape differs from that in
+            the previous record.
         """
         heads = {} if heads is None else heads
         self._check_step(values)
@@ -103,7 +104,7 @@ class Recording:
 
     @property
     def history(self) -> History:
-        """The records so far, without copying: valid until the next append."""
+        """The records so far, as views that are valid until the next append."""
         of: dict[str, dict[str, np.ndarray]] = {"own": {}, "values": {}, "heads": {}, "tops": {}}
         for (kind, _), columns in self._columns.items():
             of[kind] |= columns.upto(self._kept)
@@ -140,7 +141,7 @@ class Recording:
                 columns.array[: len(x), at] = x[:, None]
 
     def __len__(self) -> int:
-        """Records appended, kept or not."""
+        """The number of appended records, whether they were kept or not."""
         return self._seen
 
     def _check_step(self, values: Mapping[str, object]) -> None:
@@ -163,7 +164,8 @@ class Recording:
         return [tuple(names) for names in found.values()]
 
     def _next_row(self) -> int:
-        """The index of the new record: after the last, which first replaces the one before it if that is dropped."""
+        """Returns the index of the new record, after the last; if the record before the last is dropped, the last first
+        takes its place."""
         n = self._kept
         if n >= _TAIL and self._own("index")[n - _TAIL] % self._every:
             self._fold(np.arange(n - 3, n), np.array([n - 3, n - 1]))
@@ -180,7 +182,7 @@ class Recording:
         return n
 
     def _thin(self) -> None:
-        """Keep every second of what was kept."""
+        """Drops every second record of those that were kept."""
         self._every *= 2
         index = self._own("index")[: self._kept]
         stays = index % self._every == 0
@@ -192,7 +194,8 @@ class Recording:
         self._kept = len(rows)
 
     def _fold(self, rows: np.ndarray, stays: np.ndarray) -> None:
-        """Give each of `stays`, a subset of the adjacent `rows`, the mean rate since the one before it."""
+        """Gives each row in `stays`, a subset of the adjacent `rows`, the mean rate since the previous row in
+        `stays`."""
         steps, rates = self._own("step"), self._own("rate")
         ticks = np.cumsum(rates[rows] * np.diff(steps[rows], prepend=steps[rows[0]]))[stays - rows[0]]
         rates[stays[1:]] = np.diff(ticks) / np.diff(steps[stays])
@@ -202,7 +205,7 @@ class Recording:
         return columns.array[:, columns.places[name]]
 
     def _of(self, kind: str, shape: tuple[int, ...]) -> _Columns:
-        """The columns of a kind and shape, made when they first come."""
+        """The columns of a kind and shape, which are created on first use."""
         found = self._columns.get((kind, shape))
         if found is None:
             dtype = np.float32 if kind == "heads" else np.float64
@@ -210,7 +213,7 @@ class Recording:
         return found
 
     def _put(self, kind: str, row: int, names: tuple[str, ...], record: np.ndarray) -> None:
-        """Writes the numbers of these names into a row."""
+        """Writes the values with these names into a row."""
         columns = self._of(kind, record.shape[1:])
         at = columns.at(names)  # this may replace the array
         columns.array[row, at] = record

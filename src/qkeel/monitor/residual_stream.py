@@ -37,20 +37,20 @@ from qkeel.patching.modes import (
 from qkeel.records import BLOCK_FIELDS
 from qkeel.sites.trace import spread
 
-# What is known of a block: how it makes its output of its input. It is found by what one pass shows.
+# What is known about a block: how it computes its output from its input. One pass is examined to find this.
 
-_MOST = 4  # branches of a block that are looked for
-_FEW = 12  # of more modules one branch fewer: the sums that are tried grow by their number to the power of _MOST
-_TOKENS = 64  # that sums are compared on
+_MOST = 4  # largest number of branches that are searched for in a block
+_FEW = 12  # with more modules than this, one branch fewer: the sums to try grow with their number to the power of _MOST
+_TOKENS = 64  # the number of tokens on which sums are compared
 _EXACT = 1e-3  # a sum may differ from the output by this share of what the block adds
-_UNSURE = 0.3  # where rounding is a larger share of what a block adds, its branches cannot be told apart
-_TRIES = 8  # passes that are looked at until every attention layer has its branch: one may add 0 at first
+_UNSURE = 0.3  # if rounding is a larger share of what a block adds, its branches cannot be distinguished
+_TRIES = 8  # passes to examine until the branch of every attention layer is found: a branch may add 0 at first
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamBranch:
-    """A module whose output, times a factor, a block adds to its input; sites: the attention layers in it, () for an
-    MLP."""
+    """A module whose output, times a factor, is added to the input of its block; sites: the attention layers in it, or
+    () for an MLP."""
 
     module: str
     factor: float
@@ -59,7 +59,8 @@ class StreamBranch:
 
 @dataclasses.dataclass(slots=True)
 class _Shown:
-    """What a block showed in a pass: rows of its input, its output, and of what its modules gave, in their order."""
+    """What was recorded of a block in a pass: rows of its input, of its output and of its modules' outputs, in
+    order."""
 
     given: Tensor
     rounding: float
@@ -67,8 +68,8 @@ class _Shown:
     version: int
     out: Tensor | None = None
     modules: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    given_to: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # what the modules got
-    ended: list[str] = dataclasses.field(default_factory=list)  # the modules in the order in which they ended
+    given_to: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # the inputs of the modules
+    ended: list[str] = dataclasses.field(default_factory=list)  # the modules in the order in which they finished
     again: set[str] = dataclasses.field(default_factory=set)  # those that were called more than once
     mutated: bool = False
 
@@ -76,14 +77,14 @@ class _Shown:
 def branches_of(
     shown: _Shown, sites: Mapping[str, str], known: Sequence[Sequence[StreamBranch]] = ()
 ) -> list[StreamBranch] | None:
-    """The branches of a block, the fewest whose sum with factors is its output minus its input; [] if too little is
-    added to decide, None if it is not such a sum.
+    """The smallest set of branches whose weighted sum equals the block's output minus its input; [] if the difference
+    is too small to decide, None if it is not such a sum.
 
     Args:
-        shown: one pass of the block.
-        sites: the name of the module of each attention layer within the block.
-        known: the branches of blocks like this one, which are tried first; those that hold every attention layer are
-            taken.
+        shown: what was recorded of one pass of the block.
+        sites: for each attention layer of the block, the name of its module within the block.
+        known: the branches found in similar blocks, which are tried first; they are used if they contain every
+            attention layer.
     """
     assert shown.out is not None
     added = (shown.out - shown.given).flatten()
@@ -104,7 +105,8 @@ def branches_of(
 
 
 def _fewest(added: Tensor, within: float, alike: Sequence[Sequence[str]], shown: _Shown) -> list[StreamBranch] | None:
-    """The fewest modules that sum to what was added, up to `within`; of as many the best."""
+    """The smallest set of modules whose weighted sum is what was added, up to `within`; if there are several, the one
+    with the best fit."""
     columns = [shown.modules[names[-1]].flatten() for names in alike]
     if not columns:
         return None
@@ -125,7 +127,8 @@ def _fewest(added: Tensor, within: float, alike: Sequence[Sequence[str]], shown:
 
 
 def _alike(shown: _Shown) -> list[list[str]]:
-    """The modules that gave other than zero, those that gave the same together, the one that ended last behind."""
+    """The modules whose output is not zero, in groups with identical outputs; in each group, the last to finish comes
+    last."""
     found: list[list[str]] = []
     for name in shown.ended:
         x = shown.modules.get(name)
@@ -136,19 +139,20 @@ def _alike(shown: _Shown) -> list[list[str]]:
             found.append([name])
         else:
             same.append(name)
-    # A module that is called more than once, such as one dropout for both branches, does not say of which branch it is.
+    # If a module is called more than once, such as one dropout for both branches, it is unclear to which it belongs.
     once = [[name for name in group if name not in shown.again] for group in found]
     return [group for group in once if group]
 
 
 def _holds(outer: str, inner: str) -> bool:
-    """True if one module is the other, or in it, either way: a projection behind attention is attention's."""
+    """True if the modules are the same or either contains the other, because a projection after attention belongs to
+    it."""
     return outer == inner or inner.startswith(f"{outer}.") or outer.startswith(f"{inner}.")
 
 
 def _with_sites(branches: Sequence[StreamBranch], sites: Mapping[str, str], shown: _Shown) -> list[StreamBranch]:
-    """The branches with the attention layers of each: those inside it, or from which modules, such as a norm, lead
-    to it."""
+    """The branches, each with its attention layers: those inside it, or those whose output reaches it through other
+    modules, such as a norm."""
     groups = _alike(shown)
     inside = [next((g for g in groups if branch.module in g), [branch.module]) for branch in branches]
     direct = [[s for s, inner in sites.items() if any(_holds(n, inner) for n in own)] for own in inside]
@@ -169,17 +173,17 @@ def _with_sites(branches: Sequence[StreamBranch], sites: Mapping[str, str], show
 
 
 def _covers(branches: Sequence[StreamBranch], sites: Mapping[str, str], shown: _Shown) -> bool:
-    """Whether every attention layer is in one of the branches."""
+    """True if every attention layer is in one of the branches."""
     return {site for branch in _with_sites(branches, sites, shown) for site in branch.sites}.issuperset(sites)
 
 
-# The pass that shows it: without dropout, so that sums are exact.
+# The pass that is examined runs without dropout, so that sums are exact.
 
 _DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"})
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Dropout gives its input."""
+    """Makes dropout return its input."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -190,12 +194,14 @@ class _WithoutDropout(TorchFunctionMode):
 
 @final
 class ResidualStream:
-    """The numbers of records.BLOCK_FIELDS of each measured pass, taken while `attach()`'s handle is active.
+    """Computes the statistics in records.BLOCK_FIELDS for each measured pass, while the handle from `attach()` is
+    active.
 
-    A block is an element of the lists of modules (nn.ModuleList, nn.Sequential, nn.ModuleDict by number) that hold
-    attention, whose input and output have one shape. Its branches are those of its modules whose outputs, times
-    factors, sum to its output minus its input; a block that is not such a sum, for instance because a norm follows it,
-    has none. That is found by one more pass without gradients and dropout, before the first pass that is measured.
+    A block is an element of a list of modules that contains attention (nn.ModuleList, nn.Sequential or nn.ModuleDict
+    with numbers as keys), and its input and output have the same shape. Its branches are the modules in it whose
+    outputs, times factors, sum to its output minus its input. If the output is not such a sum, for instance because a
+    norm is applied to it, the block has no branches. Branches are found in an extra pass without gradients or dropout,
+    before the first measured pass.
     """
 
     def __init__(
@@ -206,30 +212,30 @@ class ResidualStream:
         guard: Guarded = unguarded,
         tree: ModuleTree | None = None,
     ) -> None:
-        """Takes add, which gets the numbers of some layers by name, over how many tokens each is and how several make
-        one; and guard, which calls what the hooks do."""
+        """add: receives the names of layers and the field, the values, the number of tokens each value covers, and how
+        values are combined. guard: runs the hooks' code."""
         self.model, self._add, self._guard = model, add, guard
         self._tree = ModuleTree(model) if tree is None else tree
         self._of_site = blocks_of(model, sites)
-        self.branches: dict[str, list[StreamBranch]] = {}  # by block, also of blocks where none were found
+        self.branches: dict[str, list[StreamBranch]] = {}  # by block, including blocks where none were found
         self._copied: set[str] = set()  # blocks that change their input in place
-        self._layers: dict[str, tuple[str, ...]] = {}  # what the numbers of a block are filed under
+        self._layers: dict[str, tuple[str, ...]] = {}  # the layers under which the statistics of a block are recorded
         self._tries, self._seen, self._said = 0, False, False  # seen: a pass has shown the blocks
         self._most = 1 if spread(model) else _TRIES
-        self._unsure: list[str] = []  # attention layers whose branch added too little to be seen yet
-        self._refused: list[str] = []  # those of blocks that are no such sums
+        self._unsure: list[str] = []  # attention layers whose branch has added too little so far to be found
+        self._refused: list[str] = []  # attention layers of blocks whose output is not such a sum
         self._open: dict[str, StreamValues] = {}
         self._others: dict[str, Tensor] = {}
         self._found: dict[tuple[str, str], tuple[Tensor, int]] = {}
 
     @property
     def complete(self) -> bool:
-        """Returns whether no further pass will be examined. If all processes take part in a pass, only one is examined,
-        since they may not agree on more."""
+        """Returns whether no further pass will be examined. If all processes take part in a pass, only one pass is
+        examined, because they may disagree on whether to examine another."""
         return self._tries >= self._most or (self._seen and not self._unsure)
 
     def look(self, owner: object, args: Args, kwargs: Kwargs) -> None:
-        """Finds the blocks and their branches by a pass with these arguments, which changes nothing."""
+        """Finds the blocks and their branches in a pass with these arguments, which has no side effects."""
         self._tries += 1
         shown: dict[str, _Shown] = {}
         eager, unchanged = torch.compiler.set_stance, undisturbed(self.model)
@@ -240,24 +246,24 @@ class ResidualStream:
             try:
                 self.model(*copied(args), **copied(dict(kwargs)))
             except Exception as error:
-                # Most often the model's own pass fails too. Where it does not, silence would look like a measurement.
+                # Usually the model's own pass fails too. If it does not, silence would look like a measurement.
                 if self._tries >= self._most and not self._seen:
                     self._said = True
                     caution(
-                        "the residual stream is not measured: the model failed in the extra pass that finds its "
-                        f"blocks: {type(error).__name__}: {error}"
+                        "the residual stream is not measured, because the model failed in the extra pass that finds "
+                        f"its blocks: {type(error).__name__}: {error}"
                     )
                 return
         self._understand({name: one for name, one in shown.items() if one.out is not None})
 
     def _candidates(self) -> list[tuple[str, nn.Module]]:
-        """The modules of the lists that hold blocks."""
+        """The modules in the lists that contain the blocks."""
         holders = {name.rpartition(".")[0] for name in self._of_site.values()}
         known = [(name, module) for name, module in self._tree.named() if name.rpartition(".")[0] in holders and name]
         return [(name, module) for name, module in known if not isinstance(module, torch.jit.ScriptModule)]
 
     def _hook(self, undo: ExitStack, shown: dict[str, _Shown], name: str, module: nn.Module) -> None:
-        """Notes what a block and the modules in it give."""
+        """Records the outputs of a block and of the modules in it."""
 
         def before(module: nn.Module, args: object, kwargs: object) -> None:
             x = _stream((args, kwargs))
@@ -301,7 +307,7 @@ class ResidualStream:
         known: dict[type, list[list[StreamBranch]]] = {}
         inside = {name: self._inside(name) for name in shown}
         self._unsure, self._refused, self._seen = [], [], True
-        for again in (False, True):  # a block whose attention adds nothing yet has the branches of its class
+        for again in (False, True):  # a block whose attention does not add anything yet gets the branches of its class
             for name, one in shown.items():
                 own, patterns = inside[name], known.setdefault(kinds[name], [])
                 if again and {site for branch in self.branches.get(name, ()) for site in branch.sites}.issuperset(own):
@@ -321,12 +327,12 @@ class ResidualStream:
         self._tell()
 
     def _inside(self, name: str) -> dict[str, str]:
-        """The attention layers of a block, and the names of their modules within it."""
+        """The attention layers of a block, each with the name of its module within the block."""
         own = [site for site, block in self._of_site.items() if block == name]
         return {site: site.partition("#")[0].removeprefix(name).removeprefix(".") for site in own}
 
     def _tell(self) -> None:
-        """Says once what cannot be measured."""
+        """Warns once about what cannot be measured."""
         lacking = [*self._refused, *(self._unsure if self._tries >= self._most else ())]
         if self._said or (self.branches and not lacking):
             return
@@ -334,7 +340,8 @@ class ResidualStream:
         if not self.branches:
             caution(
                 "the residual stream is not measured: expected blocks in an nn.ModuleList, nn.Sequential or numbered "
-                "nn.ModuleDict that hold the attention and whose input and output have the same shape; none was seen"
+                "nn.ModuleDict that contain the attention and whose input and output have the same shape; no such "
+                "block was seen"
             )
             return
         caution(
@@ -346,7 +353,7 @@ class ResidualStream:
     # Passes that are measured.
 
     def attach(self) -> Handle:
-        """Look at the blocks of the next pass."""
+        """Starts measuring the blocks in the next pass; remove the handle when the pass is over."""
         self._open, self._others, self._found = {}, {}, {}
         modules = dict(self._tree.named())
         hooks: list[Hook] = []
@@ -406,7 +413,7 @@ class ResidualStream:
         for field, formula in _FORMULAS[place]:
             value = formula(own)
             for layer in layers or self._layers[name]:
-                known = self._found.get((layer, field))  # of a block that is called again
+                known = self._found.get((layer, field))  # if the block is called again
                 if known is None:
                     self._found[layer, field] = value, n
                 else:
@@ -414,7 +421,7 @@ class ResidualStream:
                     self._found[layer, field] = joined(how, known[0], value, n / total), total
 
     def _over(self) -> None:
-        """The pass is over: the numbers of all layers by field, as one tensor."""
+        """Ends the pass and passes on the statistics of all layers, with one tensor for each field."""
         groups: dict[object, list[tuple[str, Tensor]]] = {}
         for (layer, field), (x, n) in self._found.items():
             groups.setdefault((field, n, x.device, x.dtype), []).append((layer, x))
@@ -431,7 +438,7 @@ _FORMULAS = {
 
 
 def joined(how: Reduction, known: Tensor, new: Tensor, share: float) -> Tensor:
-    """Combines two numbers, of which the new one has this share of the data.
+    """Combines two values, where `share` is the share of the data that the new value covers.
 
     >>> joined("root_mean", torch.tensor(1.0), torch.tensor(7.0), 0.5)
     tensor(5.)
@@ -451,17 +458,17 @@ def _streams(value: object) -> Iterator[Tensor]:
 
 
 def _stream(given: object) -> Tensor | None:
-    """The first tensor of vectors among the arguments of a block."""
+    """The first floating-point tensor with at least two dimensions among the arguments of a block."""
     return next(_streams(given), None)
 
 
 def _like(output: object, shape: torch.Size | None) -> Tensor | None:
-    """The first tensor of what a module gave, where it has this shape."""
+    """The first tensor in a module's output, or None if its shape is not this one."""
     x = next(_streams(output), None)
     return x if x is not None and x.shape == shape else None
 
 
 def _sample(x: Tensor) -> Tensor:
-    """Some of the tokens, [n m], in the widest dtype."""
+    """A sample of the tokens, [n m], in the widest dtype."""
     rows = x.reshape(-1, x.shape[-1])
     return rows[:: max(1, len(rows) // _TOKENS)][:_TOKENS].to(widest(x.device), copy=True)

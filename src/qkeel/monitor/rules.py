@@ -1,4 +1,4 @@
-"""Rules on records that raise alarms."""
+"""Rules that raise alarms based on records."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from qkeel.monitor import thresholds
 from qkeel.monitor.history import Forecast, History, RecordPlace, forecast
 from qkeel.records import LAYER_TYPES, LINEAR, NON_FINITE, explain_field
 
-# Alarms and rules: a rule is a condition on records, without state.
+# Alarms and rules; a rule is a condition on records and has no state.
 
 HOLD = 'qkeel.apply("lalr:tau=0.1+qk_clip:threshold=100", model, optimizer)'
 GROWTH = "attention logits have grown too large"  # what most alarms are about
 
 
 class Severity(StrEnum):
-    """The three grades of an alarm.
+    """The three severity levels of an alarm.
 
-    NOTICE: worth knowing, but also found in healthy runs. ALARM: act, or the loss suffers. CRITICAL: runs do not
-    recover.
+    NOTICE: worth knowing, but it also occurs in healthy runs. ALARM: without action, the loss suffers. CRITICAL: runs
+    do not recover from this.
     """
 
     NOTICE = "notice"
@@ -39,13 +39,13 @@ class Severity(StrEnum):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """A reason to act: the place, the value and its growth, and the line of code that helps.
+    """A reason to act: where it occurred, the value and its growth, and the line of code that helps.
 
     `rule` is the name of the rule, `severity` notice, alarm or critical, `step` the optimizer step. `value` is the
     number that the rule judged, in the unit of its field (nats for logits and entropies). `meaning` and `trend`
     describe the alarm in words, `remedy` is the line of code, and `source` states where the threshold comes from.
-    `layer` and `head` are None where the rule is about the whole model, or the whole layer. `cause` says in words what
-    is going wrong; alarms with the same cause belong together and have the same remedy.
+    `layer` and `head` are None if the rule is about the whole model; `head` is None if it is about a whole layer.
+    `cause` says in words what is going wrong; alarms with the same cause belong together and have the same remedy.
     """
 
     rule: str
@@ -72,21 +72,21 @@ class Alarm:
         return f"{self.severity} at step {self.step:,}{place}: {self.meaning}{trend}"
 
     def __str__(self) -> str:
-        """One line a person can act on."""
+        """One line that says what was observed and what to do."""
         return f"{self.line}. To act: {self.remedy}"
 
 
-Threshold = float | Mapping[str, float]  # of all layers, or of those of each of these types; others are left out
+Threshold = float | Mapping[str, float]  # for all layers, or for the layers of each of these types and no others
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rule(abc.ABC):
-    """A condition on the history of a run; `source` says where its numbers come from."""
+    """A condition on the history of a run; `source` says where its thresholds come from."""
 
-    severity: Severity = Severity.ALARM  #: of its alarms
+    severity: Severity = Severity.ALARM  #: severity of its alarms
     source: str = ""  #: paper, page or derivation, in words
-    remedy: str = HOLD  #: the line of code that an alarm advises
-    cause: str = GROWTH  #: what goes wrong: alarms of one cause are one story
+    remedy: str = HOLD  #: the line of code that an alarm recommends
+    cause: str = GROWTH  #: what goes wrong; alarms with the same cause are reported together
 
     @property
     def name(self) -> str:
@@ -96,10 +96,10 @@ class Rule(abc.ABC):
 
     @abc.abstractmethod
     def check(self, history: History) -> Alarm | None:
-        """Returns the alarm, if the last record warrants one."""
+        """Returns an alarm if the last record warrants one."""
 
     def of_types(self, history: History, thresholds: Mapping[str, float]) -> Alarm | None:
-        """The alarm for the first type of layers on which this rule fires with the threshold of that type."""
+        """Returns the alarm for the first type of layer on which this rule fires with the threshold for that type."""
         for layer_type, threshold in thresholds.items():
             one = dataclasses.replace(self, threshold=threshold)  # type: ignore[call-arg]
             alarm = one.check(history.of_type(layer_type)) if layer_type in history.types.values() else None
@@ -131,7 +131,7 @@ class Rule(abc.ABC):
 def check_threshold(threshold: Threshold) -> None:
     """Checks a threshold, or thresholds by type of layer.
 
-    Raises: InvalidTypeError or InvalidValueError if it is neither, UnknownNameError if there is no such type.
+    Raises: InvalidTypeError or InvalidValueError if it is neither, UnknownNameError if a type does not exist.
 
     >>> check_threshold({"window": 50.0, "full": 100.0})
     """
@@ -153,7 +153,7 @@ def check_threshold(threshold: Threshold) -> None:
 
 
 def shown(threshold: Threshold) -> str:
-    """A threshold in the name of a rule.
+    """A threshold as it appears in the name of a rule.
 
     >>> shown(1000.0), shown({"full": 100.0, "window": 50.0})
     ('1000', 'full=100,window=50')
@@ -166,7 +166,8 @@ def shown(threshold: Threshold) -> str:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Extreme:
-    """The largest entry of the last record: where, how much, its series [n], and [n] the largest of each record."""
+    """The largest entry of the last record: its place, its value, its series [n], and the largest value in each record
+    [n]."""
 
     at: RecordPlace
     value: float
@@ -174,9 +175,10 @@ class Extreme:
     envelope: np.ndarray
 
 
-@functools.lru_cache(maxsize=4)  # a History never changes, and most rules ask the same
+@functools.lru_cache(maxsize=4)  # a History never changes, and most rules need the same entry
 def largest(history: History, name: str) -> Extreme | None:
-    """The head that is largest in the last record; NaN counts as not measured; None if nothing is."""
+    """The head with the largest value in the last record, where NaN counts as not measured; None if nothing was
+    measured."""
     series = history.series(name)
     if series is None or not len(series) or np.isnan(series[-1]).all():
         return None
@@ -187,8 +189,8 @@ def largest(history: History, name: str) -> Extreme | None:
 
 
 def at_most(history: History, name: str, limit: float) -> bool:
-    """Returns whether no head of the last record is over a limit, where the largest of all heads was kept: what most
-    records show, so that their heads need not be looked at; False if it is unknown."""
+    """Returns whether the largest value over all heads in the last record, if it was kept, is at most `limit`; this is
+    usually the case, so that the heads need not be examined. False if it is unknown."""
     tops = history.tops.get(name)
     return tops is not None and len(tops) > 0 and not tops[-1] > limit
 
@@ -200,7 +202,7 @@ def peak(name: str, record: np.ndarray) -> RecordPlace:
 
 
 def _largest_at(values: np.ndarray) -> int:
-    """The place of the first largest number among all, NaN aside: np.nanargmax in fewer calls of Python's."""
+    """The index of the first largest value, ignoring NaN; like np.nanargmax, but with fewer Python calls."""
     known = values.astype(np.float64)  # a copy
     known[np.isnan(known)] = -np.inf
     at = int(known.argmax())
@@ -208,18 +210,19 @@ def _largest_at(values: np.ndarray) -> int:
 
 
 def ahead(history: History, values: np.ndarray, threshold: float) -> Forecast | None:
-    """The forecast of when `values` [n], a series of this history, pass `threshold`; see forecast."""
+    """Forecasts when `values` [n], a series of this history, will pass `threshold`; see `forecast`."""
     return forecast(history.steps, values, threshold, rates=history.rates, planned=history.planned)
 
 
 def first(values: np.ndarray) -> int:
-    """The first record at which `values` [n] were measured: a name may appear late."""
+    """The index of the first record in which `values` [n] were measured, because a name may appear late."""
     return int(np.argmax(np.isfinite(values)))
 
 
 def trend(history: History, values: np.ndarray, of: str = "it") -> str:
-    """The growth of a value in words: its first value, and the factor by which it grows each time the training length
-    doubles, counted in learning rates summed over steps; "" where the last record is the first that has it."""
+    """Describes the growth of a value in words: its first value, and the factor by which it grows each time the
+    training length, measured as the sum of learning rates, doubles; "" if the last record is the first that contains
+    the value."""
     start = first(values)
     if start == len(values) - 1:
         return ""
@@ -232,17 +235,18 @@ def trend(history: History, values: np.ndarray, of: str = "it") -> str:
 
 # Alarm rules on logits and entropy.
 #
-# A rule reads all records up to now and says whether the last one is a reason for an alarm. How early each raises
-# it, and how often without a reason, is measured in research/alarms.md. The thresholds are in thresholds.py.
+# A rule reads all records so far and decides whether the last one is a reason for an alarm. How early each rule fires,
+# and how often without a reason, is measured in research/alarms.md. The thresholds are in thresholds.py.
 
-_FEW_NATS = 40.0  # logits within it differ by less than what makes a weight 0 in float32
-_MODEL = "the largest of all heads"  # the course that forecasts follow; an alarm names the head that has it now
+_FEW_NATS = 40.0  # logits of at most this size differ too little for a weight to become 0 in float32
+_MODEL = "the largest of all heads"  # the series that forecasts use; an alarm names the head that is now largest
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ceiling(Rule):
-    """A head's largest attention logit exceeds `threshold` (nats), for all layers or by layer type."""
+    """A head's largest attention logit exceeds `threshold` (nats), which applies to all layers or is given by layer
+    type."""
 
     threshold: Threshold
 
@@ -271,10 +275,10 @@ class Ceiling(Rule):
 class Growth(Rule):
     """The largest logit is over `floor` and will be `factor` times as large within `horizon` times the training so far.
 
-    The power law of `forecast` must predict such growth at the last record and at the one before, so that one odd batch
-    raises no alarm. The forecast is of the largest logit of the run, whichever head has it: it is smoother than a
-    single head's, and its intervals are accurate (research/alarms.md). The alarm names the head that currently has the
-    largest logit.
+    The power law of `forecast` must predict such growth at the last record and at the record before it, so that one
+    unusual batch does not raise an alarm. The forecast is for the largest logit over all heads, because this series is
+    smoother than that of a single head, and its intervals are accurate (research/alarms.md). The alarm names the head
+    that currently has the largest logit.
     """
 
     floor: float = thresholds.GROWTH_FLOOR
@@ -343,10 +347,11 @@ def _soon(
 class Outlook(Rule):
     """The largest logit will exceed `threshold` at the end of the planned schedule if its growth continues.
 
-    z_end = z + (z - z_0) (c_end - c) / (c - c_0): in proportion to the clock c, the sum of learning rates, since the
-    first record. The rule applies as soon as z is over both `floor` and `factor` times z_0, so it can fire during the
-    warm-up, whose low rates have had little of the effect that the peak rate will have. It is silent if no schedule is
-    known. It fits no power law, because so early in a run the first points still reflect the logit before training.
+    The logit z is extrapolated in proportion to the clock c, the sum of learning rates, since the first record: z_end =
+    z + (z - z_0) (c_end - c) / (c - c_0). The rule applies as soon as z exceeds both `floor` and `factor` times z_0, so
+    it can fire during the warm-up, whose low rates have had little of the effect that the peak rate will have. The rule
+    does not fire if no schedule is known. It does not fit a power law, because so early in a run the first points still
+    reflect the logit before training.
     """
 
     threshold: Threshold = thresholds.OUTLOOK  #: of all layers, or by their types
@@ -379,11 +384,12 @@ class Outlook(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EntropyCollapse(Rule):
-    """The mean entropy of a layer's heads is under `threshold` (nats): attention picks one key and has no gradient.
+    """The mean entropy of a layer's heads is below `threshold` (nats), so that attention picks one key and has no
+    gradient.
 
-    It judges layers, not heads: healthy models have heads that attend to one key. The threshold is half of the one by
-    which a whole model counts as collapsed, because single layers reach 0.1 in runs that end only slightly worse
-    (research/alarms.md).
+    The rule applies to layers rather than heads, because healthy models have heads that attend to one key. The
+    threshold is half of the value below which a whole model counts as collapsed, because single layers reach 0.1 in
+    runs that end only slightly worse (research/alarms.md).
     """
 
     threshold: Threshold = thresholds.ENTROPY  #: of all layers, or by their types
@@ -397,7 +403,7 @@ class EntropyCollapse(Rule):
             return self.of_types(history, self.threshold)
         series = history.series("entropy")
         if series is None or not len(series) or not np.fmin.reduce(series[-1], axis=None) <= self.threshold:
-            return None  # no mean is less than the least of its terms, so most records need no more than this
+            return None  # a mean is never below its smallest term, so for most records this check suffices
         means = _layer_means(history)
         if means is None or np.isnan(means[1]).all():
             return None
@@ -412,8 +418,8 @@ class EntropyCollapse(Rule):
 
 
 def _layer_means(history: History) -> np.ndarray | None:
-    """Mean entropy over the heads that were measured, [2 layers]: at first and now; NaN where none was, or where every
-    query sees one key and so has no choice."""
+    """The mean entropy over the measured heads, [2 layers], in the first and in the last record; NaN if no head was
+    measured, or if every query sees only one key and so has no choice."""
     series, top = history.series("entropy"), history.top("entropy")
     if series is None or top is None or not len(series):
         return None
@@ -425,11 +431,11 @@ def _layer_means(history: History) -> np.ndarray | None:
 
 
 def _one_key(history: History, records: Sequence[int], entropy: np.ndarray) -> np.ndarray:
-    """Whether each query of a head sees one key, at these records.
+    """Returns whether each query of a head sees only one key, in these records.
 
-    Where all statistics are measured, the normalised entropy, of queries with two keys or more, is missing then. Where
-    only the entropy is, an entropy of exactly 0 next to small logits shows it: exp(z) of a second key vanishes in
-    float32 at no gap under 88.
+    If all statistics are measured, the normalized entropy is then missing, because it covers only queries with two or
+    more keys. If only the entropy is measured, an entropy of exactly 0 together with small logits reveals it, because
+    exp(z) of a second key does not vanish in float32 if the gap is below 88.
     """
 
     def of(name: str) -> np.ndarray:
@@ -444,9 +450,8 @@ def _one_key(history: History, records: Sequence[int], entropy: np.ndarray) -> n
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite(Rule):
-    """The logits of a head are NaN or infinite. The alarm names the first layer with such a head: later layers only
-    inherit its numbers.
-    """
+    """The logits of a head are NaN or infinite. The alarm names the first layer with such a head, because later layers
+    only inherit these values."""
 
     severity: Severity = Severity.CRITICAL
     source: str = "by definition"
@@ -454,7 +459,7 @@ class NonFinite(Rule):
 
     @property
     def name(self) -> str:
-        """The name."""
+        """The name of the rule."""
         return "not finite"
 
     def check(self, history: History) -> Alarm | None:
@@ -473,12 +478,12 @@ class NonFinite(Rule):
 class AllSinks(Rule):
     """Every head of a layer has become a sink head: it gives its first key over 30 % of its weight.
 
-    It ignores layers that were already like this at the start, layers of one head, and layers with uniform attention,
-    which over short sequences gives the first key that much weight. It is not a default rule, because it was measured
-    only on contexts of 32 tokens, where it fired in 1 of 60 healthy runs (research/results/step-spectra.md).
+    The rule ignores layers that were already like this at the start, layers with only one head, and layers with uniform
+    attention, which gives the first key that much weight in short sequences. It is not a default rule, because it was
+    measured only on contexts of 32 tokens, where it fired in 1 of 60 healthy runs (research/results/step-spectra.md).
     """
 
-    uniform: float = 0.9  #: normalised entropy from which on a head has no preference
+    uniform: float = 0.9  #: normalized entropy from which a head counts as having no preference
     severity: Severity = Severity.NOTICE
     source: str = "Sun et al. 2026, arXiv 2603.05498: heads that give over 30 % to the first token act as gates"
     cause: str = "all heads of a layer attend to the first key"
@@ -507,9 +512,9 @@ class GateShut(Rule):
     """The gate of a learned sink is shut: the head gives its keys less than `factor` times the weight that the median
     head does.
 
-    It needs a run that is watched with stats="all+gates". It is not a default rule: it fired in 11 of 18 healthy runs
-    of tiny models, and in all 12 that went wrong (research/results/step-spectra.md). One shut head is not harmful in
-    itself.
+    It requires a run that is watched with stats="all+gates". It is not a default rule, because it fired in 11 of 18
+    healthy runs of tiny models, as well as in all 12 runs that went wrong (research/results/step-spectra.md). One shut
+    head is not harmful in itself.
     """
 
     factor: float = 0.01
@@ -533,11 +538,12 @@ class GateShut(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Over(Rule):
-    """The named number exceeds `threshold`: a recorded number of heads, layers, blocks, the model or the monitor
+    """A recorded field exceeds `threshold`; it may be a field of heads, layers, blocks, the model or the monitor
     itself.
 
-    Names are those of qkeel.records; the monitor's own numbers have the prefix monitor_. Where several heads or layers
-    exceed the threshold, the alarm names the one with the largest number. It is silent if the number is not recorded.
+    The names of fields are those in qkeel.records; the monitor's own fields have the prefix monitor_. If several heads
+    or layers exceed the threshold, the alarm names the one with the largest value. The rule does not fire if the field
+    is not recorded.
 
     >>> Over(field="block_output_channel_ratio", threshold=100.0).name
     'block_output_channel_ratio over 100'
@@ -546,16 +552,16 @@ class Over(Rule):
     field: str
     threshold: float
     cause: str = "a number is over its threshold"
-    remedy: str = ""  # "" for the command that says what the number is
+    remedy: str = ""  # "" stands for the command that explains the field
 
     def __post_init__(self) -> None:
-        explain_field(self.field)  # there is such a number
+        explain_field(self.field)  # raises an error if the field does not exist
         if not self.remedy:
             object.__setattr__(self, "remedy", f"qkeel explain {self.field}")
 
     @property
     def name(self) -> str:
-        """The recorded number's name followed by the threshold."""
+        """The name of the field followed by the threshold."""
         return f"{self.field} over {self.threshold:g}"
 
     def check(self, history: History) -> Alarm | None:
@@ -576,7 +582,7 @@ class Over(Rule):
         return dataclasses.replace(found, layer=of_layer)
 
 
-# Every watched run is checked by these; their thresholds are in thresholds.py.
+# These rules check every watched run; their thresholds are in thresholds.py.
 DEFAULT: tuple[Rule, ...] = (
     Ceiling(threshold=thresholds.CLIPS, severity=Severity.NOTICE, source=thresholds.SOURCES[thresholds.CLIPS]),
     Ceiling(threshold=thresholds.HARMS, source=thresholds.SOURCES[thresholds.HARMS]),

@@ -1,4 +1,4 @@
-"""Where records go, and a run read back from its directory."""
+"""The destinations of records, and a run that is read back from its directory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from qkeel.records import (
 )
 from qkeel.records.file_formats import JSONObject
 
-# The destinations of samples, by name: a directory that `qkeel report` reads, the log, or a tracker.
+# The destinations of samples, by name: a directory for `qkeel report`, the log, or a tracker.
 
 DEFAULT_PATH = Path("qkeel-runs/watch")
 KIND = "watch"
@@ -45,19 +45,19 @@ ENVIRONMENT = (
     "commit",
     "command",
     "watcher",
-)  # what goes to env.json; the rest describes what is watched
+)  # keys written to env.json; the other keys describe what is watched
 
 
 class Sink(abc.ABC):
     """Receives what a Monitor measures.
 
-    Every method but `require` may raise: the Monitor warns once and continues without the sink.
+    Every method except `require` may raise an error; the Monitor then warns once and continues without the sink.
     """
 
     def require(self) -> None:  # noqa: B027 - most sinks need nothing
         """Called by `qkeel.watch` before anything is measured.
 
-        Raises: MissingLibraryError where a library that the sink needs is missing, so that no run is lost because of
+        Raises: MissingLibraryError if a library that the sink needs is not installed, so that no run is lost because of
             it.
         """
 
@@ -68,7 +68,7 @@ class Sink(abc.ABC):
 
     @abc.abstractmethod
     def write(self, sample: Sample) -> None:
-        """One sample."""
+        """Receives one sample."""
 
     @abc.abstractmethod
     def alarm(self, alarm: Alarm) -> None:
@@ -84,24 +84,25 @@ class Sink(abc.ABC):
 
 @final
 class RunDirectorySink(Sink):
-    """Writes a run directory. Nothing on disk is overwritten: if `path` is not empty, `path-2`, `path-3` ... is
+    """Writes a run directory. Nothing on disk is overwritten: if `path` is not empty, `path-2`, `path-3`, ... is
     created.
 
-    config.json (kind "watch", what is watched), env.json, metrics.jsonl, heads.json, heads.f32, events.jsonl (alarms);
-    samples in evaluation mode separately, in eval.jsonl and eval_heads.f32; summary.json and DONE when the run is
-    complete. If the process is killed, the directory can be read up to its last complete record.
+    The directory contains config.json (kind "watch", what is watched), env.json, metrics.jsonl, heads.json, heads.f32
+    and events.jsonl (alarms). Samples in evaluation mode are written separately, to eval.jsonl and eval_heads.f32;
+    summary.json and DONE are written when the run is complete. If the process is killed, the directory can be read up
+    to its last complete record.
 
-    A record of heads.f32 has a fixed size: the fields are those that `about["fields"]` lists, or all of HEAD_FIELDS;
-    layers and heads are those of the first sample. A field that appears later is named in events.jsonl, once, and left
-    out.
+    A record in heads.f32 has a fixed size: the fields are those listed in `about["fields"]`, or all of HEAD_FIELDS, and
+    the layers and heads are those of the first sample. A field that appears later is reported once in events.jsonl and
+    left out.
 
     Args:
         path: the directory.
-        watcher: the command line of the `qkeel watch` that records here, if there is one.
+        watcher: the command line of the `qkeel watch` process that records here, if there is one.
     """
 
     def __init__(self, path: str | Path = DEFAULT_PATH, watcher: str = "") -> None:
-        """Takes the directory, and the command line of a `qkeel watch` that records here."""
+        """path: the directory. watcher: the command line of a `qkeel watch` process that records here."""
         if not isinstance(path, (str, Path)):
             raise InvalidTypeError(f"expected a path for the records, got {type(path).__name__}")
         self.asked, self.watcher = Path(path), watcher
@@ -112,7 +113,7 @@ class RunDirectorySink(Sink):
         self._summary: dict[str, float] = {}
 
     def open(self, about: Mapping[str, object]) -> None:
-        """Creates the directory; config.json is written last, so that a directory with one is complete."""
+        """Creates the directory; config.json is written last, so that a directory that contains it is complete."""
         self.path = path = fresh_directory(self.asked)
         fields = about.get("fields")
         self._fields = tuple(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS)
@@ -152,16 +153,16 @@ class RunDirectorySink(Sink):
             append_line(path / "events.jsonl", {"step": sample.step, "event": text})
 
     def alarm(self, alarm: Alarm) -> None:
-        """One event."""
+        """Writes one event."""
         append_line(self._place() / "events.jsonl", {"event": "alarm", **dataclasses.asdict(alarm)})
         self._summary["alarms"] += 1
 
     def event(self, event: Mapping[str, object]) -> None:
-        """One event."""
+        """Writes one event."""
         append_line(self._place() / "events.jsonl", event)
 
     def close(self, complete: bool) -> None:
-        """Syncs the records to the disk; writes summary and DONE if the run is complete."""
+        """Syncs the records to disk; writes the summary and DONE if the run is complete."""
         if self.path is None:
             return
         if complete:
@@ -180,7 +181,7 @@ _LEVELS = {Severity.NOTICE: logging.INFO, Severity.ALARM: logging.WARNING, Sever
 
 @final
 class LoggingSink(Sink):
-    """Logs one line per sample with the standard library's logger named `logger`, and alarms as warnings and errors."""
+    """Logs one line per sample to the standard library's logger named `logger`, and alarms as warnings and errors."""
 
     def __init__(self, logger: str = "qkeel") -> None:
         self.logger = logging.getLogger(logger)
@@ -194,7 +195,7 @@ class LoggingSink(Sink):
         self.logger.info("watching %d%s attention layers of %s", found, total, about.get("model"))
 
     def write(self, sample: Sample) -> None:
-        """One line."""
+        """Logs one line."""
         self.logger.info("%s", sample_line(sample))
 
     def alarm(self, alarm: Alarm) -> None:
@@ -202,14 +203,14 @@ class LoggingSink(Sink):
         self.logger.log(_LEVELS[alarm.severity], "%s", alarm)
 
     def event(self, event: Mapping[str, object]) -> None:
-        """One line."""
+        """Logs one line."""
         self.logger.warning("%s", event.get("text", event))
 
     def close(self, complete: bool) -> None:
-        """Nothing to close."""
+        """Does nothing, because there is nothing to close."""
 
 
-# Name -> where its class is; a module is imported when its sink is made.
+# Name -> where its class is defined; a module is imported when its sink is created.
 SINKS = {
     "csv": "qkeel.integrations.trackers:CSVSink",
     "directory": "qkeel.monitor.sinks:RunDirectorySink",
@@ -224,10 +225,10 @@ SINKS = {
 
 
 def sink(text: str) -> Sink:
-    """Builds one sink from a spec string.
+    """Builds one sink from a string.
 
     Args:
-        text: a name from SINKS with its options: `wandb:project=gpt,mode=offline`.
+        text: a name from SINKS with its options, as in `wandb:project=gpt,mode=offline`.
 
     Raises:
         UnknownNameError: a name or an option does not exist.
@@ -243,7 +244,8 @@ def sink(text: str) -> Sink:
 
 
 def sinks(text: str) -> tuple[Sink, ...]:
-    """Builds sinks from names joined by `+`, or from the path of a run directory, which has a / or begins with a dot.
+    """Builds sinks from names joined by `+`, or from the path of a run directory, which contains a / or begins with a
+    dot.
 
     >>> [type(one).__name__ for one in sinks("log+directory:path=runs/a")]
     ['LoggingSink', 'RunDirectorySink']
@@ -266,7 +268,7 @@ def _build(term: Term) -> Sink:
     return build(term.name, cls, {key: str(value) for key, value in term.options.items()})
 
 
-# A recorded run, read back: its configuration, its tables, its figures.
+# A recorded run that is read back: its configuration, its tables and its figures.
 
 
 @final
@@ -292,22 +294,22 @@ class Run:
 
     @functools.cached_property
     def config(self) -> JSONObject:
-        """The configuration of what was watched or trained."""
+        """The configuration of the watched or trained model."""
         return self.directory.config()
 
     @functools.cached_property
     def env(self) -> JSONObject:
-        """Versions and command."""
+        """The versions and the command."""
         return self.directory.env()
 
     @functools.cached_property
     def history(self) -> History:
-        """The training records as arrays, as the rules of alarms read them."""
+        """The training records as arrays, in the form that alarm rules read."""
         return History.read(self.directory)
 
     @functools.cached_property
     def steps(self) -> Frame:
-        """One row per training record: the numbers of the whole model."""
+        """One row per training record, with the values for the whole model."""
         return _steps(self.directory.metrics())
 
     @functools.cached_property
@@ -317,12 +319,12 @@ class Run:
 
     @functools.cached_property
     def eval_steps(self) -> Frame:
-        """Like `steps`, for passes in evaluation mode."""
+        """Like `steps`, but for passes in evaluation mode."""
         return _steps(self.directory.eval_metrics())
 
     @functools.cached_property
     def eval_heads(self) -> Frame:
-        """The same as `heads`, of passes in evaluation mode."""
+        """Like `heads`, but for passes in evaluation mode."""
         return self._heads(self.directory.eval_heads() if self._has("eval_heads.json") else None)
 
     @functools.cached_property
@@ -352,13 +354,13 @@ class Run:
 
 
 def load(run: str | Path) -> Run:
-    """Read a run directory as tables: `load(path).heads.to_pandas()` has one row per step, layer and head.
+    """Reads a run directory as tables; `load(path).heads.to_pandas()` has one row per step, layer and head.
 
     Args:
-        run: the directory that `qkeel.watch`, `qkeel watch` or `qkeel run` wrote; the run may be unfinished.
+        run: a directory written by `qkeel.watch`, `qkeel watch` or `qkeel run`; the run may be unfinished.
 
-    Raises: RunDirectoryError if there is no run; DamagedFileError when a file is read that has changed since it was
-    written.
+    Raises: RunDirectoryError if the directory does not contain a run; DamagedFileError when a file is read that has
+        changed since it was written.
 
     >>> from qkeel.records import write_json
     >>> write_json(Path("config.json"), {"kind": "watch", "model": "GPT"})

@@ -1,4 +1,4 @@
-"""The thresholds of alarms, and where each comes from. Logits and entropies in nats."""
+"""The thresholds of alarms, and where each comes from. Logits and entropies are in nats."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SOURCES = {
     DIVERGES: "Wortsman et al. 2023, arXiv 2309.14322: every run with a max logit over 1e4 diverged",
 }
 
-# Chosen on the tuning seeds of research/alarms.md, measured on others.
+# Chosen on the tuning seeds of research/alarms.md, and measured on other seeds.
 GROWTH_FLOOR, GROWTH_FACTOR = ALARM_THRESHOLD, 3.0
 APPROACH_FLOOR = 30.0
 HORIZON = 4.0  # times the training so far
 OUTLOOK, OUTLOOK_FLOOR, OUTLOOK_FACTOR = 500.0, 8.0, 2.0
 ENTROPY = LAYER_ENTROPY
 
-# Rules that know the setting of a run.
+# Thresholds of rules that depend on the setting of a run.
 ROUNDING = 0.25  # nats by which rounding changes the logits of the top keys
 GAIN_FACTOR = 4.0  # times the gain's first value
-IDLE_TOLERANCE = 0.05  # share by which a head's size may differ from what the norm makes
+IDLE_TOLERANCE = 0.05  # relative deviation allowed between a head's size and what the norm produces

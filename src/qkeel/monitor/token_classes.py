@@ -1,4 +1,4 @@
-"""Statistics by class of token: masks over queries, norms of hidden states, classes."""
+"""Which tokens count and their classes: query masks, norms of hidden states, token classes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from qkeel.patching.modes import (
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import of_key
 
-# The query rows that count: padded ones are left out of the statistics.
+# The query rows that count; padded rows are left out of the statistics.
 
 MaskSource = str | Tensor | Callable[..., Tensor]
 
@@ -40,11 +40,11 @@ MaskSource = str | Tensor | Callable[..., Tensor]
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueryMaskSource:
-    """The source of the mask [b t] of a pass, true (or not 0) where a query row counts.
+    """The source of the mask [b t] of a pass, which is true (or not 0) where a query row counts.
 
-    given: the name of an argument of the model's forward ("attention_mask"), a function of the forward's
-    arguments, or the tensor itself. It applies to calls with b sequences of t queries; others count whole, such as
-    the decoder of an encoder–decoder under the encoder's mask.
+    given: the name of an argument of the model's forward ("attention_mask"), a function of the forward's arguments, or
+    the tensor itself. It applies to calls with b sequences of t queries. In all other calls, every query counts, for
+    example in the decoder of an encoder–decoder model if the mask is the encoder's.
     """
 
     given: MaskSource
@@ -63,14 +63,14 @@ class QueryMaskSource:
     def on(cls, model: nn.Module, given: MaskSource) -> QueryMaskSource:
         """Returns the given source, checked against the forward of a model.
 
-        Raises: InvalidValueError if it takes no argument of that name.
+        Raises: InvalidValueError if the forward does not take an argument with that name.
         """
         return cls(given, positional(model, "query_mask", given))
 
     def of(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor | None:
-        """The mask of a pass with these arguments; None if the pass has none.
+        """Returns the mask of a pass with these arguments, or None if the pass has no mask.
 
-        Raises: InvalidValueError if it is not a tensor [b t].
+        Raises: InvalidValueError if the mask is not a tensor [b t].
         """
         mask = from_pass(self.given, self.forward, args, kwargs)
         if mask is None:
@@ -101,12 +101,12 @@ def from_pass(
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
 ) -> object:
-    """The value that an option has in a pass with these arguments.
+    """Returns the value of an option in a pass with these arguments.
 
     Args:
-        given: the name of one of them, a function of them, or the value itself.
-        forward: the names of the positional ones.
-        args, kwargs: of the model's forward.
+        given: the name of an argument, a function of the arguments, or the value itself.
+        forward: the names of the positional arguments.
+        args, kwargs: the arguments of the model's forward.
     """
     if isinstance(given, str):
         return {**dict(zip(forward, args)), **kwargs}.get(given)
@@ -121,23 +121,24 @@ def _checked(mask: object) -> Tensor:
 
 
 def with_query_mask(call: Seen, mask: Tensor | None) -> Seen:
-    """The call under this mask [b t], if it is one of b sequences of t queries; else the call as it is."""
+    """Returns the call with this mask [b t] if it has b sequences of t queries, else the unchanged call."""
     x = call.logits if isinstance(call, ScoresCall) else call.q
     if mask is None or tuple(mask.shape) != (x.shape[0], x.shape[2]):
         return call
     return dataclasses.replace(call, query_mask=mask.to(x.device))
 
 
-# Norms of the hidden states that leave each block, and of those that enter the output layer.
+# Norms of the hidden states that leave each block, and of the hidden states that enter the output layer.
 
 
 @final
 class HiddenNorms:
-    """Mean L2 norm of hidden states [b t m] over tokens and passes, taken while `attach()`'s handle is active.
+    """Computes the mean L2 norm of hidden states [b t m] over tokens and passes while the handle from `attach()` is
+    active.
 
-    A block is the innermost element that holds a site of an nn.ModuleList, nn.Sequential or numbered nn.ModuleDict.
-    The final hidden state is what the first module after the last block returns in the same shape (a final norm), else
-    the last block's output.
+    A block is the innermost element of an nn.ModuleList, nn.Sequential or numbered nn.ModuleDict that contains a site.
+    The final hidden state is the output of the first module after the last block that returns the same shape (a final
+    norm), or else the last block's output.
     """
 
     def __init__(
@@ -148,8 +149,7 @@ class HiddenNorms:
         guard: Guarded = unguarded,
         tree: ModuleTree | None = None,
     ) -> None:
-        """Takes add, which gets every mean norm and over how many tokens it is, and guard, which calls what the hooks
-        do."""
+        """add: receives each mean norm and the number of tokens that it covers. guard: runs the hooks' code."""
         self.model, self._take_norm, self._guard = model, add, guard
         self.blocks = blocks_of(model, sites)
         self._sites = {
@@ -157,12 +157,12 @@ class HiddenNorms:
         }
         self._tree = ModuleTree(model) if tree is None else tree
         self._looked: tuple[object, list[tuple[nn.Module, tuple[str, ...]]]] = (None, [])
-        self._found: list[tuple[tuple[str, ...], Tensor]] = []  # sites, or () for the final one, and norms by token
+        self._found: list[tuple[tuple[str, ...], Tensor]] = []  # sites, or () for the final state, and norms by token
         self._last: Tensor | None = None
         self._final = False
 
     def attach(self) -> Handle:
-        """Look at the outputs of the next pass."""
+        """Starts measuring the outputs in the next pass; remove the handle when the pass is over."""
         self._last, self._final, self._found = None, False, []
         hooks: list[Hook] = []
         for module, sites in self._places():
@@ -176,16 +176,16 @@ class HiddenNorms:
         return Handle(detach)
 
     def _places(self) -> list[tuple[nn.Module, tuple[str, ...]]]:
-        """The modules whose outputs are looked at, and of which sites each is the block: those outside of blocks may
-        give the final hidden state."""
+        """The modules whose outputs are examined, each with the sites of which it is the block; modules outside of
+        blocks may return the final hidden state."""
         named = self._tree.named()
         if self._looked[0] is not named:
             inside = tuple(f"{name}." for name in self._sites)
             found = [
                 (module, self._sites.get(name, ()))
                 for name, module in (named if self.blocks else ())
-                # Not on the model itself: when its pass fails, torch is going through its hooks. Scripted modules
-                # take none.
+                # Not on the model itself, because torch is iterating over its hooks when its pass fails. Scripted
+                # modules do not accept hooks.
                 if name and not isinstance(module, torch.jit.ScriptModule)
                 if name in self._sites or not name.startswith(inside)
             ]
@@ -206,11 +206,11 @@ class HiddenNorms:
 
     @without_gradients
     def _over(self) -> None:
-        """The pass is over: the means of all blocks at once, where they are alike."""
+        """Ends the pass; the means of all blocks are computed at once if their states have the same form."""
         found, self._found, last, self._last = self._found, [], self._last, None
         if last is not None and not self._final:
             found.append(((), next(norms for sites, norms in reversed(found) if sites)))
-        blocks: dict[tuple[str, ...], list[Tensor]] = {}  # several calls of a block, where it is called again
+        blocks: dict[tuple[str, ...], list[Tensor]] = {}  # the calls of each block, which may be called again
         for sites, norms in found:
             blocks.setdefault(sites, []).append(norms)
         for norms in blocks.pop((), ()):
@@ -226,16 +226,17 @@ class HiddenNorms:
 
 
 def _norms(state: Tensor) -> Tensor:
-    """Of each token, in float32 or wider."""
+    """The norm of each token's state, in float32 or wider."""
     kind = wide(state.dtype)
     return torch.linalg.vector_norm(state, dim=-1, dtype=None if state.dtype == kind else kind)
 
 
 def blocks_of(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:
-    """For each site the name of its block, the innermost element of a list that holds it; sites in none are left out.
+    """Returns the name of each site's block, the innermost list element that contains it; sites without a block are
+    left out.
 
     Args:
-        model: the model. sites: their names.
+        model: the model. sites: the names of the sites.
     """
     found = {}
     for site in sites:
@@ -249,31 +250,33 @@ def blocks_of(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:
     return found
 
 
-# The class of each token of a pass: images and text, say; the statistics are split by them.
+# The class of each token in a pass, such as image or text; the statistics are split by class.
 
 Ids = range | int | Sequence[int] | Tensor
 GivenClasses = Mapping[str, Ids] | str | Tensor | Callable[..., Tensor | None]
 _WHAT = (
     "expected classes as a dict of token ids by class name, the name of an argument of the forward, a function of its "
-    "arguments, a tensor [b t] of class numbers, or a qkeel.monitor.Classes made of one of these, with names"
+    "arguments, a tensor [b t] of class numbers, or a qkeel.monitor.Classes created from one of these, with names"
 )
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Classes:
-    """The source of the class [b t] of each token of a pass: 0, 1, … in the order of `names`, -1 for none.
+    """The source of the class [b t] of each token in a pass: 0, 1, … in the order of `names`, or -1 for no class.
 
     Args:
-        given: a dict of token ids by class, `{"text": range(256), "image": range(256, 512)}`, with every id in one
-            class, for the ids in `input_ids` or else in the first integer tensor [b t] of the forward; the name of a
-            forward argument that holds classes or is true for class 1; a function of the forward's arguments that
-            returns the classes, or None for a pass that should not be split; or the tensor itself, [b t] or [t].
-        names: the names of the classes; by default those of the dict, else "0", "1", … as many as the first pass has.
+        given: one of the following: a dict of token ids by class, `{"text": range(256), "image": range(256, 512)}`,
+            with every id in exactly one class, which is applied to the ids in `input_ids` or else in the forward's
+            first integer tensor [b t]; the name of a forward argument that contains classes or is true for class 1; a
+            function of the forward's arguments that returns the classes, or None for a pass that should not be split;
+            or the tensor itself, [b t] or [t].
+        names: the class names; by default the keys of the dict, or else "0", "1", …, one for each class in the first
+            pass.
         forward: the names of the forward's positional arguments.
 
-    The classes are those of all tokens that attention sees as keys. Where there are fewer queries than
-    keys (a cached step), the queries are the last tokens of the sequence.
+    The classes cover all tokens that attention sees as keys. If there are fewer queries than keys (as in a step with a
+    cache), the queries are the last tokens of the sequence.
     """
 
     given: GivenClasses
@@ -290,7 +293,7 @@ class Classes:
         names = tuple(self.names)
         object.__setattr__(self, "names", names)
         if (names or isinstance(self.given, Mapping)) and (len(names) < 2 or len(set(names)) < len(names)):
-            raise InvalidValueError(f"expected the names of two or more classes, each once, got {names}")
+            raise InvalidValueError(f"expected the names of at least two classes, without repetition, got {names}")
         for name in names:
             if not isinstance(name, str) or not name.strip() or any(c in name for c in "/\t\n>"):
                 raise InvalidValueError(f"expected a class name of letters, without / or >, got {name!r}")
@@ -301,8 +304,8 @@ class Classes:
     def on(cls, model: nn.Module, given: GivenClasses | Classes) -> Classes:
         """Returns the given source, checked against the forward of a model.
 
-        Raises: InvalidTypeError or InvalidValueError for an invalid source; InvalidValueError if the forward has no
-        such argument.
+        Raises: InvalidTypeError or InvalidValueError for an invalid source; InvalidValueError if the forward does not
+            have such an argument.
         """
         own = given if isinstance(given, Classes) else cls(given)
         return cls(own.given, own.names, positional(model, "classes", own.given))
@@ -310,12 +313,12 @@ class Classes:
     def of(
         self, args: tuple[object, ...], kwargs: Mapping[str, object], counted: Tensor | None = None
     ) -> Tensor | None:
-        """The classes [b t] of a pass with these arguments; None if the pass has none.
+        """Returns the classes [b t] of a pass with these arguments, or None if the pass has no classes.
 
-        counted: query rows that count; others may hold ids of no class.
+        counted: the query rows that count; other rows may contain ids without a class.
 
-        Raises: InvalidTypeError, InvalidValueError, ShapeError if the given classes are of another kind, or an id
-        belongs to no class.
+        Raises: InvalidTypeError, InvalidValueError or ShapeError if the given classes have an unexpected form, or if an
+            id does not belong to a class.
         """
         if isinstance(self.given, Mapping):
             named = {**dict(zip(self.forward, args)), **kwargs}
@@ -337,7 +340,7 @@ def _shaped(classes: object) -> Tensor:
 
 
 def _lookup(given: Mapping[str, Ids]) -> Tensor:
-    """The class of each id up to the largest; -1 for none."""
+    """The class of each id up to the largest id, or -1 for ids without a class."""
     tensors = []
     for name, ids in given.items():
         tensors.append(_numbers(ids))
@@ -352,14 +355,14 @@ def _lookup(given: Mapping[str, Ids]) -> Tensor:
         if len(taken):
             other = list(given)[int(table[taken[0]])]
             raise InvalidValueError(
-                f"expected each token id in one class, got {int(taken[0])} in both {other!r} and {name!r}"
+                f"expected each token id in only one class, got {int(taken[0])} in both {other!r} and {name!r}"
             )
         table[ids] = number
     return table
 
 
 def _numbers(ids: object) -> Tensor:
-    """Token ids as one vector; empty if they are none."""
+    """Converts token ids to a vector, which is empty if the argument is not a set of token ids."""
     if isinstance(ids, Tensor):
         return ids.flatten().cpu() if not (ids.is_floating_point() or ids.dtype == torch.bool) else torch.zeros(0)
     listed = [ids] if isinstance(ids, int) else list(ids) if isinstance(ids, Sequence) else []
@@ -396,7 +399,7 @@ def _classes_of(table: Tensor, ids: Tensor, counted: Tensor | None) -> Tensor:
 
 @final
 class PassTokens:
-    """The rows that count in the running pass, and the class of each."""
+    """The rows that count in the current pass, and their classes."""
 
     def __init__(self, query_mask: QueryMaskSource | None, classes: Classes | None) -> None:
         self._query_mask, self._classes = query_mask, classes
@@ -423,11 +426,11 @@ class PassTokens:
 
     @property
     def all_count(self) -> bool:
-        """True if the running pass is neither masked nor split."""
+        """True if the current pass is neither masked nor split by class."""
         return self._mask is None and self._now is None
 
     def on(self, call: Seen) -> Seen:
-        """Returns the call with what is known about its tokens, if it is over these tokens."""
+        """Returns the call with what is known about its tokens, if it covers the tokens of this pass."""
         call = with_query_mask(call, self._mask)
         if self._now is None:
             return call
@@ -435,7 +438,7 @@ class PassTokens:
         s = call.logits.shape[3] if isinstance(call, ScoresCall) else call.k.shape[2]
         now = self._now
         if isinstance(call, AttentionCall) and of_key(call) is not None:
-            now = now.reshape(1, -1)[:, : s if s == t else 0]  # of as many queries as keys
+            now = now.reshape(1, -1)[:, : s if s == t else 0]  # only if there are as many queries as keys
         if now.shape == (1, 1) and int(now) < 0:
             now = now.expand(1, s)
         if now.shape[0] not in (1, b) or now.shape[1] != s or t > s:
@@ -451,7 +454,7 @@ class PassTokens:
 
     def end(self) -> None:
         """Ends the pass."""
-        if not self._fitted:  # others than those of the sequence are no concern: an image encoder's, say
+        if not self._fitted:  # attention over tokens other than the sequence's, such as an image encoder's, is ignored
             self._warn("misfit", self._misfit)
         elif self._now is not None:
             counts = one_hot(self._now, len(self._names)).sum((0, 1)).tolist()
@@ -460,7 +463,7 @@ class PassTokens:
                 self._warn(name, "" if count else text)
 
     def _warn(self, about: object, message: str) -> None:
-        """Once."""
+        """Warns once about each subject."""
         if message and about not in self._said:
             self._said.add(about)
             caution(message)

@@ -1,4 +1,4 @@
-"""`qkeel.watch`: the checked way to a Monitor."""
+"""`qkeel.watch`, which checks its arguments and creates a Monitor."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def watch(
     sites: object = None,
     layout: Layout | None = None,
 ) -> Monitor:
-    """Watch the attention of a model, per layer and head, without changing one bit of what it computes.
+    """Watches the attention of a model, per layer and head, without changing a single bit of what the model computes.
 
     >>> from qkeel.nn import Attention
     >>> with watch(Attention(d_model=8, n_heads=2)) as monitor:
@@ -50,71 +50,77 @@ def watch(
 
     Args:
         model: any module; it may be compiled, wrapped in DistributedDataParallel, sharded, or one stage of a pipeline.
-            A list of models, or a dict by name, is watched as one model, such as all stages of this process, or an
-            encoder and a decoder that are called separately. The names of sites then begin with the model's index or
-            name; pipeline stages are numbered over all processes. The loss comes from the last model that returns one.
-        optimizer: the optimizer that updates the model. With one, a step is an optimizer step, and the weights behind
-            the heads are read too; without one, a step is a forward pass (of several models, one pass of each).
-        every: n measures every n-th step; or a cadence: LogSpaced(per_decade=20), Adaptive(least=5, most=100).
+            A list of models, or a dict of models by name, is watched as one model, for example all pipeline stages of
+            this process, or an encoder and a decoder that are called separately. The names of sites then begin with the
+            model's index or name; pipeline stages are numbered across all processes. The loss is taken from the last
+            model that returns one.
+        optimizer: the optimizer that updates the model. If it is given, a step is an optimizer step, and the weights
+            behind the heads are read too; otherwise, a step is a forward pass (with several models, one pass of each).
+        every: a number n to measure every n-th step, or a cadence such as LogSpaced(per_decade=20) or Adaptive(least=5,
+            most=100).
         stats: which statistics are measured. One of:
 
-            - True: everything in LogitStats, by a pass over the logits of each measured call.
+            - True: everything in LogitStats, computed in a pass over the logits of each measured call.
             - "entropy": the largest logit and the entropy of each head (and entropy_min, n_queries). The compiled
-              attention of qkeel's own modules finds them while it attends, so every step can be measured; n_pairs is
-              then 0, and numbers that count pairs, products or keys are not measured. A call to any other kernel is
-              measured in full.
+              attention of qkeel's own modules computes them as part of attention, so that every step can be measured;
+              n_pairs is then 0, and statistics that count pairs, products or keys are not measured. A call to any other
+              kernel is measured in full.
             - "entropy:sample=16" or 32, for GPUs: the exact largest logit from all rows, and the entropy from every
               16th or 32nd query row, in strata of positions, with half the width of its 95 % interval as entropy_error
-              and no entropy_min. Where no kernel can sample, and in sequences of under 4 · 16 or 4 · 32 tokens, all
-              rows count and there is no entropy_error.
-            - "max": the exact largest logit of each head and nothing else, for less than half the cost of True, and for
-              nothing where the compiled attention of qkeel's own modules finds it. Alarms about entropy and norms are
-              then silent.
+              and without entropy_min. If no kernel can sample, or if sequences have fewer than 4 · 16 or 4 · 32 tokens,
+              all rows are used and there is no entropy_error.
+            - "max": the exact largest logit of each head and nothing else, for less than half the cost of True, or at
+              no cost if the compiled attention of qkeel's own modules computes it. Alarms about entropy and norms are
+              then not raised.
 
             These can be added to one of the above or to "all", as in "all+gates":
 
             - `gates`: the mean and spread of each row's logsumexp and, for learned sinks, the sink's logit and the gate
-              σ(logsumexp - sink logit), by a further pass over the logits of each measured training call.
-            - `updates`: the spectra of what each measured step adds to W_QᵀW_K, and the ratio of step to weight, from a
-              copy of the q and k weights and small QR and singular value decompositions in float64.
-            - `residual`: the numbers of records.BLOCK_FIELDS for each measured training pass: the size and the largest
-              channel of the hidden states that enter and leave each block, and the shares that attention and MLP add.
-              The first measured pass is preceded by one more, which shows which modules add to the stream.
-            - `chosen`: what sparse attention chooses in each measured training pass, on up to 32 rows of each call:
-              how many keys, how far away, the weight that dense attention would give them, and the overlap with the
-              sparse layer before.
-        sinks: where the numbers go besides memory: "tensorboard", "wandb:project=gpt", "mlflow", "trackio", "csv",
-            "parquet" or "log", as on the command line; paths of run directories for `qkeel report`, as Path or as text
-            with a / in it; or Sink objects.
-        rules: the alarm rules; each warns once. None uses the default rules and those of `monitor.rules_for` that fit
-            the model (number format, kernel, head width, norms); an empty list uses none.
-        query_mask: which query rows count, [b t]: the name of the forward's argument that holds it
-            ("attention_mask"), a function of the forward's arguments, or the tensor.
+              σ(logsumexp - sink logit), computed in another pass over the logits of each measured training call.
+            - `updates`: the spectra of what each measured step adds to W_QᵀW_K, and the ratio of the step to the
+              weight, computed from a copy of the q and k weights with small QR and singular value decompositions in
+              float64.
+            - `residual`: the statistics in records.BLOCK_FIELDS for each measured training pass: the size and the
+              largest channel of the hidden states that enter and leave each block, and the shares that attention and
+              MLP add. The first measured pass is preceded by an extra pass, which shows which modules add to the
+              residual stream.
+            - `chosen`: which keys sparse attention chooses in each measured training pass, for up to 32 rows of each
+              call: how many keys, how far away, the weight that dense attention would give them, and the overlap with
+              the previous sparse layer.
+        sinks: where the numbers are recorded besides memory: "tensorboard", "wandb:project=gpt", "mlflow", "trackio",
+            "csv", "parquet" or "log", as on the command line; the paths of run directories for `qkeel report`, as Path
+            objects or as strings that contain a /; or Sink objects.
+        rules: the alarm rules; each warns once. None uses the default rules and the rules from `monitor.rules_for` that
+            fit the model (number format, kernel, head width, norms); an empty list turns alarms off.
+        query_mask: which query rows count, [b t]: the name of the forward's argument that contains the mask
+            ("attention_mask"), a function of the forward's arguments, or the tensor itself.
         classes: the class of each token, such as text and image: a dict of token ids by class name, the name of a
-            forward argument that holds class numbers or is true for class 1, a function of the arguments, or a tensor
-            [b t]; see `monitor.Classes`, which also names them. Statistics are then also split by class:
-            `read()[site].classes`.
+            forward argument that contains class numbers or is true for class 1, a function of the arguments, or a
+            tensor [b t]; use `monitor.Classes` to name the classes as well. Statistics are then also split by class,
+            see `read()[site].classes`.
         probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments. How much
             each measured step changes its logits is then recorded, at the cost of two extra passes without gradients.
             Only one model can be probed.
-        planned: the learning rates of the run, if known; alarms then come earlier, and forecasts follow the schedule.
-        sites: what `find_sites` found earlier, on this model before it was sharded or its heads were split; for several
-            models, one result for each, as a list or a dict by name. None finds them in the first measured pass.
+        planned: the learning rates of the run, if known; alarms are then raised earlier, and forecasts follow the
+            schedule.
+        sites: the result of an earlier `find_sites` call on this model, from before it was sharded or its heads were
+            split; for several models, one result for each, as a list or a dict by name. If None, the sites are found in
+            the first measured pass.
         layout: this process's position in the parallel layout, if torch's own wrappers do not reveal it.
 
     Returns:
-        The Monitor, with `read()`, `table()`, `alarms`, `close()` and `remove()`; a context manager. With an optimizer,
-        `close()` and the end of `with` also measure the final weights; see `Monitor.measure_end`.
+        The Monitor, with `read()`, `table()`, `alarms`, `close()` and `remove()`, which is also a context manager. With
+        an optimizer, `close()` and the end of `with` also measure the final weights; see `Monitor.measure_end`.
 
     Raises:
         InvalidTypeError: an argument has the wrong type.
-        InvalidValueError: the optimizer holds none of the model's parameters; the forward takes no `query_mask`;
-            classes are combined with statistics other than True; updates are requested without an optimizer; there is
-            no model, or one is given twice.
+        InvalidValueError: the optimizer does not contain any of the model's parameters, the forward does not take the
+            argument named by `query_mask` or `classes`, classes are combined with statistics other than True, updates
+            are requested without an optimizer, no model is given, or a model is given twice.
         RefusedError: the model is wrapped in FullyShardedDataParallel (FSDP1) or trains under DeepSpeed's ZeRO stage 3,
             the sites are those of another model, or a probe batch is given for several models.
         MissingLibraryError: a sink needs a library that is not installed.
-        UnknownNameError: there are no such statistics, or no sink has this name.
+        UnknownNameError: the statistics do not exist, or no sink has this name.
         AlreadyAppliedError: the model is already watched.
     """
     models = named_models(model, "watch")
@@ -125,17 +131,24 @@ def watch(
         )
     if any(dist.zero_stage(one) == 3 for one in models.values()):
         raise RefusedError(
-            "expected fully_shard, DistributedDataParallel or a plain model; DeepSpeed's ZeRO keeps no weights between "
-            "passes in stage 3, so no head can be read. Move to torch.distributed.fsdp.fully_shard, or to ZeRO stage 2"
+            "expected fully_shard, DistributedDataParallel or a plain model; DeepSpeed's ZeRO stage 3 does not keep "
+            "weights between passes, so heads cannot be read. Move to torch.distributed.fsdp.fully_shard, or to ZeRO "
+            "stage 2"
         )
     if wanted(stats)[0] is not True and classes is not None:
-        raise InvalidValueError(f"expected stats=True with classes: what {stats=} measures is not split by class")
+        raise InvalidValueError(
+            f"expected stats=True with classes, because what {stats=} measures is not split by class"
+        )
     if planned is not None and not isinstance(planned, PlannedRates):
-        raise InvalidTypeError(f"expected PlannedRates.of(rates) as the plan, got {type(planned).__name__}")
+        raise InvalidTypeError(f"expected planned=PlannedRates.of(rates), got {type(planned).__name__}")
     if probe is not None and "" not in models:
-        raise RefusedError("a probe batch shows the logits of one model: leave out probe, or watch only that model")
+        raise RefusedError(
+            "a probe batch shows the logits of one model only; leave out probe, or watch only that model"
+        )
     if "updates" in wanted(stats)[1] and optimizer is None:
-        raise InvalidValueError(f"expected an optimizer with {stats=}: updates are measured before and after its steps")
+        raise InvalidValueError(
+            f"expected an optimizer with {stats=}, because updates are measured before and after its steps"
+        )
     if any(map(watched, models.values())):
         raise AlreadyAppliedError("this model is already watched; remove() the first monitor, or use that one")
     return Monitor(
@@ -159,7 +172,7 @@ def watch(
 
 
 def _several(given: object, kinds: tuple[type[K], ...], what: str) -> tuple[K, ...]:
-    """One or a sequence of these kinds, as a tuple."""
+    """Returns an object of one of these types, or a sequence of such objects, as a tuple."""
     if isinstance(given, kinds):
         return (given,)
     if not isinstance(given, Sequence):
@@ -171,7 +184,7 @@ def _several(given: object, kinds: tuple[type[K], ...], what: str) -> tuple[K, .
 
 
 def _sinks(given: Sink | str | Path) -> tuple[Sink, ...]:
-    """The sinks that one entry asks for: a text names some, or is the path of a run directory."""
+    """The sinks for one entry; a string contains the names of sinks or is the path of a run directory."""
     if isinstance(given, Sink):
         found: tuple[Sink, ...] = (given,)
     else:
@@ -182,7 +195,7 @@ def _sinks(given: Sink | str | Path) -> tuple[Sink, ...]:
 
 
 def _optimizer(given: object, models: Sequence[nn.Module]) -> torch.optim.Optimizer:
-    """The optimizer whose step hooks run: inside the wrapper that accelerate puts around it."""
+    """The optimizer whose step hooks run, which is the one inside the wrapper that accelerate adds."""
     if not isinstance(given, torch.optim.Optimizer):
         raise InvalidTypeError(
             f"expected a torch.optim.Optimizer, got {type(given).__name__}; leave it out if there is none"
@@ -192,7 +205,7 @@ def _optimizer(given: object, models: Sequence[nn.Module]) -> torch.optim.Optimi
     own = {id(p) for model in models for p in model.parameters()}
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise InvalidValueError(
-            "the optimizer holds none of the model's parameters; pass the one that trains this model, "
+            "the optimizer does not contain any of the model's parameters; pass the optimizer that trains this model, "
             "created from model.parameters()"
         )
     return optimizer

@@ -1,4 +1,4 @@
-"""Norms of query and key weights by head, of their products, of gains, and of weights split over processes."""
+"""Norms by head of query and key weights, of their products, of gains, and of weights split over processes."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ from qkeel.nn.attention import SpecModule
 from qkeel.patching.modes import without_gradients
 from qkeel.spec.slot import ParameterSizes, Params
 
-# The heads of many weights in few operations: those of one shape are one tensor.
+# The heads of many weights in few operations; heads of the same shape are combined into one tensor.
 
-STACKED = 128 * 2**20  # bytes of a stack, which is made when backward has freed the activations
+STACKED = 128 * 2**20  # bytes of a stack, which is created when backward has freed the activations
 _K = TypeVar("_K", bound=Hashable)
-TOGETHER = 1 << 16  # numbers of small weights that are read together on the host: they stay in a core's cache
+TOGETHER = 1 << 16  # elements of small weights that are read together on the host, so that they stay in a core's cache
 UNSTACKED = frozenset({"cpu"})  # types of devices where an operation costs less than a copy
 
 
-NormsByWeight = list[tuple[list[int], Tensor]]  # numbers of weights, and what was found of all of their heads
+NormsByWeight = list[tuple[list[int], Tensor]]  # indices of weights, and the values for all of their heads
 
 
 def norms_and_grams(
     weights: Sequence[Tensor], rows: Sequence[int], squared: int
 ) -> tuple[NormsByWeight, NormsByWeight]:
-    """The norms [Σn] of the heads of all weights, and W Wᵀ [Σn r r] of those of the first `squared` weights, in float32
-    or wider.
+    """The norms [Σn] of the heads of all weights, and W Wᵀ [Σn r r] for the heads of the first `squared` weights, in
+    float32 or wider.
 
-    Triton reads heads where they lie: two launches and the copy of their addresses to the device for the norms of all
-    weights of a dtype, one launch for the products of all of one r. Other heads are read in `stacks`.
+    Triton reads heads in place: the norms of all weights of a dtype take two launches and a copy of the heads'
+    addresses to the device, and the products of all heads with the same r take one launch. Other heads are read in
+    `stacks`.
 
     Args:
-        weights: their heads as [n r m], or as [n·r m] one after the other.
-        rows: r of each weight.
-        squared: number of weights of which products are wanted.
+        weights: the heads of each weight as [n r m], or concatenated as [n·r m].
+        rows: r for each weight.
+        squared: the number of weights for which products are computed.
     """
     norms, grams, rest = NormsByWeight(), NormsByWeight(), list[int]()
     if all([x.device.type in UNSTACKED for x in weights]):  # noqa: C419
@@ -60,7 +61,7 @@ def norms_and_grams(
         return norms, grams
     heads = [_heads(x, r) for x, r in zip(weights, rows)]
     for _, own in _grouped(range(len(heads)), lambda i: (heads[i].dtype, heads[i].device)):
-        own.sort(key=lambda i: (i >= squared, heads[i].shape[1]))  # heads of one r follow each other
+        own.sort(key=lambda i: (i >= squared, heads[i].shape[1]))  # heads with the same r follow each other
         views = [heads[i] for i in own]
         if not available.takes_heads(views):
             rest += own
@@ -81,15 +82,15 @@ def norms_and_grams(
 
 
 def _heads(weight: Tensor, r: int) -> Tensor:
-    """The heads [n r m] of a weight that is given so, or as [n·r m]."""
+    """The heads [n r m] of a weight that has this shape or the shape [n·r m]."""
     return weight if weight.ndim == 3 else weight.view(-1, r, weight.shape[1])
 
 
 def _small_together(weights: Sequence[Tensor], rows: Sequence[int]) -> Iterator[list[int]]:
-    """The numbers of weights that are read in one operation on the host: small ones of one shape and dtype. What an
-    operation costs is more than a copy of them."""
+    """Yields the indices of weights that are read in one operation on the host: small weights of the same shape and
+    dtype, because an operation costs more than copying them."""
     waiting: dict[object, list[int]] = {}
-    for i, x in enumerate(weights):  # no call of Python's for each: there are some hundred in a step
+    for i, x in enumerate(weights):  # no Python call for each, because there are some hundred in a step
         n = x.numel()
         if n > TOGETHER:
             yield [i]
@@ -105,10 +106,11 @@ def _small_together(weights: Sequence[Tensor], rows: Sequence[int]) -> Iterator[
 
 
 def stacks(heads: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
-    """The heads [n r m] of weights one after the other, [Σn r m], and the numbers of the weights that are in it.
+    """Yields stacks of the heads [n r m] of several weights, concatenated to [Σn r m], with the indices of these
+    weights.
 
-    A stack has one shape, dtype and device. It is a copy of no more than STACKED bytes in float32; a weight that is
-    alone in one is taken as it is, as all are on UNSTACKED.
+    The heads in a stack have the same shape, dtype and device. A stack is a copy of at most STACKED bytes in float32; a
+    weight that is alone in its stack is not copied, and neither is any weight on a device in UNSTACKED.
     """
     for _, places in _grouped(range(len(heads)), lambda i: (heads[i].shape[1:], heads[i].dtype, heads[i].device)):
         first = heads[places[0]]
@@ -130,7 +132,7 @@ def _grouped(numbers: Iterable[int], key: Callable[[int], _K]) -> Iterable[tuple
 
 @final
 class Joined:
-    """Concatenated tensors [n …], and the places of each source in them."""
+    """Concatenated tensors [n …], and the indices of each source in them."""
 
     def __init__(self) -> None:
         self.sources: dict[Hashable, range] = {}
@@ -138,24 +140,24 @@ class Joined:
         self._length = 0
 
     def add(self, x: Tensor, lengths: Iterable[tuple[Hashable, int]]) -> None:
-        """Adds a tensor that holds this many numbers of each of these sources, in this order."""
+        """Adds a tensor that contains the given number of values for each source, in this order."""
         self._parts.append(x)
         for source, n in lengths:
             self.sources[source] = range(self._length, self._length + n)
             self._length += n
 
     def at(self, source: Hashable, site: AttentionSite) -> Tensor:
-        """The places [h] of the numbers that each query head of the site uses from a source."""
+        """The indices [h] of the values that each query head of the site uses from a source."""
         mine = self.sources[source]
         return mine.start + site.used(len(mine))
 
     def whole(self) -> Tensor:
-        """Returns everything on the device of the first tensor, in the widest of the dtypes."""
+        """Returns the concatenation on the device of the first tensor, in the widest of the dtypes."""
         return joined(self._parts)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenates tensors, on the device of the first, in the widest of their dtypes."""
+    """Concatenates tensors on the device of the first tensor, in the widest of their dtypes."""
     first = parts[0]
     if all([x.dtype == first.dtype and x.device == first.device for x in parts]):  # noqa: C419
         return _one(parts)
@@ -165,14 +167,14 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 WeightParts = tuple[
     Sequence[Tensor], float | Tensor
-]  # the places [h] of each part that counts, and a factor, one or [h]
+]  # the indices [h] of each part that counts, and a factor, a scalar or [h]
 
 
 @final
 class Places:
-    """The places of each query head's numbers in a tensor [n …], by name; no step makes the host wait for them.
+    """The indices of each query head's values in a tensor [n …], by name; the host never waits for them during a step.
 
-    If a number has several places, it is the root of the sum of their squares, times the factor.
+    If there are several indices for a value, it is the root of the sum of squares at these indices, times the factor.
     """
 
     def __init__(
@@ -181,7 +183,8 @@ class Places:
         pairs: Mapping[NumberKey, tuple[WeightParts, WeightParts]],
         like: Tensor,
     ) -> None:
-        """Takes names that have numbers of their own, those whose numbers two make, and the tensor or one like it."""
+        """alone: names with one set of indices. pairs: names whose values are computed from two sets. like: the tensor,
+        or one like it."""
         self._alone, single = _by_name({key: len(place[0][0]) for key, place in alone.items()})
         self._pairs, double = _by_name({key: len(place[0][0][0]) for key, place in pairs.items()})
         self._sizes = sum(row.total for row in self._alone), *(2 * [sum(row.total for row in self._pairs)])
@@ -195,7 +198,8 @@ class Places:
         self._factors = None if bool((factors == 1).all()) else factors.to(like.device)
 
     def taken(self, x: Tensor, made: Callable[[Tensor, Tensor], Tensor]) -> list[SentRow]:
-        """The numbers in the current tensor; for a pair what `made` computes from both, all pairs at once."""
+        """Returns the values in the current tensor; for a pair, what `made` computes from both, for all pairs at
+        once."""
         if self._index.ndim == 1:
             found = x[self._index]
         else:
@@ -223,7 +227,7 @@ class _Row:
 
 
 def _by_name(counts: Mapping[NumberKey, int]) -> tuple[list[_Row], list[NumberKey]]:
-    """The numbers of one name as a row each, and all keys in the order of the rows."""
+    """Returns one row per name, and all keys in the order of the rows."""
     found: dict[str, dict[str, int]] = {}
     for (site, name), n in counts.items():
         found.setdefault(name, {})[site] = n
@@ -235,14 +239,14 @@ def _one(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
-# Products of the weights on the ways of q and k to a head's logits, from the input's side.
+# Products of the weights on the paths of q and k from the input to a head's logits.
 
 Chain = tuple[HeadSlice, ...]
 RowsOfHeads = Callable[[HeadSlice], Tensor]  # the rows of each head [n r m]
 
 
 def own_rows(chains: Sequence[Chain]) -> list[HeadSlice]:
-    """The last weight of each path, each once: the one with rows for the head."""
+    """The last weight of each path (the one whose rows belong to the head), without duplicates."""
     found: list[HeadSlice] = []
     for chain in chains:
         if not any(chain[-1].parameter == f.parameter and chain[-1].same(f) for f in found):
@@ -260,9 +264,9 @@ def gram(chains: Sequence[Chain], weight: RowsOfHeads) -> Tensor:
 
 
 def _product(a: Chain, b: Chain, weight: RowsOfHeads) -> Tensor:
-    """(product of a)(product of b)ᵀ [heads r r'], from the input's side: nothing of its width is kept. Inputs
-    of unequal width (MLA's normed latent and the tokens) are two inputs: nothing is shared.
-    """
+    """(product of a)(product of b)ᵀ [heads r r'], computed from the input's side, so that no matrix of the input's
+    width is kept. Inputs of unequal width (MLA's normed latent and the tokens) count as two inputs that share
+    nothing."""
     first, second = weight(a[0]), weight(b[0])
     if first.shape[-1] == second.shape[-1]:
         inner = first @ second.mT
@@ -276,7 +280,7 @@ def _product(a: Chain, b: Chain, weight: RowsOfHeads) -> Tensor:
 
 
 def matrix(chains: Sequence[Chain], weight: RowsOfHeads) -> Tensor:
-    """Stacks the products of all terms [heads R m]; inputs of unequal width are columns side by side."""
+    """Stacks the products of all terms [heads R m]; inputs of unequal width get separate columns."""
     found = []
     for chain in chains:
         x = weight(chain[0])
@@ -294,20 +298,21 @@ def matrix(chains: Sequence[Chain], weight: RowsOfHeads) -> Tensor:
 
 
 def _after(weight: Tensor, inner: Tensor) -> Tensor:
-    """A weight times what comes before it; one column, as gains are, multiplies row by row."""
+    """A weight times what comes before it; a weight with one column, such as gains, multiplies row by row."""
     return weight * inner if weight.shape[-1] == 1 else weight @ inner
 
 
-# Numbers of the weights behind the heads of one site, from the part of them that this process holds.
+# The norms of the weights behind the heads of one site, computed from the part of them that this process holds.
 
 NORMS = {"query": "query_weight_norm", "key": "key_weight_norm"}
 
 
 @final
 class SplitWeights:
-    """Squares of norms add up over the processes; a singular value is known only to a process with all rows of a head.
+    """The statistics of one site's weights if they are split over processes. Squares of norms add up over the
+    processes, but a singular value is known only to a process that has all rows of a head.
 
-    Nothing is gathered. The numbers are those of WeightNorms, [h] per query head of the whole model.
+    Nothing is gathered. The statistics are those of WeightNorms, [h] per query head of the whole model.
     """
 
     def __init__(
@@ -318,8 +323,8 @@ class SplitWeights:
         eps: float | None,
         multiplies: bool,
     ) -> None:
-        """Takes whether this process's part of a parameter counts, the optimizer's eps, if it has one, and whether the
-        weights are matrices that multiply one another."""
+        """counted: whether this process's part of a parameter counts. eps: the optimizer's eps, if it has one.
+        multiplies: whether the weights are matrices that are multiplied by one another."""
         self.site, self._parameters, self._eps, self._multiplies = site, parameters, eps, multiplies
         self._parts = {s.parameter: local_block(s.parameter, parameters[s.parameter]) for s in (*site.query, *site.key)}
         sides = {"query": [t.query for t in site.terms], "key": [t.key for t in site.terms]}
@@ -327,7 +332,7 @@ class SplitWeights:
         self._whole = self._whole_heads(sides["query"] + sides["key"])
 
     def shares(self) -> dict[str, PartialValue]:
-        """All current numbers of the site."""
+        """Returns all current statistics of the site."""
         found: dict[str, PartialValue] = {}
         grads = {}
         for side, rows in self._rows.items():
@@ -345,7 +350,7 @@ class SplitWeights:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """The widest that the device has."""
+        """The widest dtype that the device supports."""
         return widest(self._device)
 
     @property
@@ -353,7 +358,8 @@ class SplitWeights:
         return next(iter(self._parameters.values())).device
 
     def _local(self, s: HeadSlice, counted: Callable[[Tensor], bool]) -> tuple[HeadSlice, Tensor, Tensor]:
-        """A weight, the head of each row that is here, and how many numbers of each query head are."""
+        """Returns a weight, the head of each row on this process, and how many elements of each query head are on
+        it."""
         p = self._parameters[s.parameter]
         here = s.rows_of(local(p))
         part = self._parts[s.parameter]
@@ -373,7 +379,7 @@ class SplitWeights:
         for (s, heads, count), x in zip(rows, of, strict=True):
             here = s.rows_of(local(x))
             norms = torch.linalg.vector_norm(here.to(wide(here.dtype)), dim=1)
-            total = torch.zeros(s.n + 1, dtype=self._dtype, device=norms.device)  # in which the squares are finite
+            total = torch.zeros(s.n + 1, dtype=self._dtype, device=norms.device)  # keeps the squares finite
             total = total.index_add_(0, heads, norms.to(self._dtype).square())[: s.n]
             squares.append(self.site.per_query_head(total))
             counts.append(count)
@@ -384,7 +390,7 @@ class SplitWeights:
         return PartialValue(value=square.sqrt(), weight=count, how="root", of="weights")
 
     def _whole_heads(self, chains: Sequence[Chain]) -> Tensor:
-        """The query heads of which all weights on both ways are here."""
+        """The query heads for which all weights on both paths are on this process."""
         whole = torch.ones(self.site.n_heads, dtype=torch.bool)
         for s in (s for chain in chains for s in chain):
             part = self._parts[s.parameter]
@@ -409,7 +415,7 @@ class SplitWeights:
         return PartialValue(value=value, weight=weight, of="weights")
 
     def _heads(self, s: HeadSlice) -> Tensor:
-        """The rows [n r m] of the query heads that are here whole."""
+        """The rows [n r m] of the query heads that are entirely on this process."""
         p, part = self._parameters[s.parameter], self._parts[s.parameter]
         first = 0 if part is None else part.spans[s.axis if p.ndim > 1 else 0][0]
         here = s.rows_of(local(p)).detach()
@@ -422,13 +428,13 @@ class SplitWeights:
 
 @final
 class GainBounds:
-    """Reads `gain_bound` [h] of the sites whose q and k both come from a norm.
+    """Reads `gain_bound` [h] for the sites whose q and k are both outputs of a norm.
 
-    |scale| · ‖q‖max · ‖k‖max with ‖x‖max = factor · (length · max|g| + ‖b‖) per head, length = √n of an RMS or layer
-    norm over n numbers and 1 of L2 (Cauchy–Schwarz; a rotation keeps lengths). The bound is in nats, before any cap,
-    without what a mask or a position bias adds. Reached by a head whose q and k lie along the dimension of the largest
-    gain. For scales that grow with the position (LogN, FloorLogTemperature) it holds up to the training length, below
-    the first floor.
+    The bound is |scale| · ‖q‖max · ‖k‖max with ‖x‖max = factor · (length · max|g| + ‖b‖) per head, where length is √n
+    for an RMS or layer norm over n elements and 1 for an L2 norm (Cauchy–Schwarz; a rotation preserves norms). The
+    bound is in nats, before any cap, and excludes what a mask or a position bias adds. It is reached by a head whose q
+    and k lie along the dimension of the largest gain. For scales that grow with the position (LogN,
+    FloorLogTemperature), it is valid up to the training length, below the first floor.
     """
 
     def __init__(self, model: nn.Module, sites: Sequence[AttentionSite]) -> None:
@@ -439,9 +445,8 @@ class GainBounds:
 
     @without_gradients
     def read(self) -> SiteNumbers:
-        """The bound of each site as the gains are now; for gains that are split over processes, this process's part of
-        the factors of query and key.
-        """
+        """Returns the bound of each site for the current gains; for gains that are split over processes, returns this
+        process's part of the factors of query and key."""
         if not self.sites:
             return SiteNumbers()
         joined = Joined()
@@ -490,7 +495,7 @@ class GainBounds:
         return any(n.parameter is not None and dist.is_split(self._parameters[n.parameter]) for n in norms)
 
     def _longest(self, norm: NormGain) -> Tensor:
-        """‖x‖max [n] of a norm with a bias, or without a gain."""
+        """‖x‖max [n] for a norm with a bias or without a gain."""
         length = torch.full((1,), norm.length, device=next(iter(self._parameters.values())).device)
         if norm.parameter is not None:
             gains = self._gains(*_gain(norm), norm.offset)
@@ -501,7 +506,7 @@ class GainBounds:
         return length
 
     def _gains(self, name: str, index: Tensor, offset: float) -> Tensor:
-        """The numbers of each head [n r] of a parameter; -offset where another process has them."""
+        """The elements of a parameter for each head [n r], or -offset for elements that another process has."""
         p = self._parameters[name]
         x = local(p).detach().flatten()
         part = local_block(name, p)
@@ -518,7 +523,8 @@ class GainBounds:
         return x[at] if part is None else x[at].masked_fill(~here, -offset)
 
     def _unknown(self, site: AttentionSite) -> bool:
-        """Returns whether no process knows the bound: a part of its scale, or of a bias, is with another."""
+        """Returns whether no process can compute the bound, because a part of its scale or of a bias is on another
+        process."""
         biases = [norm.bias for norm in (*site.query_gains, *site.key_gains) if norm.bias is not None]
         learned = _scale_params(site).values()
         return any(map(dist.is_split, (*learned, *(self._parameters[name] for name in biases))))
@@ -535,7 +541,7 @@ def _gain(norm: NormGain) -> tuple[str, Tensor]:
 
 
 def _served(norms: tuple[NormGain, ...], heads: int, joined: Joined) -> tuple[Tensor, Tensor]:
-    """The place of the longest vector of each head, and the factor that it is multiplied by."""
+    """The index of each head's vector with the largest norm, and the factor by which it is multiplied."""
     at, factors = torch.empty(heads, dtype=torch.long), torch.empty(heads, dtype=torch.float64)
     for norm in norms:
         mine, own = joined.sources[norm], torch.tensor(norm.heads)
@@ -549,7 +555,7 @@ def _largest(value: Tensor) -> PartialValue:
 
 
 def _scale_params(site: AttentionSite) -> Params:
-    """The parameters that a learned scale is computed from, {} where it has none."""
+    """The parameters from which a learned scale is computed, or {} if the scale is not learned."""
     heads = ParameterSizes(n_heads=site.n_heads, n_kv_heads=site.n_kv_heads, head_dim=site.head_dim)
     if not isinstance(site.module, SpecModule) or not site.spec.scale.parameters(heads):
         return {}
@@ -557,19 +563,19 @@ def _scale_params(site: AttentionSite) -> Params:
 
 
 def _scale(site: AttentionSite, like: Tensor) -> Tensor:
-    """|scale|, one number or one for each head."""
+    """|scale|, as one value or as one value for each head."""
     at = torch.full((1, 1), site.spec.scale.last_position, device=like.device)
     factor = site.spec.scale.factor(at, site.head_dim, _scale_params(site))
     return torch.as_tensor(factor, dtype=like.dtype, device=like.device).abs().flatten()
 
 
-# Numbers of the weights behind a head: their norms, the largest singular value of W_QᵀW_K, their gradients.
+# Statistics of the weights behind a head: their norms, the largest singular value of W_QᵀW_K, their gradients.
 
-# Of each of some tensors the sources that it holds, and how many numbers of each.
+# For each of several tensors, the sources that it contains and the number of values for each.
 _SourceSizes = tuple[tuple[tuple[Hashable, int], ...], ...]
 
 
-# A weight, or its gradient; its heads and the rows of each; and whether they are the rows of the whole weight in order.
+# A weight; whether its gradient is meant; its heads; the rows of each; whether these are all its rows in order.
 _Source = tuple[HeadSlice, bool, int, int, bool]
 
 
@@ -580,17 +586,17 @@ def _source(part: HeadSlice, of_grad: bool) -> _Source:
 
 @final
 class WeightNorms:
-    """Reads the q and k weights of some sites, per query head; nothing is changed, nothing waits for the device.
+    """Reads the q and k weights of several sites, per query head, without changing them or waiting for the device.
 
-    query_weight_norm, key_weight_norm [h]: Frobenius norm of the head's own rows (of all terms as one matrix); a weight
-        that all heads share counts for each of them.
-    qk_spectral_norm [h]: largest singular value of W_QᵀW_K = Σ over terms of (product on the query's path)ᵀ (product on
-        the key's path), from r×r Gram matrices; rotations are left out, which can only make it too small. It is missing
-        if q or k is not a plain matrix product of the input: with a convolution over positions, or with additional
-        learned keys.
-    query_grad_rms, key_grad_rms [h]: root mean square of the gradient of those rows, as the optimizer gets it.
-    grad_over_eps [h]: the smaller of both over the optimizer's eps; near or under 1 Adam's step shrinks (Wortsman et
-        al. 2023, arXiv 2309.14322, section 3.4).
+    query_weight_norm, key_weight_norm [h]: the Frobenius norm of the head's own rows (with all terms as one matrix); a
+        weight that all heads share counts for each of them.
+    qk_spectral_norm [h]: the largest singular value of W_QᵀW_K = Σ over terms of (product on the query's path)ᵀ
+        (product on the key's path), computed from r×r Gram matrices; rotations are left out, which can only make it too
+        small. It is missing if q or k is not a plain matrix product of the input, as with a convolution over positions
+        or with additional learned keys.
+    query_grad_rms, key_grad_rms [h]: the root mean square of the gradient of those rows, as the optimizer receives it.
+    grad_over_eps [h]: the smaller of the two divided by the optimizer's eps; near or below 1, Adam's step shrinks
+        (Wortsman et al. 2023, arXiv 2309.14322, section 3.4).
     """
 
     def __init__(
@@ -617,12 +623,14 @@ class WeightNorms:
 
     @property
     def multiplied(self) -> list[AttentionSite]:
-        """The sites whose q and k weights are whole on this process and are matrices that multiply one another."""
+        """The sites whose q and k weights are entirely on this process and are matrices that are multiplied by one
+        another."""
         return self._squared
 
     @without_gradients
     def read(self) -> SiteNumbers:
-        """Returns the current numbers of all sites; for weights that are split over processes, this process's part."""
+        """Returns the current statistics of all sites; for weights that are split over processes, this process's
+        part."""
         split: dict[NumberKey, Tensor | PartialValue] = {}
         for one in self._split:
             split |= {(one.site.name, name): share for name, share in one.shares().items()}
@@ -640,8 +648,8 @@ class WeightNorms:
         return SiteNumbers(rows, split)
 
     def _read(self) -> Iterator[tuple[str, _SourceSizes, list[Tensor]]]:
-        """The norms of the rows of weights and gradients, then Gram matrices, by their size: each as tensors, and for
-        each of these which sources it holds, and how many numbers of each."""
+        """Yields the norms of the rows of weights and gradients, then Gram matrices, grouped by size: for each, the
+        tensors, and for each tensor which sources it contains and how many values of each."""
         sources, squared = self._sources()
         weights, rows = list[Tensor](), list[int]()
         for (
@@ -650,7 +658,7 @@ class WeightNorms:
             n,
             r,
             one_by_one,
-        ) in sources:  # no call of Python's for each: there are some hundred in a step
+        ) in sources:  # no Python call for each, because there are some hundred in a step
             p = self._parameters[part.parameter]
             x = p.grad if of_grad and p.grad is not None else p
             weights.append(x if one_by_one and x.ndim == 2 and x.shape[0] == n * r else part.heads(x))
@@ -674,7 +682,8 @@ class WeightNorms:
             yield f"products of {r}", tuple(names), parts
 
     def _sources(self) -> tuple[list[_Source], int]:
-        """The weights, and the gradients that there are; of the first so many weights products are wanted."""
+        """The weights and the existing gradients, and the number of weights at the front for which products are
+        computed."""
         graded = tuple([self._parameters[part.parameter].grad is not None for part in self._parts])
         if self._known[0] != graded:
             plain = [part for part in self._parts if part in self._plain]
@@ -711,12 +720,12 @@ class WeightNorms:
         return Places({}, pairs, like)
 
     def _multiplies(self, term: QKProduct) -> bool:
-        """True if the weights of a product are matrices with a row for each feature, one after the other."""
+        """True if the weights of a product are matrices with a row for each feature, multiplied one after the other."""
         parts = {s: self._parameters[s.parameter] for s in (*term.query, *term.key)}
         if term.query[-1].index.shape[1] != term.key[-1].index.shape[1]:
             return False
         if any(p.ndim > 2 and s.axis == 0 and s.index.shape[1] == 1 for s, p in parts.items()):
-            return False  # the row is a matrix
+            return False  # the row is itself a matrix
         pairs = [pair for path in (term.query, term.key) for pair in itertools.pairwise(path)]
         widths = [(a.index.shape[1], self._columns(b)) for a, b in pairs if parts[b].ndim > 1]
         return all(rows == width for rows, width in widths)
@@ -741,19 +750,19 @@ class WeightNorms:
         return p.numel() // _lines(part, p)
 
 
-_ENTRIES = 1 << 27  # of the small matrices whose spectra are found at once: 1 GiB
+_ENTRIES = 1 << 27  # the number of elements of the small matrices whose spectra are computed at once: 1 GiB
 
 
 @final
 class StepSpectra:
-    """Compares the q and k weights of some sites before and after a step, per query head [h].
+    """Compares the q and k weights of several sites before and after a step, per query head [h].
 
     delta2_*, delta3_*: as in `functional.bounds.step_products`, computed for the products of all weights on the paths
-        of q and of k. As in WeightNorms, rotations are left out. The gains of a q/k norm over the rows of the head's
-        weight multiply these rows, before and after the step; what such a norm divides by is left out.
+        of q and of k. As in WeightNorms, rotations are left out. If a q/k norm applies to the rows of the head's
+        weight, its gains multiply these rows, before and after the step; the divisor of such a norm is left out.
     query_update_ratio, key_update_ratio: ‖ΔW‖ / ‖W‖ (Frobenius, so RMS(ΔW) / RMS(W)) of the head's own rows.
 
-    Between the two it holds a copy of these weights.
+    Between `before` and `after`, it holds a copy of these weights.
     """
 
     def __init__(self, model: nn.Module, sites: Sequence[AttentionSite]) -> None:
@@ -771,10 +780,10 @@ class StepSpectra:
 
     @torch.no_grad()
     def after(self) -> dict[NumberKey, Tensor | PartialValue]:
-        """Called after the step; returns what it added, nothing if `before` was not called."""
+        """Must be called after the step; returns what the step added, or nothing if `before` was not called."""
         kept, self._kept = self._kept, {}
         found: dict[NumberKey, Tensor | PartialValue] = {}
-        products: dict[tuple[int, ...], list[tuple[str, str, Tensor]]] = {}  # by shape: those of many sites at once
+        products: dict[tuple[int, ...], list[tuple[str, str, Tensor]]] = {}  # by shape, for many sites at once
         for site in self._sites if kept else ():
             factors: list[Tensor] = []
             for side, chains in _sides(site):
@@ -803,9 +812,9 @@ class StepSpectra:
 
 
 def _gained(x: Tensor, norms: tuple[NormGain, ...], heads: int, of: Mapping[str, Tensor]) -> Tensor:
-    """The products of weights [n r m] with the gains of the norm behind them on their rows, as diagonal matrices.
+    """Multiplies the rows of weights [n r m] by the gains of the norm behind them, as diagonal matrices.
 
-    A norm whose gains are not of these rows leaves them as they are.
+    If the gains of the norm do not correspond to these rows, the rows are unchanged.
     """
     gains = torch.ones(heads, x.shape[1], dtype=x.dtype, device=x.device)
     for norm in norms:
@@ -822,7 +831,7 @@ def _gained(x: Tensor, norms: tuple[NormGain, ...], heads: int, of: Mapping[str,
 
 
 def _rows(part: HeadSlice, x: Tensor) -> Tensor:
-    """The heads' rows [n r m], in the widest dtype that the device has: steps are small differences."""
+    """The heads' rows [n r m], in the widest dtype that the device supports, because steps are small differences."""
     return part.heads(x.detach()).to(widest(x.device))
 
 
@@ -837,7 +846,7 @@ def _sides(site: AttentionSite) -> tuple[tuple[str, list[Chain]], tuple[str, lis
 
 
 def _is_plain(site: AttentionSite) -> bool:
-    """True if q and k are products of one weight each."""
+    """True if q and k are each the product of one weight with the input."""
     return len(site.terms) == 1 and len(site.terms[0].query) == len(site.terms[0].key) == 1
 
 
