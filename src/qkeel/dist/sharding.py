@@ -349,7 +349,7 @@ def _chunk(span: Span, n: int, i: int) -> Span:
 
 
 def local(p: Tensor) -> Tensor:
-    """Returns this process's part of a DTensor as an ordinary tensor that shares its memory; other tensors unchanged."""
+    """Returns this process's part of a DTensor as an ordinary tensor that shares its memory; others unchanged."""
     return p.detach().to_local() if is_split(p) else p  # type: ignore[attr-defined]
 
 

@@ -947,7 +947,7 @@ def _enter_only(modes: list[TorchFunctionMode]) -> None:
 
 
 def leave(mode: FunctionMode) -> None:
-    """Leaves a mode, even if it is not the innermost one, since other modes may have been entered after an interrupt."""
+    """Leaves a mode, even if it is not the innermost one, since an interrupt may have left other modes inside it."""
     inner = []
     while _get_current_function_mode() not in (mode, None):
         inner.append(_pop_mode())

@@ -292,7 +292,7 @@ class AtNextPass(Handle):
         return f"<Handle of {self.about}: applied when the next pass begins>" if waits else super().__repr__()
 
     def or_with(self, optimizer: Optimizer) -> None:
-        """Adds another optimizer of the model. The remedies use the first of the optimizers that they can be applied to.
+        """Adds another optimizer of the model. The remedies use the first optimizer with which they can be applied.
 
         Does nothing if the remedies have already been applied.
         """

@@ -156,7 +156,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def compose_all(handles: Iterable[Handle]) -> Handle:
-    """Makes changes one by one and returns one handle for all of them. If a change fails, the earlier ones are undone."""
+    """Makes changes one by one and returns one handle for all of them. If one fails, the earlier ones are undone."""
     done: list[Handle] = []
     try:
         for handle in handles:
