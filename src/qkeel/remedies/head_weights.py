@@ -270,7 +270,7 @@ class HeadWeights:
         return self._entry[id(s)]
 
     def of_optimizer(self, optimizer: Optimizer, remedy: str) -> list[Tensor | None]:
-        """Returns, for each entry, the tensor that the optimizer updates: the weight, its float32 copy, or None if frozen.
+        """Returns the tensor that the optimizer updates for each entry: the weight or its float32 copy; None if frozen.
 
         Raises:
             RefusedError: the optimizer does not update every weight that is trained, or does not update any weight.

@@ -146,7 +146,7 @@ class SoftpickRemedy(OneSlot):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SinkRemedy(OneSlot):
-    """Weights = e^z / (e^s + Σ e^z), where s is learned per head and starts at `init`, or is `init` if learned=false."""
+    """Weights = e^z / (e^s + Σ e^z), where s is learned per head, starting at `init`, or is `init` if learned=false."""
 
     learned: bool = True
     init: float = 0.0
