@@ -20,7 +20,7 @@ from qkeel.remedies.head_groups import frobenius_norm
 from qkeel.remedies.head_steps import head_steps
 from qkeel.remedies.head_weights import HeadWeights, StepRemedy, sites_of
 
-# One term that a weight is part of: the entries of the other weights in the term, the head of each of these weights that
+# A term that a weight is part of: the entries of the other weights in the term, the head of each of these weights that
 # each query head uses, and the query heads that use each of the weight's own heads.
 Use = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
 
@@ -190,6 +190,6 @@ def _acting(heads: Mapping[str, tuple[int, ...]], sites: Sequence[AttentionSite]
 
 
 def _names(weights: HeadWeights) -> list[str]:
-    """Returns a name for each weight: the parameter's name, with a number if a fused projection holds several weights."""
+    """Returns a name for each weight: the parameter's name, with a number if a fused projection holds several."""
     plain = [s.parameter for s in weights.slices]
     return [f"{name}#{plain[:i].count(name)}" if plain.count(name) > 1 else name for i, name in enumerate(plain)]

@@ -83,9 +83,9 @@ def _added(branch: Branch, target: Target) -> Iterator[Handle]:
 class Dropout(Remedy):
     """Applies dropout after attention and after the MLP: x + m ∘ F(N(x)) / (1 - rate).
 
-    m ~ Bernoulli(1 - rate) for each entry, drawn from PyTorch's global generator. Evaluation is unchanged. If the output
-    of a branch is normed (swin, peri), dropout is applied before that norm; Chameleon's authors found that the two work
-    poorly together.
+    m ~ Bernoulli(1 - rate) for each entry, drawn from PyTorch's global generator. Evaluation is unchanged. If a
+    branch's output is normed (swin, peri), dropout is applied before that norm; Chameleon's authors found that the two
+    work poorly together.
 
     Source: Chameleon, arXiv 2405.09818, section 2.3 (7B: rate 0.1); Srivastava et al. 2014, JMLR 15.
     """
