@@ -31,12 +31,12 @@ def on() -> bool:
 
 
 def world() -> int:
-    """Returns the number of processes that train one model; 1 without torch.distributed."""
+    """Returns the number of processes that train one model, which is 1 without torch.distributed."""
     return torch_distributed.get_world_size() if on() else 1
 
 
 def rank() -> int:
-    """Returns this process's rank; 0 without torch.distributed."""
+    """Returns this process's rank, which is 0 without torch.distributed."""
     return torch_distributed.get_rank() if on() else 0
 
 
@@ -108,7 +108,7 @@ _AGREED = ContextVar("qkeel_agreed_collectives", default=False)
 
 
 class ApartError(RefusedError):
-    """An action was not performed on all processes of a run. Every process raises an error."""
+    """An action was not performed on all processes of a run. Every process raises an error in this case."""
 
 
 def run_on_all(
@@ -187,7 +187,7 @@ def gather_messages(what: str, word: str, *, patience: float | None = None) -> l
 
 
 def fail_on_all(what: str, error: Exception) -> None:
-    """Reports to the other processes that this one failed in `what`; returns if every process reports a failure too.
+    """Reports to the other processes that this one failed in `what`, and returns if all of them report a failure too.
 
     Raises:
         ApartError: the call failed on some processes but not on all.
@@ -320,7 +320,7 @@ def _waited(what: str, keys: Sequence[str], verdict: str, fault: str, limit: flo
         elif now > begun + PATIENCE and limit > PATIENCE and not warned:
             warned = True
             silent = [other for other, key in enumerate(keys) if not store.check([key])]
-            caution(f"{what} waits for {_processes(silent)}, at most {limit:g} seconds in all")
+            caution(f"{what} waits for {_processes(silent)}, at most {limit:g} seconds in total")
         if now > give_up:
             break
         time.sleep(pause)
@@ -378,8 +378,8 @@ class Membership:
         self._refused = self._steps
         raise ApartError(
             f"{self._what} was not removed on all processes of this run after the same step: the number of steps that "
-            f"each took with it is {', '.join('not over' if n is None else str(n) for n in steps)}. The step was not "
-            "taken; remove it on every process after the same step"
+            f"each took with it is {', '.join('not yet known' if n is None else str(n) for n in steps)}. The step was "
+            "not taken; remove the change on every process after the same step"
         )
 
 
@@ -498,11 +498,11 @@ class StepExchange:
 
 @final
 class StepMaxima:
-    """A vector of which each process has its own values at the end of a step, and whose maxima over all are needed.
+    """A vector whose maxima over all processes are needed at the end of a step.
 
-    `sent_with` names the agreed exchange with which it is sent in steps that have this exchange; in other steps it is
-    reduced separately. `own` is called once per step and returns this process's values, which contain no NaN and have
-    the same dtype on all processes.
+    Each entry may be known to only some of the processes. `sent_with` names the agreed exchange with which the vector
+    is sent in steps that have this exchange; in other steps it is reduced separately. `own` is called once per step and
+    returns this process's values, which contain no NaN and have the same dtype on all processes.
     """
 
     def __init__(self, own: Callable[[], Tensor], sent_with: str) -> None:

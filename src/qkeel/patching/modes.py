@@ -164,7 +164,7 @@ def without_gradients(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def unguarded(act: Callable[..., T], *args: object) -> T:
-    """Calls a function without a guard: exceptions reach the caller."""
+    """Calls a function without a guard, so that exceptions reach the caller."""
     return act(*args)
 
 
@@ -247,7 +247,7 @@ Hook = tuple[dict[Any, Any], object]  # a table of hooks, and the key of a hook 
 
 
 def put_hooks(module: nn.Module, before: Callable[..., None] | None, after: Callable[..., None]) -> list[Hook]:
-    """Installs hooks before and after the module's forward, and returns the argument with which to call `remove_hooks`.
+    """Installs hooks before and after the module's forward, and returns them for `remove_hooks`.
 
     This is meant for many modules in every step, where torch's own registration takes ten times as long.
     before(module, args, kwargs) runs before all other hooks. If it is given, after(module, args, output) also runs
@@ -578,7 +578,7 @@ def joined(model: nn.Module) -> bool:
 
 
 def running_stage() -> int | None:
-    """Returns the index of the pipeline stage whose pass is running, or None if none is."""
+    """Returns the index of the pipeline stage whose pass is running, or None if no such pass is running."""
     for frame in _stage_frames():
         stage = vars(frame.f_locals["self"]).get("stage_index") if "self" in frame.f_locals else None
         if isinstance(stage, int):
@@ -649,8 +649,8 @@ _BETWEEN_TWO = re.compile("send|recv")
 def gathered(model: nn.Module) -> Iterator[None]:
     """A context in which weights that fully_shard has split are complete and have their usual names.
 
-    All processes must enter it together. A pass inside the context need not wait for other processes to gather weights,
-    so it may fail on a single process."""
+    All processes must enter it together. Passes inside the context need no other process to gather weights, so a pass
+    that fails on one process does not block the others."""
     with ExitStack() as undo:
         modules = _sharded_modules(model)
         for module in modules:

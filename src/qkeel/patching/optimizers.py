@@ -34,9 +34,10 @@ Act = Callable[[Optimizer], None]
 class StepHooks(Handle):
     """Calls `before(optimizer)` and `after(optimizer)` around each step of one optimizer, or of all optimizers.
 
-    `before` is called at the time that `before_change` describes, or may be None. Steps that only initialise the
-    optimizer's state are skipped. Exceptions reach the caller of the step. Hooks cannot be removed while torch iterates
-    over them, so during a step `remove()` only disables them, and a later `remove()` deletes them.
+    `before` is called at the time described in `before_change`. If it is None, nothing is called before the step. Steps
+    that only initialise the optimizer's state are skipped. Exceptions reach the caller of the step. Hooks cannot be
+    removed while torch iterates over them, so during a step `remove()` only disables them, and a later `remove()`
+    deletes them.
     """
 
     def __init__(self, before: Act | None, after: Act, optimizer: Optimizer | None = None) -> None:

@@ -202,7 +202,7 @@ def apply(
 
     Raises:
         UnknownNameError: a remedy or an option is unknown.
-        RefusedError: the remedy makes no sense here. The message says where and why, and the model is unchanged.
+        RefusedError: the remedy cannot be used here. The message says where and why, and the model is unchanged.
         AlreadyAppliedError: the remedy is already active on this model.
 
     Example:

@@ -57,7 +57,7 @@ class Target:
         except AttributeError as error:
             raise RefusedError(
                 f"this model has no parameter {name!r}; a weight that is computed by hooks or a parametrization "
-                "cannot be stepped or scaled on its own: remove the hook or parametrization first"
+                "cannot be updated or scaled separately. Remove the hook or parametrization first"
             ) from error
 
     def need_optimizer(self, remedy: str) -> Optimizer:
@@ -93,7 +93,8 @@ class Remedy(abc.ABC):
         on_steps: True if the remedy works only through optimizer hooks, so that a copy of the model does not have it.
         may_be_zero: the options that may be 0.
         on_attention: True if the remedy changes all attention in the model.
-        changes_spec: True if the remedy gives sites a new spec, and runs their calls under it before it becomes active.
+        changes_spec: True if the remedy gives sites a new spec. Before it becomes active, it runs the sites' calls
+            under this spec.
         stacks: True if runs with the remedy can be trained as one stack. Hooks on a forward pass, weights computed from
             other weights, and random numbers prevent stacking.
     """

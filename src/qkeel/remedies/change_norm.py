@@ -288,7 +288,7 @@ class HeadNorm(nn.Module):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadSource:
-    """The module output that q, k or v is taken from: the features `index` [n d] of `size`, with or without a bias."""
+    """The module output that contains q, k or v: the features `index` [n d] out of `size`, with or without a bias."""
 
     module: nn.Module
     name: str

@@ -143,7 +143,7 @@ def add_submodules(
         target: the model and its optimizer.
         site: the attention to whose module the submodules are added.
         added: the submodules, keyed by name.
-        near: a parameter to whose optimizer group the new parameters are added, unless they are gains (see `join`).
+        near: an existing parameter that determines the optimizer group of the new ones (see `join`).
         matrices: True if the new parameters are matrices (see `join`).
         over_identities: True if a submodule may replace an nn.Identity of the same name, which the handle restores.
     """
@@ -274,7 +274,7 @@ def base_spec(site: AttentionSite) -> AttentionSpec:
 
 
 def number(scale: Scale, head_dim: int) -> float:
-    """Returns a constant scale as a number; refuses learned and position-dependent scales."""
+    """Returns a constant scale as a number, and refuses learned and position-dependent scales."""
     if scale.kind == "learned" or scale.follows_position:
         raise RefusedError(f"expected a scale that is one number, got {scale.formula()}; give the model a fixed scale")
     return float(scale.factor(torch.zeros(1, 1), head_dim, {}))

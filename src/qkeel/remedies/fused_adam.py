@@ -91,7 +91,7 @@ class AdamPass:
         return ""
 
     def _takes_all(self) -> bool:
-        """True if the weights and their states are of the right kind. Those that the last step left are not checked."""
+        """True if the weights and states are of the right kind. Those unchanged since the last step aren't checked."""
         states, device = self._optimizer.state, self._rates.device
         for k, (weight, now) in enumerate(zip(self._weights, writes_of(self._weights))):
             state = states.get(weight, {})

@@ -142,9 +142,9 @@ class HeadGroup(abc.ABC):
 
     @abc.abstractmethod
     def copy(self, measure: WeightNorm | None) -> list[Tensor]:
-        """Keeps a copy until `interpolate` or `forget`, and returns the measures of all n in one tensor, if any.
+        """Keeps a copy until `interpolate` or `forget`, and returns a list with the measures of all n in one tensor.
 
-        The list is empty if there is no measure."""
+        The list is empty if `measure` is None."""
 
     @abc.abstractmethod
     def decay(self, row: Tensor) -> None:
@@ -313,7 +313,7 @@ def form(view: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 class LogitShare:
     """A weight that is scaled by γ or, with `root`, by √γ.
 
-    For each of the weight's n heads this is the smallest γ among the query heads `heads`."""
+    The γ of each of the weight's n heads is the smallest γ of the query heads `heads`."""
 
     weight: HeadSlice
     heads: Int64[Tensor, "n r"]

@@ -354,7 +354,6 @@ class HeadSteps:
 
         This continues until the returned handle is removed.
 
-
         The scaling runs before all other post-step hooks (such as a clip or an average), in whatever order they were
         added.
         """

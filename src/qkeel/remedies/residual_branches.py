@@ -23,7 +23,7 @@ from qkeel.remedies.head_steps import join
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SwinNorm(Remedy):
-    """Replaces both branches x + F(N(x)) by x + N(F(x)), with the same norms.
+    """Replaces both branches x + F(N(x)) with x + N(F(x)), using the same norms.
 
     A branch then adds at most its gain to the residual stream, whatever its weights are. The norms keep their parameter
     objects and are renamed to the block's `attention_post_norm` and `mlp_post_norm`.
@@ -55,7 +55,7 @@ def _norm_behind(branch: Branch) -> Iterator[Handle]:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PeriNorm(Remedy):
-    """Replaces both branches x + F(N(x)) by x + N'(F(N(x))), where N' is an RMS norm with a gain that starts at 1.
+    """Replaces both branches x + F(N(x)) with x + N'(F(N(x))), where N' is an RMS norm with a gain that starts at 1.
 
     The new norms are the block's `attention_post_norm` and `mlp_post_norm`. Their gains are added to the optimizer.
     """

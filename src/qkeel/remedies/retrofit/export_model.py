@@ -96,7 +96,9 @@ class Move:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MovePlan:
-    """Moves keyed by old name, zeros to add (new name -> (a tensor in the same file, shape)), and the new config."""
+    """The moves, keyed by old name, the zeros to add, and the new config.
+
+    `zeros` maps a new name to a tensor in the same file and a shape."""
 
     moves: Mapping[str, Move]
     zeros: Mapping[str, tuple[str, tuple[int, ...]]]
