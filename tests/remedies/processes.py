@@ -410,7 +410,7 @@ def one_comes_late() -> None:
     waited = [str(w.message) for w in said if "waits for" in str(w.message)]
     # Once for each agreement that took longer: how many do, and whether the late one waits too, the load decides.
     if dist.rank() == 0:
-        assert {*waited} == {"qkeel.apply waits for process 1, at most 60 seconds in all"}
+        assert {*waited} == {"qkeel.apply waits for process 1, at most 60 seconds in total"}
 
 
 def thresholds_differ(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:

@@ -107,7 +107,7 @@ def test_scales_go_into_the_query_side(kind: str, attention: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (AttentionSpec(), "no layer under sigma_reparam, and no scale of qkeel's own attention but 1/√d"),
+        (AttentionSpec(), "no layer under sigma_reparam, and no scale other than 1/√d in qkeel's own attention"),
         (AttentionSpec(norm=RMSNorm(gain="dim")), "come after a norm, which undoes any scaling of weights"),
         (AttentionSpec(norm=L2Norm(), scale=Learned(init=5.0)), "q is normed without a gain"),
         (AttentionSpec(norm=RMSNorm(gain="dim"), scale=Learned(init=0.3, per="head")), "does not fit into gain=dim"),

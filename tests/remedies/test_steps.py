@@ -292,7 +292,7 @@ def test_the_state_is_named_by_weights_and_another_models_is_refused() -> None:
     assert {k: tuple(v.shape) for k, v in state.items()} == {"1.q_proj.weight": (4,), "1.k_proj.weight": (2,)}
     with pytest.raises(InvalidValueError, match="load the state of the same model and remedy"):
         handle.load({"1.q_proj.weight": state["1.q_proj.weight"]})
-    with pytest.raises(InvalidValueError, match=r"have another shape: ..k_proj.weight"):
+    with pytest.raises(InvalidValueError, match=r"have a different shape: ..k_proj.weight"):
         handle.load({**state, "1.k_proj.weight": torch.ones(3)})
 
 

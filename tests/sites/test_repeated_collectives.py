@@ -49,5 +49,5 @@ def test_a_gather_is_repeated_by_one_process_and_a_sum_is_refused() -> None:
                 assert not [o for o in again.operations if str(o[0]).startswith("c10d")]
             with OperatorMode(keep=True) as seen:
                 summed(x)
-            with pytest.raises(RefusedError, match=r"c10d\.allreduce_.* combines numbers of several processes"):
+            with pytest.raises(RefusedError, match=r"c10d\.allreduce_.* combines values from several processes"):
                 Repetition(Record(seen.operations).operations, {memory(x)})({place(x): -x})

@@ -1,4 +1,4 @@
-"""The layer over torch.distributed: the processes of a run, what they agree on, and how weights are split."""
+"""The layer over torch.distributed: the processes of a run, how they agree, and how weights are split over them."""
 
 from qkeel.dist.agreement import (
     PATIENCE,

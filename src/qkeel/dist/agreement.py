@@ -1,4 +1,4 @@
-"""The processes of a run: decisions through the store, and reductions that a failed process does not block."""
+"""The processes of a run: decisions made through the store, and reductions that a failed process does not block."""
 
 from __future__ import annotations
 
@@ -31,42 +31,44 @@ def on() -> bool:
 
 
 def world() -> int:
-    """Returns the number of processes that train one model; 1 without torch.distributed."""
+    """Returns the number of processes that train one model, which is 1 without torch.distributed."""
     return torch_distributed.get_world_size() if on() else 1
 
 
 def rank() -> int:
-    """Returns this process's rank; 0 without torch.distributed."""
+    """Returns this process's rank, which is 0 without torch.distributed."""
     return torch_distributed.get_rank() if on() else 0
 
 
 def collective_device() -> torch.device:
-    """Returns the device of tensors in collectives: the GPU for NCCL, else the CPU."""
+    """Returns the device that tensors in collectives must be on: the GPU for NCCL, otherwise the CPU."""
     if on() and torch_distributed.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 # Messages between the ranks of a run, through the process group's store. A collective would wait forever for a silent
-# rank; the store tells which ranks have arrived.
+# rank, whereas the store shows which ranks have arrived.
 
 PATIENCE = 8.0  # seconds for the other processes to arrive once one of them has failed, and until a first warning
 
 
 def post_message(name: str, message: str) -> None:
-    """Stores this rank's message under a name without waiting; other ranks read it when they get there."""
+    """Stores this rank's message under a name without waiting for the other ranks to read it."""
     if on():
         process_store().set(f"qkeel/{name}/{rank()}", message)
 
 
 def try_gather_messages(name: str, message: str, patience: float | None) -> list[str] | None:
-    """Stores a message and returns the messages of all ranks in order, or None; the answer is the same on every rank.
+    """Stores a message and returns the messages of all ranks in rank order, or None if a rank did not arrive in time.
+
+    The result is the same on every rank.
 
     Args:
-        name: what the message is about, different each time that the ranks meet.
-        message: of this rank.
-        patience: seconds to wait for all; None waits as long as the process group does in a collective, with a warning
-            after 8 seconds. None is returned when this time is over.
+        name: what the message is about. Each exchange of messages needs a different name.
+        message: this rank's message.
+        patience: how many seconds to wait for all ranks. With None, the wait is as long as the process group waits in a
+            collective, with a warning after 8 seconds.
     """
     if not on():
         return [message]
@@ -76,27 +78,27 @@ def try_gather_messages(name: str, message: str, patience: float | None) -> list
 
 
 def all_posted(name: str) -> bool:
-    """True if every rank has stored a message under a name; does not wait."""
+    """True if every rank has already stored a message under a name. Does not wait."""
     return process_store().check([f"qkeel/{name}/{other}" for other in range(world())])
 
 
 def publish(name: str, text: str) -> None:
-    """Stores a text for all ranks. All texts stored under one name must be equal."""
+    """Stores a string for all ranks. All strings stored under the same name must be equal."""
     process_store().set(f"qkeel/{name}", text)
 
 
 def published(name: str) -> str:
-    """Returns a text that some rank stored with `publish`."""
+    """Returns the string that some rank stored under a name with `publish`."""
     return process_store().get(f"qkeel/{name}").decode()
 
 
 def ordinal(kind: str) -> int:
-    """Counts this rank's requests of a kind, so that matching requests get the same number on every rank."""
+    """Counts this rank's requests of each kind, so that matching requests get the same number on every rank."""
     return process_store().add(f"qkeel/{kind}/{rank()}", 1) if on() else 0
 
 
-# Actions that all processes of a run perform or none. They agree through the store, where a silent process blocks
-# nobody for long.
+# Actions that either all processes of a run perform or none does. The processes agree through the store, where a silent
+# process does not block the others for long.
 
 T = TypeVar("T")
 
@@ -106,7 +108,7 @@ _AGREED = ContextVar("qkeel_agreed_collectives", default=False)
 
 
 class ApartError(RefusedError):
-    """An action was not performed on all processes of a run. Every process raises an error."""
+    """An action was not performed on all processes of a run. Every process raises an error in this case."""
 
 
 def run_on_all(
@@ -119,19 +121,20 @@ def run_on_all(
 ) -> T:
     """Runs `act()` and returns its result if it succeeds on every process of the run with the same outcome.
 
-    In nested calls, a failure in the inner call is not reported again by the outer one, since every process is already
-    aware of it.
+    In nested calls, the outer call does not report a failure of the inner call again, since every process already knows
+    of it.
 
     Args:
-        what: name of the action in errors.
-        act: runs on each process; inside it, only nested calls of this function may wait for other processes.
-        word: describes the outcome; must be equal on all processes.
+        what: the name of the action in error messages.
+        act: the action, which runs on each process. Inside it, only nested calls of this function may wait for other
+            processes.
+        word: returns a description of the outcome, which must be the same on all processes.
         undo: reverts the action if another process failed or had a different outcome.
         patience: as in `gather_messages`.
 
     Raises:
-        ApartError: another process failed, had another outcome, or did not arrive.
-        BaseException: what `act` itself raises, once the other processes have been informed.
+        ApartError: another process failed, had a different outcome, or did not arrive.
+        BaseException: `act` itself raised it. It is re-raised once the other processes have been informed.
     """
     if world() == 1:
         return act()
@@ -156,14 +159,15 @@ def gather_messages(what: str, word: str, *, patience: float | None = None) -> l
     """Returns what every process reports about `what`, in rank order, once all have reported.
 
     Args:
-        what: name of the matter.
+        what: the subject of the reports.
         word: this process's report.
-        patience: seconds after which a silent process is an error. With None, processes may arrive at very different
-            times: those that wait warn after 8 seconds, and wait as long as the process group waits in a collective.
+        patience: the number of seconds after which a silent process is an error. With None, processes may arrive at
+            very different times: a waiting process warns after 8 seconds, and waits as long as the process group waits
+            in a collective.
 
     Raises:
-        ApartError: a process does not report, reports on another matter, or has reported a failure. In the last case
-            the processes that have not reported get 8 more seconds, and receive this error as soon as they report.
+        ApartError: a process does not report, reports on a different subject, or has reported a failure. In the last
+            case the processes that have not reported get 8 more seconds, and receive this error as soon as they report.
     """
     at, words = _report(what, word, patience)
     fault = _fault(at)
@@ -183,10 +187,10 @@ def gather_messages(what: str, word: str, *, patience: float | None = None) -> l
 
 
 def fail_on_all(what: str, error: Exception) -> None:
-    """Reports to the other processes that this one failed in `what`; returns if every process reports a failure too.
+    """Reports to the other processes that this one failed in `what`, and returns if all of them report a failure too.
 
     Raises:
-        ApartError: some process did not fail.
+        ApartError: the call failed on some processes but not on all.
     """
     at, words = _report(what, f"{_FAILED}{type(error).__name__}: {error}", PATIENCE)
     if not all(said is not None and said.startswith(f"{what}\n{_FAILED}") for said in words):
@@ -197,8 +201,8 @@ def fail_on_all(what: str, error: Exception) -> None:
 def agreed_collectives(what: str) -> Iterator[None]:
     """Synchronises the processes before each of their collectives inside this context.
 
-    If one fails in `what`, the others get an error instead of waiting for it, and none of its later collectives is
-    mistaken for this one."""
+    If a process fails in `what`, the other processes get an error instead of waiting for it, and none of its later
+    collectives is mistaken for one of this context."""
     token = _AGREED.set(True)
     with nullcontext() if token.old_value is True else CollectiveMode(functools.partial(_meet, what)):
         try:
@@ -212,7 +216,7 @@ def _meet(what: str, ranks: Sequence[int], operator: str) -> None:
 
     Raises:
         ApartError: a process has failed.
-        RefusedError: a rank calls another operator, or none in time.
+        RefusedError: a rank calls a different operator, or does not call one in time.
     """
     with _store_there():
         store, at, pause = process_store(), f"{_ROUND}/{_number()}", 0.001
@@ -266,9 +270,9 @@ def _processes(ranks: Sequence[int]) -> str:
 
 @_store_there()
 def _report(what: str, word: str, patience: float | None) -> tuple[str, list[str | None]]:
-    """Stores this rank's message and returns the round's key and the messages of all ranks, None for silent ones.
+    """Stores this rank's message and returns the round's key and the messages of all ranks, with None for silent ranks.
 
-    All ranks share the number of the round, so a rank that was silent in one meets the others in the next.
+    All ranks share the number of the round, so a rank that was silent in one round joins the others in the next.
     """
     store, number = process_store(), _number()
     at = f"{_ROUND}/{number}"
@@ -282,9 +286,10 @@ def _report(what: str, word: str, patience: float | None) -> tuple[str, list[str
 
 
 def _meet_all(at: str, what: str, message: str, patience: float | None) -> list[str | None]:
-    """Stores this rank's message and returns those of all ranks, None for those that were not here in time.
+    """Stores this rank's message and returns the messages of all ranks, with None for those that did not come in time.
 
-    Every rank gets the same answer: the first that has seen all messages, or has lost patience, decides for all.
+    Every rank gets the same answer, because the first rank that has received all messages or has timed out decides for
+    all of them.
     """
     store, keys = process_store(), [f"{at}/{other}" for other in range(world())]
     store.set(keys[rank()], message)
@@ -295,7 +300,7 @@ def _meet_all(at: str, what: str, message: str, patience: float | None) -> list[
 
 
 def _catch_up(what: str, number: int, patience: float | None) -> None:
-    """Raises ApartError if this rank arrives too late for an action that has failed, instead of waiting for nobody."""
+    """Raises ApartError, instead of waiting in vain, if this rank arrives too late for an action that has failed."""
     store, joined = process_store(), f"{_ROUND}/joined/{rank()}"
     last = int(store.compare_set(joined, "", "-1").decode())
     store.set(joined, str(number))
@@ -305,7 +310,7 @@ def _catch_up(what: str, number: int, patience: float | None) -> None:
 
 
 def _waited(what: str, keys: Sequence[str], verdict: str, fault: str, limit: float) -> bool:
-    """Waits for all keys; returns False if a verdict came first or time ran out."""
+    """Waits for all keys. Returns False if a verdict came first or the time ran out."""
     store, begun, pause, warned = process_store(), time.monotonic(), 0.001, False
     give_up = begun + limit
     while not (complete := store.check(list(keys))) and not store.check([verdict]):
@@ -315,7 +320,7 @@ def _waited(what: str, keys: Sequence[str], verdict: str, fault: str, limit: flo
         elif now > begun + PATIENCE and limit > PATIENCE and not warned:
             warned = True
             silent = [other for other, key in enumerate(keys) if not store.check([key])]
-            caution(f"{what} waits for {_processes(silent)}, at most {limit:g} seconds in all")
+            caution(f"{what} waits for {_processes(silent)}, at most {limit:g} seconds in total")
         if now > give_up:
             break
         time.sleep(pause)
@@ -324,23 +329,23 @@ def _waited(what: str, keys: Sequence[str], verdict: str, fault: str, limit: flo
 
 
 def _unlike(words: Sequence[str]) -> str:
-    """Quotes the first process and the first one that differs from it."""
+    """Quotes process 0 and the first process that differs from it."""
     other = next(i for i, said in enumerate(words) if said != words[0])
     return f"On process 0: {words[0]}. On process {other}: {words[other]}"
 
 
 @final
 class Membership:
-    """A change that every process of a run has made, and that all must remove after the same step.
+    """A change that every process of a run has made, and that all processes must remove after the same step.
 
     Processes that train one model wait for each other in every step. What a process stored before a step is therefore
-    visible to the others at the end of its passes, and reading the store without waiting is enough.
+    visible to the others once they have run the step's passes, so it is enough to read the store without waiting.
     """
 
     def __init__(self, what: str) -> None:
         self._what, self._steps, self._here, self._refused = what, 0, True, -1
         self._head = f"{_ROUND}/left/{_number()}"
-        self._over = False  # True once the store is gone, so that nobody can be told
+        self._over = False  # True once the store is gone, so that no process can be informed
 
     def leave(self) -> None:
         """Records that this process has removed the change, unless the store is gone."""
@@ -373,8 +378,8 @@ class Membership:
         self._refused = self._steps
         raise ApartError(
             f"{self._what} was not removed on all processes of this run after the same step: the number of steps that "
-            f"each took with it is {', '.join('not over' if n is None else str(n) for n in steps)}. The step was not "
-            "taken; remove it on every process after the same step"
+            f"each took with it is {', '.join('not yet known' if n is None else str(n) for n in steps)}. The step was "
+            "not taken; remove the change on every process after the same step"
         )
 
 
@@ -396,7 +401,7 @@ def reduced(vector: Tensor, by: Literal["sum", "max"], group: ProcessGroup | Non
 def reduced_together(
     vectors: Sequence[tuple[Tensor, Literal["sum", "max"]]], group: ProcessGroup | None = None
 ) -> list[Tensor]:
-    """Reduces several vectors like `reduced`, one collective each. All have begun before the first is waited for."""
+    """Reduces several vectors like `reduced`, in one collective each, and starts all of them before it waits."""
     under_way = []
     for vector, by in vectors:
         found = vector.to(collective_device(), copy=True)
@@ -408,13 +413,13 @@ def reduced_together(
 
 
 def report_failure(why: str) -> None:
-    """Tells processes that wait for this one in a reduction that it has failed."""
+    """Informs processes that are waiting for this one in a reduction that it has failed."""
     if on():
         process_store().set(_FAILED_THERE, f"process {rank()}: {why}")
 
 
 def _wait(work: Work | None, result: Tensor) -> None:
-    """Waits until a collective completes or some process has failed. On a GPU its stream waits, not the host."""
+    """Waits until a collective completes or some process has failed. On a GPU the stream waits instead of the host."""
     assert work is not None
     begun = asked = time.monotonic()
     while result.is_cpu and not work.is_completed():
@@ -424,19 +429,20 @@ def _wait(work: Work | None, result: Tensor) -> None:
             asked = now
             if process_store().check([_FAILED_THERE]):
                 raise ApartError(
-                    f"this process waited for another that failed: {process_store().get(_FAILED_THERE).decode()}"
+                    "this process was waiting for another process, which failed: "
+                    f"{process_store().get(_FAILED_THERE).decode()}"
                 )
     work.wait()
 
 
-# The exchange of numbers at the end of an optimizer step, and maxima over all processes that are sent along.
+# The exchange of values at the end of an optimizer step, and maxima over all processes that are sent with it.
 
 
 @final
 class StepExchange:
     """The all-reduces at the end of some optimizer steps.
 
-    Maxima that are needed after each step are sent along, so that they need no collective of their own in such a step.
+    Maxima that are needed after each step are sent with them, so that they need no separate collective in such a step.
     All processes must have agreed on this exchange.
     """
 
@@ -446,23 +452,25 @@ class StepExchange:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Self:
-        """Returns an optimizer's instance, shared by all callers."""
+        """Returns the exchange of an optimizer, which all callers share."""
         return _OF.setdefault(optimizer, cls())  # type: ignore[return-value]
 
     def agree(self, name: str, counts: set[str]) -> None:
-        """Records that all processes take part in the named exchange; `counts` are the distinct values of their
-        `count`."""
+        """Records that all processes take part in the named exchange.
+
+        `counts` holds the distinct values of `count` on the processes. If these differ, the maxima are not sent with
+        the exchange."""
         self.agreed = name
         for one in self.maxima if len(counts) == 1 else ():
             one.sent_with = name
 
     @property
     def count(self) -> str:
-        """The number of vectors of maxima, for comparison between processes."""
+        """The number of vectors of maxima, as a string that processes can compare."""
         return str(len(self.maxima))
 
     def reduce(self, name: str, largest: Tensor, sums: Sequence[Tensor]) -> list[Tensor]:
-        """Reduces one vector to its maxima and the others to their sums, and sends along the pending maxima."""
+        """Reduces `largest` to its maxima and each of `sums` to its sum, and sends the pending maxima with them."""
         with_it = [one for one in self.maxima if one.sent_with == name and one.found is None]
         own = [one.own() for one in with_it]
         wide = functools.reduce(torch.promote_types, [x.dtype for x in own], largest.dtype)
@@ -474,8 +482,9 @@ class StepExchange:
         return [mine, *others]
 
     def largest(self, wanted: StepMaxima) -> Tensor:
-        """Returns maxima over all processes, once per step. Maxima that were not sent with an exchange are reduced in
-        one common collective."""
+        """Returns the maxima of `wanted` over all processes, once per step.
+
+        Maxima that were not sent with an exchange are all reduced in one additional collective."""
         if wanted.found is None:
             left = [one for one in self.maxima if one.found is None]
             own = [one.own() for one in left]
@@ -489,10 +498,11 @@ class StepExchange:
 
 @final
 class StepMaxima:
-    """A vector whose entries are known to some processes at the end of a step, and whose maxima over all are needed.
+    """A vector whose maxima over all processes are needed at the end of a step.
 
-    `sent_with` names the agreed exchange that sends it along, in steps that have one; otherwise it is reduced
-    separately. `own` is called once per step and returns no NaN. Its dtype is the same on all processes.
+    Each entry may be known to only some of the processes. `sent_with` names the agreed exchange with which the vector
+    is sent in steps that have this exchange; in other steps it is reduced separately. `own` is called once per step and
+    returns this process's values, which contain no NaN and have the same dtype on all processes.
     """
 
     def __init__(self, own: Callable[[], Tensor], sent_with: str) -> None:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def splits_heads(model: nn.Module) -> bool:
     """True if weights stay split over processes in a forward pass, as in tensor parallelism.
 
-    Sharded data parallelism (fully_shard) also splits weights, along its own mesh axes, but gathers them for each pass.
+    Sharded data parallelism (fully_shard) also splits weights, along separate mesh axes, but gathers them for each
+    pass.
     """
     if not on():
         return False
@@ -43,30 +44,31 @@ def sharded(model: nn.Module) -> bool:
 
 
 def is_split(x: Tensor) -> bool:
-    """True if a tensor is a DTensor, of which each process holds a part or a replica."""
+    """True if a tensor is a DTensor, so that each process holds a part or a replica of it."""
     return _is(x, _DTENSOR)
 
 
 def fully_sharded(model: nn.Module) -> dict[int, int]:
-    """Maps the id of each parameter that fully_shard gathers for a pass to the number of mesh axes of the gathering.
+    """Maps the id of each parameter that fully_shard gathers for a pass to the number of mesh axes it is gathered over.
 
-    A parameter that fully_shard ignores, or that was added to a module later, stays a plain tensor and is not among
-    them.
+    A parameter that fully_shard ignores, or that was added to a module later, stays an ordinary tensor and is not
+    included.
     """
     found = {}
     for module in model.modules():
         for p in module.parameters() if _is(module, _FSDP) else ():
-            if is_split(p):  # its axes come first: one that replicates and one that splits (HSDP), or one that splits
+            if is_split(p):  # its axes come first: a replicating and a splitting axis (HSDP), or only a splitting axis
                 found[id(p)] = 2 if p.placements[0].is_replicate() else 1  # type: ignore[attr-defined]
     return found
 
 
 def whole(x: Tensor) -> Tensor:
-    """Returns the full tensor of a DTensor; any other tensor unchanged."""
+    """Returns the full tensor of a DTensor, and any other tensor unchanged."""
     return x.full_tensor() if _is(x, _DTENSOR) else x  # type: ignore[attr-defined]
 
 
-# Importing either module takes half as long as importing torch. If nobody has, no object has these types.
+# Importing either module takes half as long as importing torch. If a module has not been imported, no object has its
+# type.
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
 _DTENSOR = ("torch.distributed.tensor", "DTensor")
 
@@ -86,7 +88,7 @@ _DEEPSPEED = "deepspeed.runtime.engine"
 def wrappers(model: nn.Module) -> list[nn.Module]:
     """Returns the DistributedDataParallel and FullyShardedDataParallel modules around a model or inside it.
 
-    A module has no reference to its wrapper, and trainers return the inner module, so all objects are searched.
+    A module has no reference to its wrapper, and trainers return the inner module, so all Python objects are searched.
     """
     if world() == 1:
         return []
@@ -101,10 +103,10 @@ def is_flat(wrapper: nn.Module) -> bool:
 
 
 def zero_stage(model: nn.Module) -> int:
-    """Returns the stage of DeepSpeed's ZeRO under which a model trains, 1 to 3; 0 without it.
+    """Returns the stage of DeepSpeed's ZeRO under which a model trains (1 to 3), or 0 if it trains without ZeRO.
 
-    From stage 1 on the optimizer steps flat pieces of the weights, which are copied back out of reach of its hooks; in
-    stage 3 a process holds no weights between two passes.
+    From stage 1 on, the optimizer updates flat pieces of the weights, which are copied back where the optimizer's hooks
+    cannot reach them. In stage 3 a process holds no weights between two passes.
     """
     home = sys.modules.get(_DEEPSPEED)
     engines = [] if home is None else _living(home.DeepSpeedEngine)
@@ -112,7 +114,7 @@ def zero_stage(model: nn.Module) -> int:
 
 
 def wrapped_by(model: nn.Module) -> str:
-    """Names what has distributed a model over processes; "" if nothing is found."""
+    """Returns the name of the wrapper or method that distributes a model over processes, or "" if none is found."""
     around = wrappers(model)
     if around:
         return type(around[0]).__name__
@@ -122,7 +124,7 @@ def wrapped_by(model: nn.Module) -> str:
 
 
 def peer_ranks(model: nn.Module) -> tuple[int, ...]:
-    """Returns the ranks known to run the layers of a model: those of its wrapper or of its parameters' meshes."""
+    """Returns the ranks known to run the layers of a model, namely the ranks of its wrappers and parameters' meshes."""
     found = {rank()}
     for wrapper in wrappers(model):
         found |= {*torch_distributed.get_process_group_ranks(wrapper.process_group)}  # type: ignore[arg-type]
@@ -133,7 +135,7 @@ def peer_ranks(model: nn.Module) -> tuple[int, ...]:
 
 
 def stage_of(model: nn.Module) -> tuple[int, bool] | None:
-    """Returns the model's pipeline stage and whether it is the last; None without a pipeline."""
+    """Returns the model's pipeline stage and whether it is the last one, or None if there is no pipeline."""
     if (home := sys.modules.get(_PIPELINE)) is None or not on():  # spares the search through all objects
         return None
     base = home.PipelineStage.__mro__[1]  # also the base of traced stages
@@ -142,7 +144,7 @@ def stage_of(model: nn.Module) -> tuple[int, bool] | None:
 
 
 def _living(*kinds: type) -> list[Any]:
-    """All objects of these kinds. Each type is asked once: there are a few thousand of them, and far more objects."""
+    """Returns all objects of these kinds. It checks each type once, because there are far fewer types than objects."""
     objects = gc.get_objects()
     types = {id(kind): kind for kind in map(type, objects)}  # by identity: a metaclass may forbid hashes
     wanted = {number for number, kind in types.items() if issubclass(kind, kinds)}
@@ -156,7 +158,7 @@ def _kinds() -> tuple[type[nn.Module], ...]:
 
 # The role of a process among those that run one model: its data, heads, layers and weight shards.
 
-# Ranks along a mesh axis, this process among them -> this process's index on the axis.
+# Ranks along a mesh axis, including this process's -> this process's index on the axis.
 Axes = dict[tuple[int, ...], int]
 
 
@@ -166,12 +168,12 @@ class Layout:
     """The role of one process among those that run a model.
 
     Args:
-        data: processes with the same number work on the same sequences and all of their keys.
-        head_part: index of the part of the heads that it computes (tensor parallel).
-        head_parts: number of such parts.
-        stage: its pipeline stage; None without a pipeline.
-        context: index of its part of the queries (context parallel with gathered keys).
-        shard: processes with the same text hold the same part of every weight.
+        data: a number that is the same on all processes that work on the same sequences and all of their keys.
+        head_part: the index of the part of the heads that the process computes (tensor parallel).
+        head_parts: the number of such parts.
+        stage: the process's pipeline stage, or None without a pipeline.
+        context: the index of the process's part of the queries (context parallel with gathered keys).
+        shard: a string that is the same on all processes that hold the same part of every weight.
 
     Example:
         >>> Layout(data=1, head_part=0, head_parts=2).head_parts
@@ -192,13 +194,13 @@ class Layout:
         """Returns this process's role in a mesh with named axes.
 
         Args:
-            mesh: covers all processes; axes not named here split data or weights.
-            heads: axis along which the heads are split.
-            layers: axis of the pipeline stages.
-            context: axis along which the queries are split while each process has all keys.
+            mesh: the mesh, which covers all processes. Axes not named here split data or weights.
+            heads: the axis along which the heads are split.
+            layers: the axis of the pipeline stages.
+            context: the axis along which the queries are split while each process has all keys.
 
         Raises:
-            UnknownNameError: the mesh has no axis of this name.
+            UnknownNameError: the mesh has no axis with one of these names.
         """
         names, place = tuple(mesh.mesh_dim_names or ()), mesh.get_coordinate()
         for name in (heads, layers, context):
@@ -218,10 +220,10 @@ class Layout:
 
     @classmethod
     def of_model(cls, model: nn.Module, attentions: Iterable[nn.Module], stage: int | None) -> Self:
-        """Returns the role that a model's weights imply; `attentions` are its modules with heads.
+        """Returns the role that a model's weights imply. `attentions` are the model's modules with heads.
 
         Raises:
-            RefusedError: the weights of its attention layers are split over more than one axis.
+            RefusedError: the weights of the model's attention layers are split over more than one axis.
         """
         heads: Axes = {}
         for module in attentions:
@@ -229,8 +231,8 @@ class Layout:
         if len(heads) > 1:
             raise RefusedError(
                 "the weights of this model's attention layers are split over more than one axis of its mesh, so it is "
-                "unknown which heads this process has. Specify it: qkeel.watch(..., layout=Layout.of_mesh(mesh, "
-                "heads=...)), Layout from qkeel.monitor"
+                "unknown which heads this process has. Specify the axis of the heads with qkeel.watch(..., "
+                "layout=Layout.of_mesh(mesh, heads=...)), where Layout is imported from qkeel.monitor"
             )
         axis, part = next(iter(heads.items()), ((rank(),), 0))
         return cls(data=min(axis), head_part=part, head_parts=len(axis), stage=stage, shard=_shard(model))
@@ -243,7 +245,7 @@ def head_axes(model: nn.Module, weights: Iterable[Tensor]) -> Axes:
 
 
 def _axes(parameters: Iterable[Tensor], first: Callable[[Tensor], int]) -> Axes:
-    """Returns the axes over which any of these parameters is split, ignoring each one's axes before `first`."""
+    """Returns the axes over which any of these parameters p is split, ignoring the first `first(p)` axes of each."""
     found: Axes = {}
     for p in parameters:
         if is_split(p):
@@ -256,7 +258,7 @@ def _axes(parameters: Iterable[Tensor], first: Callable[[Tensor], int]) -> Axes:
 
 
 def _shard(model: nn.Module) -> str:
-    """Describes this process's position on the axes that split weights. Replicas have equal texts."""
+    """Describes this process's position on the axes that split weights, by a string that is the same for replicas."""
     found = set()
     for p in model.parameters():
         if is_split(p):
@@ -269,14 +271,14 @@ def _shard(model: nn.Module) -> str:
 
 
 def counted(model: nn.Module) -> Callable[[Tensor], bool]:
-    """Returns a predicate: does this process's part of a parameter count, so that replicas count once?"""
+    """Returns a function that says whether to count this process's part of a parameter. Replicas count only once."""
     split = _axes(model.parameters(), lambda _: 0)
     return lambda p: not any(at for axis, at in split.items() if axis not in _axes([p], lambda _: 0))
 
 
 # The part of a split parameter on this process, and sums over the processes that hold its parts.
 
-Span = tuple[int, int]  # first index, and the index after the last
+Span = tuple[int, int]  # the first index, and the index after the last
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -285,10 +287,10 @@ class LocalBlock:
 
     Args:
         spans: the block's range along each dimension.
-        in_pass: the range that this process computes with in a forward pass. Sharded data parallelism gathers its parts
-            for a pass, tensor parallelism does not.
+        in_pass: the range along each dimension that this process uses in a forward pass. Sharded data parallelism
+            gathers its parts for a pass, but tensor parallelism does not.
         groups: the process group of each axis of the mesh.
-        over: for each axis, True if the parameter is split over it, False if replicated.
+        over: for each axis, True if the parameter is split over it and False if it is replicated.
     """
 
     spans: tuple[Span, ...]
@@ -298,12 +300,13 @@ class LocalBlock:
 
 
 def local_block(name: str, p: Tensor, gathered: int = 0) -> LocalBlock | None:
-    """Returns the part of a parameter on this process; None if it holds all of it.
+    """Returns the part of a parameter that this process holds, or None if the parameter is not a DTensor.
 
     Args:
-        name: the parameter's name, for errors.
+        name: the parameter's name, for error messages.
         p: the parameter.
-        gathered: number of leading mesh axes along which fully_shard gathers it for a pass (see `fully_sharded`).
+        gathered: the number of leading mesh axes along which fully_shard gathers the parameter for a pass (see
+            `fully_sharded`).
 
     Raises:
         RefusedError: the part is not a block of entries.
@@ -313,7 +316,8 @@ def local_block(name: str, p: Tensor, gathered: int = 0) -> LocalBlock | None:
     mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
     at = mesh.get_coordinate()
     plain = [axis for axis, how in enumerate(placements) if how.is_shard()]
-    # Strided shards split, from right to left, what the plain ones leave: fully_shard on top of tensor parallelism.
+    # Strided shards, from right to left, split what the plain shards leave, as in fully_shard on top of tensor
+    # parallelism.
     strided = [a for a, how in enumerate(placements) if not (how.is_shard() or how.is_replicate() or how.is_partial())]
     if at is None or any(how.is_partial() for how in placements):
         raise RefusedError(f"{name} is spread over processes as {tuple(placements)}, so no process holds a block of it")
@@ -338,23 +342,23 @@ def local_block(name: str, p: Tensor, gathered: int = 0) -> LocalBlock | None:
 
 
 def _chunk(span: Span, n: int, i: int) -> Span:
-    """Returns the i-th of n chunks as torch.chunk makes them; the last ones may be shorter or empty."""
+    """Returns the i-th of n chunks of a span, as torch.chunk makes them. The last chunks may be shorter or empty."""
     first, last = span
     size = -(-(last - first) // n)
     return min(first + i * size, last), min(first + (i + 1) * size, last)
 
 
 def local(p: Tensor) -> Tensor:
-    """Returns this process's part of a parameter as a plain tensor that shares its memory; a plain tensor unchanged."""
+    """Returns this process's part of a DTensor as an ordinary tensor that shares its memory; others unchanged."""
     return p.detach().to_local() if is_split(p) else p  # type: ignore[attr-defined]
 
 
 @final
 class PartialSums:
-    """Sums numbers of several parameters over the processes that hold their parts, counting replicas once.
+    """Sums values for several parameters over the processes that hold their parts, counting replicas once.
 
-    All sums share one collective over all processes if the parameters' meshes cover them; otherwise each mesh axis has
-    its own.
+    All sums share one collective over all processes if the parameters' meshes cover them. Otherwise there is one
+    collective for each mesh axis.
     """
 
     def __init__(self, shards: Sequence[LocalBlock | None]) -> None:
@@ -366,7 +370,7 @@ class PartialSums:
 
     @staticmethod
     def _counts(s: LocalBlock | None, group: ProcessGroup) -> bool:
-        """True if this process's numbers count in a group: always for a part, and for replicas on the first rank."""
+        """True if this process's values count in a group. Parts always count, but replicas only on the first rank."""
         split = s is not None and any(own is group for own, over in zip(s.groups, s.over) if over)
         return split or torch_distributed.get_rank(group) == 0
 
@@ -378,7 +382,7 @@ class PartialSums:
 
 
 def local_blocks(named: Sequence[tuple[str, Tensor]]) -> Iterator[LocalBlock | None]:
-    """Yields the part of each parameter; shared parameters are inspected once."""
+    """Yields the part of each parameter that this process holds. Shared parameters are inspected once."""
     seen: dict[int, LocalBlock | None] = {}
     for name, p in named:
         if id(p) not in seen:

@@ -1,12 +1,12 @@
 """The private parts of torch that qkeel uses, one module per group of mechanisms.
 
 Everywhere else torch is used as documented. `tests/patching/private_names.py` lists each private name, its purpose, and
-what stops working if a version of torch lacks it.
+what stops working if a version of torch lacks the name.
 
 | purpose | module |
 |---|---|
 | modes over torch functions and operators; private operators; module tables; state of compiler and processes | modes |
-| one module's forward, every forward pass of a model, functions exchanged by their code | forward |
-| nodes of autograd's graph, checkpointed parts of a pass | autograd |
-| optimizer steps, new optimizers, Adam's groups | optimizers |
+| one module's forward; every forward pass of a model; functions whose code is replaced | forward |
+| nodes of autograd's graph; checkpointed parts of a pass | autograd |
+| optimizer steps; new optimizers; Adam's groups | optimizers |
 """

@@ -1,4 +1,4 @@
-"""Private parts of autograd's graph, and checkpointed parts of a pass whose graph is read."""
+"""Private parts of autograd's graph, and the checkpointed parts of a pass whose graph is read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NORM = "qkeel: a norm"
 
 
 def saved_operand(node: Node, place: int) -> Tensor | None:
-    """Returns the first (0) or second (1) operand of a product or quotient; None if the graph does not keep it."""
+    """Returns the first (0) or second (1) operand of a product or quotient, or None if the graph does not keep it."""
     kept: Any = node
     try:
         value = (kept._saved_self, kept._saved_other)[place] if place else kept._saved_self
@@ -32,7 +32,7 @@ def saved_operand(node: Node, place: int) -> Tensor | None:
 
 
 def slice_of(node: Node) -> slice:
-    """Returns the slice of a one-dimensional slicing node as it was given; negative numbers count from the end."""
+    """Returns the slice of a one-dimensional slicing node as it was given. Negative indices count from the end."""
     kept: Any = node
     given = (kept._saved_start, kept._saved_end, kept._saved_step)
     # The graph returns negative numbers as unsigned 64-bit integers.
@@ -47,13 +47,13 @@ def output_like(node: Node) -> Tensor:
 
 
 def is_transposed(node: Node) -> bool:
-    """True for a transposed convolution, whose weight has the input features first."""
+    """True for a transposed convolution, whose weight has the input features as its first dimension."""
     kept: Any = node
     return bool(kept._saved_transposed)
 
 
 def normalized_shape(node: Node) -> tuple[int, ...]:
-    """Returns the trailing dimensions that torch's layer norm or RMS norm reduced."""
+    """Returns the sizes of the trailing dimensions over which torch's layer norm or RMS norm was computed."""
     kept: Any = node
     return tuple(kept._saved_normalized_shape)
 
@@ -65,7 +65,7 @@ def saved_gain(node: Node) -> Tensor | None:
 
 
 def mark_as_norm(x: Tensor) -> None:
-    """Marks the node that made a tensor as a norm, for norms that no operator identifies."""
+    """Marks the node that produced a tensor as a norm, for norms that cannot be identified by an operator."""
     if x.grad_fn is not None and not torch.compiler.is_compiling():
         x.grad_fn.metadata[_NORM] = True  # type: ignore[index]
 
@@ -76,12 +76,12 @@ def is_marked_norm(node: Node) -> bool:
 
 
 def base_of(view: Tensor) -> Tensor | None:
-    """Returns the tensor that this one is a view of; None for other tensors."""
+    """Returns the tensor of which `view` is a view, or None if it is not a view."""
     return view._base
 
 
 def version_of(x: Tensor) -> int:
-    """Returns how often the tensor was written to in place."""
+    """Returns how many times the tensor has been written to in place."""
     return x._version
 
 
@@ -97,7 +97,7 @@ def is_wrapper(x: Tensor) -> bool:
 
 # Checkpointing in a pass whose graph is read: each part runs once and is freed after it has been read.
 
-# Modules that hold torch's non-reentrant checkpoint; the second imports it under its own name.
+# Modules that hold torch's non-reentrant checkpoint. The second imports it into its own namespace.
 _HOMES = ("torch.utils.checkpoint", "torch.distributed._composable.checkpoint_activation")
 # Since torch 2.14 torch calls the second of these itself, and keeps the first for other packages.
 _NAMES = tuple("_checkpoint_without_reentrant_generator" + end for end in ("", "_impl"))
@@ -106,17 +106,17 @@ _NAMES = tuple("_checkpoint_without_reentrant_generator" + end for end in ("", "
 class CheckpointedParts:
     """Runs the checkpointed parts of a pass once, with a graph, inside the context `noticed`.
 
-    Otherwise a reentrant checkpoint would record no graph, and the other kind would run twice. Tensors that a part
-    saves for backward are freed at its end, after a call of `read`; the nodes of the graph stay. Memory is thus bounded
-    as in a backward pass, which recomputes one part at a time.
+    Otherwise a reentrant checkpoint would record no graph, and a non-reentrant one would run twice. Tensors that a part
+    saves for backward are freed at the end of the part, after a call of `read`, but the nodes of the graph stay. Memory
+    is therefore bounded as it is in a backward pass, which recomputes one part at a time.
 
     Args:
-        read: called at the end of each part.
-        keep: True frees nothing, as without checkpoints.
+        read: a function that is called at the end of each part.
+        keep: if True, nothing is freed, as in a pass without checkpoints.
 
     Attributes:
-        any: whether there were such parts.
-        missed: whether something asked for freed tensors.
+        any: whether there were checkpointed parts.
+        missed: whether a tensor was requested that had already been freed.
     """
 
     def __init__(self, read: Callable[[], None] = lambda: None, *, keep: bool = False) -> None:
@@ -175,7 +175,7 @@ _NOTICING: contextvars.ContextVar[CheckpointedParts | None] = contextvars.Contex
 
 
 def _apply(kind: type[torch.autograd.Function], *args: Any) -> Any:
-    """Replaces CheckpointFunction.apply: runs a part if this thread handles parts, else calls the inherited method."""
+    """Replaces CheckpointFunction.apply. It runs a part if this thread handles parts, or else the inherited method."""
     parts = _NOTICING.get()
     if parts is not None:
         return parts.direct(*args)
@@ -184,9 +184,9 @@ def _apply(kind: type[torch.autograd.Function], *args: Any) -> Any:
 
 @final
 class _Generator:
-    """Replaces torch's generator of a non-reentrant checkpoint in threads that handle parts; elsewhere calls it.
+    """Replaces torch's generator of a non-reentrant checkpoint in threads that handle parts; elsewhere it calls it.
 
-    A module imported meanwhile may keep this object forever, so it must keep working like torch's own.
+    A module that is imported in the meantime may keep this object forever, so it must keep working like torch's own.
     """
 
     def __init__(self, original: Callable[..., Iterator[None]]) -> None:
@@ -199,8 +199,10 @@ class _Generator:
 
 @final
 class _Patch:
-    """Installs the replacements in torch.utils.checkpoint when the first thread starts to handle parts, and removes
-    them when the last one ends, in any order. Threads that handle no parts run torch's own code."""
+    """Installs the replacements in torch.utils.checkpoint when the first thread starts to handle parts.
+
+    They are removed when the last thread stops, in whatever order the threads stop. Threads that handle no parts run
+    torch's own code."""
 
     def __init__(self) -> None:
         self._lock, self._users = threading.Lock(), 0

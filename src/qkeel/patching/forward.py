@@ -1,4 +1,4 @@
-"""Replaces and hooks forward passes: functions by their code, one module's forward, a model's outermost calls."""
+"""Replaces the code of functions and the forward of single modules, and hooks the outermost calls of a model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from qkeel.patching.modes import (
     unguarded,
 )
 
-# Replaces the code object of a Python function, so that calls through every alias of it are seen.
+# Replaces the code object of a Python function, so that calls through any alias of it are intercepted.
 #
 # A function is imported by name into other modules and kept in attributes, closures, partials and `torch.compile`
 # wrappers, so replacing one attribute would miss most callers. Here the function object stays the same, and the
@@ -48,21 +48,22 @@ _NAME = "_qkeel_exchanged_"
 _LOCK = threading.Lock()
 
 CallArguments = tuple[list[Any], dict[str, Any]]  # by position and by name
-# Arguments; a stack to close when the call ends; a function that receives the result; and one that converts the result
-# for the caller, if needed.
+# Arguments; a stack to close when the call ends; a function that receives the result; and a function that converts the
+# result for the caller, if needed.
 Begun = tuple[CallArguments, ExitStack, Callable[[object], None], Callable[[object], object] | None]
-# Receives the function and the arguments of a call; False for a call that is not observed.
+# Receives the function and the arguments of a call; returns False for a call that is not observed.
 Begin = Callable[[types.FunctionType, list[Any], dict[str, Any]], Begun | Literal[False]]
 
-# Per thread: the guard that calls `begin` and the callbacks; None if nobody observes.
+# Per thread: the guard that calls `begin` and the callbacks, or None if calls are not observed.
 GUARD: contextvars.ContextVar[Guarded | None] = contextvars.ContextVar("qkeel_guard_of_calls", default=None)
 
 
 @final
 class ExchangedCode:
-    """A function whose code is replaced: with a GUARD, calls run `begin`, the original code, and `begin`'s callbacks.
+    """A function whose code is replaced.
 
-    torch.compile does not trace what the guard calls. Where `begin` fails, the original code runs inside `unobserved`.
+    If there is a GUARD, calls run `begin`, the original code, and the callbacks that `begin` returned. torch.compile
+    does not trace what the guard calls. If `begin` fails, the original code runs inside `unobserved`.
     """
 
     def __init__(
@@ -124,12 +125,12 @@ class ExchangedCode:
 def exchange(
     function: types.FunctionType, begin: Begin, unobserved: Callable[[], AbstractContextManager[None]]
 ) -> ExchangedCode:
-    """Replaces a function's code, or joins an existing replacement; undo with `release()`.
+    """Replaces a function's code, or adds a user to an existing replacement. `release()` undoes this.
 
     Args:
         function: the function to observe.
-        begin: receives its calls, unless an earlier replacement is still installed.
-        unobserved: a context for calls that `begin` has failed for.
+        begin: the function that receives its calls, unless an earlier replacement is still installed.
+        unobserved: a context for calls on which `begin` has failed.
 
     Raises:
         SyntaxError, TypeError, ValueError: the function's signature is not supported.
@@ -156,14 +157,14 @@ def _forwarding(code: types.CodeType, name: str) -> types.CodeType:
 
 # Replaces one module's forward by an attribute of the instance.
 #
-# Forward hooks would not do: compiled code does not notice that a hook was added or removed, but it has a guard on the
-# instance's own `forward`.
+# Forward hooks would not be enough, because compiled code does not detect that a hook was added or removed, whereas it
+# has a guard on the instance's own `forward`.
 
 _FORWARD = "forward"
 
 
 class InstanceForward(abc.ABC):
-    """A callable in place of the forward of `module`; copied and pickled with the module."""
+    """A callable that replaces the forward of `module`. It is copied and pickled with the module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -197,13 +198,13 @@ def forwards_of(module: nn.Module) -> Iterator[InstanceForward]:
 
 
 def put_in_place(new: InstanceForward) -> Handle:
-    """Installs a replacement; the handle removes it."""
+    """Installs a replacement and returns a handle that removes it."""
     new.module.__dict__[_FORWARD] = new
     return Handle(lambda: take_out(new))
 
 
 def take_out(old: InstanceForward) -> None:
-    """Removes a replacement, even from below others."""
+    """Removes a replacement, even if later ones are installed on top of it."""
     module = old.module
     outer = next((f for f in forwards_of(module) if f.before is old), None)
     if outer is not None:
@@ -217,7 +218,7 @@ def take_out(old: InstanceForward) -> None:
 # Hooks around a model's outermost call, eager or compiled. Copies and pickles of the model do not include them.
 
 _OVERLAP = (
-    "several threads call {} at once: of overlapping passes, only the one that began first is measured. To measure "
+    "several threads call {} at once, and of overlapping passes only the one that began first is measured. To measure "
     "every pass, let one thread at a time call it, or watch a copy of the model for each thread"
 )
 Args = tuple[Any, ...]
@@ -227,18 +228,19 @@ Kwargs = Mapping[str, Any]
 class ForwardPasses(Handle):
     """Calls `before(args, kwargs, compiled)` and `after(output, failed)` around each outermost call of `model`.
 
-    Skipped are calls that gradient checkpointing repeats in the backward pass, calls by which a pipeline infers shapes,
-    calls that overlap with one in another thread (with a warning), calls in a forked process, and calls inside a larger
-    compiled function. Exceptions of `before` and `after` never reach the model's caller.
+    Some calls are skipped: those that gradient checkpointing repeats in the backward pass, those in which a pipeline
+    infers shapes, those that overlap with a call in another thread (with a warning), those in a forked process, and
+    those inside a larger compiled function. Both functions are called through `guard`, which decides whether their
+    exceptions reach the model's caller.
 
     Args:
-        model: the user's model, or its wrapper by torch.compile or DistributedDataParallel.
-        before: `compiled` is True if the pass runs compiled code. No mode may be entered then, since it would recompile
-            the code and change its numbers.
-        after: `failed` is True if the pass raised an exception. After an interrupt this becomes known when the next
-            pass begins, or at `remove()`.
-        guard: calls them.
-        owner: the object on whose behalf the hooks act; see `owners`.
+        model: the user's model, or the wrapper that torch.compile or DistributedDataParallel has put around it.
+        before: called before the pass. `compiled` is True if the pass runs compiled code. It must not enter a mode
+            then, since a mode would make the code recompile and change its results.
+        after: called after the pass. `failed` is True if the pass raised an exception. After an interrupt, `after` is
+            called when the next pass begins or at `remove()`.
+        guard: the guard that calls `before` and `after`.
+        owner: the object for which the hooks were installed; see `owners`.
     """
 
     def __init__(
@@ -319,12 +321,12 @@ class ForwardPasses(Handle):
         finally:  # also after an interrupt in one of them
             with self._lock:
                 self._depth, self._pass = 0, None
-        # After a failure torch iterates over the hooks themselves, not a copy, so they stay for now, disabled.
+        # After a failure torch iterates over the hooks themselves, not over a copy, so for now they stay, but disabled.
         if not self.active and not failed:
             self._unhook()
 
     def _end_abandoned(self) -> None:
-        """Ends a pass that an interrupt left without calling its hooks."""
+        """Ends a pass that an interrupt has aborted without calling its hooks."""
         if self._depth and self._pass is not None and self._pass.abandoned:
             self._end(None, failed=True)
 
@@ -332,7 +334,7 @@ class ForwardPasses(Handle):
         return not recomputing() and not _EXTRA.get() and os.getpid() == self._pid and not inferring_shapes()
 
     def _unhook(self) -> None:
-        # A running pass still needs its end hook, which then removes the hooks.
+        # A running pass still needs the hook at its end, which then removes all hooks.
         self._end_abandoned()
         if not self._depth:
             for hook in self._hooks:
@@ -342,8 +344,9 @@ class ForwardPasses(Handle):
 
 @contextmanager
 def extra_pass(owner: object) -> Iterator[None]:
-    """Hides passes in this context from all ForwardPasses: they are extra passes, which `owner` makes to observe a
-    model."""
+    """Hides the passes in this context from all ForwardPasses.
+
+    They are extra passes, which `owner` makes to observe a model."""
     token = _EXTRA.set((*_EXTRA.get(), owner))
     try:
         yield
@@ -352,7 +355,7 @@ def extra_pass(owner: object) -> Iterator[None]:
 
 
 def extra_of_another(owner: object) -> bool:
-    """True if the current pass is an extra pass of another owner."""
+    """True if the current pass is an extra pass made by a different owner."""
     return bool(_EXTRA.get()) and _EXTRA.get()[-1] is not owner
 
 
@@ -366,7 +369,7 @@ class _Running:
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.error = sys.exception()  # an exception that was already being handled before the call
-        # The innermost running call of a module, found without a Python call per frame.
+        # The frame of the innermost running call of a module. This loop needs no Python call per frame.
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != calls.__file__:
             frame = frame.f_back
@@ -374,7 +377,7 @@ class _Running:
 
     @property
     def failing(self) -> bool:
-        """True if an exception is leaving the call."""
+        """True if an exception is propagating out of the call."""
         return sys.exception() not in (None, self.error)
 
     @property
@@ -388,7 +391,7 @@ class _Running:
 
 
 class _DormantHook:
-    """A hook that does nothing inside compiled code, and that copies and pickles of a model drop."""
+    """A hook that does nothing inside compiled code, and that is dropped from copies and pickles of a model."""
 
     def __init__(self, act: Any, owner: object) -> None:
         self.act, self.owner = act, owner
@@ -397,7 +400,8 @@ class _DormantHook:
     def __call__(self, module: nn.Module, args: object, last: object) -> None:
         if torch.compiler.is_compiling():
             return
-        # Inlined, since torch.compile would compile a function's frame: is the compiler about to compile this call?
+        # Whether the compiler is about to compile this call. This is inlined, because torch.compile would compile the
+        # frame of a function.
         ready = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # pyright: ignore[reportAttributeAccessIssue]
         if ready is None or ready is False:
             self.act(module, args, last, False)
@@ -413,9 +417,9 @@ class _DormantHook:
 
 @contextmanager
 def joining(model: nn.Module, args: Args, kwargs: Kwargs) -> Iterator[None]:
-    """Lets ForwardPasses that are installed inside this context, while a pass of the model begins, see that pass too.
+    """Makes ForwardPasses that are installed in this context, while a pass of the model begins, observe that pass too.
 
-    torch has already made its list of hooks by then."""
+    Otherwise they would miss it, since torch has already made its list of hooks by then."""
     known = set(hooks_before(model))
     yield
     for number, hook in list(hooks_before(model).items()):
@@ -424,7 +428,7 @@ def joining(model: nn.Module, args: Args, kwargs: Kwargs) -> Iterator[None]:
 
 
 def owners(model: nn.Module) -> list[object]:
-    """Returns the owners of a model's ForwardPasses, wrapped or not."""
+    """Returns the owners of a model's ForwardPasses, including those on the model inside its wrappers."""
     hooks = [h for m in {model, unwrapped(model)} for h in hooks_before(m).values()]
     return [h.owner for h in hooks if isinstance(h, _DormantHook)]
 

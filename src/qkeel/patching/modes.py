@@ -1,4 +1,4 @@
-"""Modes of torch, tables of modules, private operators, compiler and process state, and guards against faults."""
+"""Modes, module tables and private operators of torch, compiler and process state, and guards against faults."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-# Guards around everything that qkeel calls during training, so that its faults do not reach the training.
+# Guards around everything that qkeel calls during training, so that its errors do not disturb the training.
 
 T = TypeVar("T")
 Guarded = Callable[..., Any]  # called as guard(function, *arguments)
@@ -50,8 +50,8 @@ Guarded = Callable[..., Any]  # called as guard(function, *arguments)
 class FaultGuard:
     """Calls functions so that none of their exceptions reaches the caller.
 
-    The first exception is kept in `error`, reported in one warning, and followed by a call of each function in `off`,
-    which switch off what failed. Later exceptions are dropped. Interrupts (KeyboardInterrupt, SystemExit) pass through.
+    The first exception is kept in `error` and reported in one warning. Then each function in `off` is called, to switch
+    off what failed. Later exceptions are dropped. Interrupts (KeyboardInterrupt, SystemExit) pass through.
 
     Example:
         >>> guard = FaultGuard("the watcher is off: {}")
@@ -60,15 +60,15 @@ class FaultGuard:
     """
 
     def __init__(self, words: str, *off: Callable[[], None]) -> None:
-        """Takes the text of the warning, with {} for the fault, and the functions that switch things off."""
+        """Takes the text of the warning, with {} for the error, and the functions that switch off what failed."""
         self.words, self.off = words, list(off)
         self.error: Exception | None = None
         self._inside: set[int] = set()  # threads in which a guarded function runs
-        self._spent: dict[int, float] = {}  # by thread, so that none adds to what another one writes
+        self._spent: dict[int, float] = {}  # by thread, so that no two threads write to the same entry
 
     @property
     def seconds(self) -> float:
-        """Host time spent in guarded functions of all threads, nested calls counted once."""
+        """The host time spent in guarded functions in all threads. Nested calls are counted once."""
         return sum([*self._spent.values()])
 
     def __call__(self, act: Callable[..., T], *args: object) -> T | None:
@@ -99,8 +99,9 @@ class FaultGuard:
 
 @final
 class DeferredError:
-    """A guard that keeps the first exception until `settle`, so that the caller continues: other processes wait for
-    it."""
+    """A guard that keeps the first exception until `settle`, so that the caller can continue.
+
+    It is used where other processes wait for the caller."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -119,7 +120,7 @@ class DeferredError:
 
 
 class _Uncopied(functools.partial[T]):
-    """A hook that does nothing in copies and pickles of its module, which a forward of the model's may make."""
+    """A hook that does nothing in copies and pickles of its module, which the model's forward may make."""
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return idle
@@ -129,7 +130,7 @@ class _Uncopied(functools.partial[T]):
 
 
 def idle(*_: object) -> None:
-    """A hook that does nothing; it replaces qkeel's in copies and pickles of a model."""
+    """A hook that does nothing. It replaces qkeel's hooks in copies and pickles of a model."""
 
 
 def get_idle() -> Callable[..., None]:
@@ -138,15 +139,17 @@ def get_idle() -> Callable[..., None]:
 
 
 def in_this_thread(act: Callable[..., T]) -> Callable[..., T | None]:
-    """Restricts a function to the current thread; elsewhere it does nothing, nor in copies of what holds it. For hooks
-    on modules that other threads may call at the same time."""
+    """Restricts a function to the current thread, for hooks on modules that other threads may call at the same time.
+
+    In other threads, and in copies of the module that holds it, the function does nothing."""
     own = threading.get_ident()
     return _Uncopied(lambda *args, **kwargs: act(*args, **kwargs) if threading.get_ident() == own else None)
 
 
 def without_gradients(function: Callable[..., T]) -> Callable[..., T]:
-    """Returns the function with gradients turned off. torch.no_grad() as a decorator takes ten Python calls for each
-    call, too many for what every step calls."""
+    """Returns the function with gradients turned off.
+
+    torch.no_grad() as a decorator adds ten Python calls to each call, too many for functions that run in every step."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> T:
@@ -161,14 +164,14 @@ def without_gradients(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def unguarded(act: Callable[..., T], *args: object) -> T:
-    """Calls a function without a guard: exceptions reach the caller."""
+    """Calls a function without a guard, so that exceptions reach the caller."""
     return act(*args)
 
 
 # The tables in which nn.Module keeps parameters, submodules, buffers and hooks.
 #
-# nn.Module's public methods list entries or set one at a time; they neither preserve the order of restored entries nor
-# identify hooks.
+# nn.Module's public methods list the entries or set one entry at a time. They neither preserve the order of restored
+# entries nor identify hooks.
 
 # Attribute names of the wrapped module in activation checkpointing and torch.compile.
 WRAPPED_AS = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -181,22 +184,22 @@ _HOOKS = (
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Returns the module's own table of parameters; writes change the module."""
+    """Returns the module's own table of parameters. Writing to it changes the module."""
     return module._parameters
 
 
 def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Returns the module's own table of submodules; writes change the module."""
+    """Returns the module's own table of submodules. Writing to it changes the module."""
     return module._modules
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Returns the module's own table of buffers; writes change the module."""
+    """Returns the module's own table of buffers. Writing to it changes the module."""
     return module._buffers
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns every module once by its name, like `named_modules()`, without a generator for each level of modules."""
+    """Returns every module once, keyed by name, like `named_modules()` but without a generator for each level."""
     found, seen = dict[str, nn.Module](), set[int]()
     left = [("", model)]
     while left:
@@ -210,7 +213,7 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Returns the parameters of the modules themselves, each once."""
+    """Returns the parameters of these modules without those of their submodules, each once."""
     held = [p for module in modules for p in module._parameters.values() if p is not None]
     return [*{id(p): p for p in held}.values()]
 
@@ -226,7 +229,7 @@ def names_in_use(module: nn.Module) -> set[str]:
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Returns a copy of the module's attributes without the three tables."""
+    """Returns a copy of the module's attributes, except the three tables."""
     return {name: value for name, value in vars(module).items() if name not in TABLES}
 
 
@@ -240,16 +243,17 @@ def hooks_after(module: nn.Module) -> dict[int, Callable[..., Any]]:
     return module._forward_hooks
 
 
-Hook = tuple[dict[Any, Any], object]  # a table of hooks, and the key of one in it
+Hook = tuple[dict[Any, Any], object]  # a table of hooks, and the key of a hook in it
 
 
 def put_hooks(module: nn.Module, before: Callable[..., None] | None, after: Callable[..., None]) -> list[Hook]:
-    """Installs hooks before and after the module's forward; `remove_hooks` takes what it returns.
+    """Installs hooks before and after the module's forward, and returns them for `remove_hooks`.
 
-    Made for many modules per step: torch's own registration takes ten times as long. before(module, args, kwargs) runs
-    before all other hooks; if it is given, after(module, args, output) also runs after an exception.
+    This is meant for many modules in every step, where torch's own registration takes ten times as long.
+    before(module, args, kwargs) runs before all other hooks. If it is given, after(module, args, output) also runs
+    after an exception.
     """
-    key = object()  # torch's are numbers, of which none may be taken twice
+    key = object()  # torch's keys are numbers, none of which may be used twice
     hooks: list[Hook] = [(module._forward_hooks, key)]
     module._forward_hooks[key] = _Uncopied(after)  # type: ignore[index]
     if before is not None:
@@ -266,27 +270,27 @@ def put_hooks(module: nn.Module, before: Callable[..., None] | None, after: Call
 
 
 def remove_hooks(hooks: Iterable[Hook]) -> None:
-    """Removes what `put_hooks` has installed."""
+    """Removes the hooks that `put_hooks` has installed."""
     for table, key in hooks:
         table.pop(key, None)
 
 
 def drop_hooks_after(module: nn.Module, kept: set[int]) -> None:
-    """Removes the module's forward hooks except those numbered `kept`."""
+    """Removes the module's forward hooks, except those whose numbers are in `kept`."""
     for number in [number for number in module._forward_hooks if number not in kept]:
         for table in (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
             table.pop(number, None)
 
 
 class ModuleTree:
-    """The modules of a model by name, listed again only if the tree has changed.
+    """The modules of a model, keyed by name and listed again only if the tree has changed.
 
-    Comparing the tree needs no Python call per module, listing it ten.
+    Comparing the tree needs no Python call per module, whereas listing it needs ten.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.settled = False  # while nothing changes the tree it is not compared again
+        self.settled = False  # True while nothing can change the tree, which is then not compared again
         self._named: list[tuple[str, nn.Module]] = []
         self._tables: list[dict[str, Any]] = []
         self._held: list[tuple[object, ...]] = []
@@ -317,7 +321,7 @@ class ModuleTree:
         return self._of_kind[kinds]
 
     def first_parameter(self) -> nn.Parameter | None:
-        """The first parameter of the modules as of the last query; None without any."""
+        """Returns the first parameter of the modules as of the last query, or None if they have none."""
         for _, module in self._named or self.named():
             for parameter in module._parameters.values():
                 if parameter is not None:
@@ -325,7 +329,7 @@ class ModuleTree:
         return None
 
     def any_compiled(self) -> bool:
-        """True if calls of one of the modules run compiled code."""
+        """True if calling any of the modules runs compiled code."""
         if any([module._compiled_call_impl is not None for _, module in self.named()]):  # noqa: C419
             return True
         return compiler_loaded() and bool(self._kind((torch._dynamo.OptimizedModule,)))
@@ -333,7 +337,7 @@ class ModuleTree:
 
 @final
 class _StoredState:
-    """A module's `__getstate__` without some of its hooks. It is stored in the module's `__dict__` and omits itself."""
+    """A module's `__getstate__` that omits some hooks. It is stored in the module's `__dict__` and omits itself too."""
 
     def __init__(self, module: nn.Module, own: type) -> None:
         self.module, self.own = module, own
@@ -353,14 +357,14 @@ class _StoredState:
 def store_without(module: nn.Module, own: type) -> None:
     """Makes copies and pickles of a module omit its forward hooks of the class `own`.
 
-    An entry `__getstate__` in the instance's `__dict__` takes precedence over the class's.
+    An entry `__getstate__` in the instance's `__dict__` takes precedence over the method of the class.
     """
     if _STATE not in vars(module) and not isinstance(module, torch.jit.ScriptModule):
         vars(module)[_STATE] = _StoredState(module, own)
 
 
 def store_whole(module: nn.Module) -> None:
-    """Undoes `store_without` once none of its hooks is left."""
+    """Undoes `store_without` once none of the omitted hooks is left."""
     found = vars(module).get(_STATE)
     if isinstance(found, _StoredState) and not any(
         isinstance(hook, found.own) for table in _HOOKS[:2] for hook in vars(module)[table].values()
@@ -369,7 +373,7 @@ def store_whole(module: nn.Module) -> None:
 
 
 def put_first(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Makes this the module's first parameter, in a new table that no copy of the module shares."""
+    """Makes a parameter the first one of the module, in a new table that no copy of the module shares."""
     module._parameters = {name: parameter, **module._parameters}
 
 
@@ -380,22 +384,22 @@ def state_without(module: nn.Module, submodule: str) -> dict[str, Any]:
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Changes the class of a module, for instance back to the one before torch parametrized it."""
+    """Changes the class of a module, for instance back to the class it had before torch parametrized it."""
     module.__class__ = cls
 
 
 def pickle_by(module: nn.Module, reduced: Callable[[Any, object], tuple[object, ...]]) -> None:
-    """Makes a parametrized module copy and pickle by `reduced(module, protocol)`.
+    """Makes a parametrized module use `reduced(module, protocol)` when it is copied or pickled.
 
-    torch gives each such module its own class and forbids pickling it."""
+    torch gives each such module a class of its own and forbids pickling it."""
     type(module).__reduce_ex__ = reduced  # type: ignore[assignment,method-assign]
 
 
-# Operators of torch without a public function: attention kernels that return their logsumexp, and operators over lists.
+# Torch operators without a public function: attention kernels that return their logsumexp, and operators over lists.
 
 Operator = torch._ops.OpOverloadPacket
 
-# Attention kernels: (output, row logsumexps, ...), where F.scaled_dot_product_attention returns only the output.
+# Attention kernels. They return (output, row logsumexps, ...); F.scaled_dot_product_attention returns only the output.
 flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 flash = torch.ops.aten._scaled_dot_product_flash_attention
@@ -415,7 +419,7 @@ SDPA_KERNELS = {
     "scaled_dot_product_fused_attention_overrideable": registered,
 }
 
-# One operator over a list of tensors, in place except `lerp_all`.
+# Operators over a list of tensors. All of them but `lerp_all` work in place.
 add_to_all = torch._foreach_add_
 multiply_all = torch._foreach_mul_
 copy_to_all = torch._foreach_copy_
@@ -424,7 +428,7 @@ lerp_all_in_place = torch._foreach_lerp_
 
 
 def operator_name(function: object) -> str:
-    """Returns an operator's name with namespace, such as "aten::add"; "" for anything else."""
+    """Returns an operator's name with its namespace, such as "aten::add", or "" for anything else."""
     return function._qualified_op_name if isinstance(function, Operator) else ""
 
 
@@ -434,24 +438,24 @@ def argument_names(operator: Operator) -> list[str]:
 
 
 def written_arguments(operator: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
-    """Returns the arguments that an operator writes to, as add_ does; none for anything else."""
+    """Returns the arguments that an operator such as add_ writes to; the list is empty for anything else."""
     written = _written(operator) if isinstance(operator, torch._ops.OpOverload) else ()
     return [args[i] if i < len(args) else kwargs[name] for i, name in written if i < len(args) or name in kwargs]
 
 
 def writes(operator: object) -> bool:
-    """True if an operator writes to some of its arguments."""
+    """True if an operator writes to any of its arguments."""
     return isinstance(operator, torch._ops.OpOverload) and bool(_written(operator))
 
 
 @functools.cache
 def _written(operator: torch._ops.OpOverload) -> list[tuple[int, str]]:
-    """Returns position and name of each argument that an operator writes to."""
+    """Returns the position and name of each argument that an operator writes to."""
     arguments = enumerate(operator._schema.arguments)
     return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
-# Whether torch is compiling, transforming, tracing, or recomputing a checkpointed pass at the moment.
+# Whether torch is currently compiling, transforming, tracing, or recomputing a checkpointed pass.
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
@@ -460,9 +464,9 @@ _graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
 def constant_when_compiled(function: AnyFunction) -> AnyFunction:
-    """Marks a function whose result torch.compile treats as a constant from compile time.
+    """Marks a function so that torch.compile treats its result at compile time as a constant.
 
-    Like torch.compiler.assume_constant_result, which would import the compiler together with qkeel."""
+    torch.compiler.assume_constant_result does the same, but would import the compiler together with qkeel."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -495,7 +499,7 @@ def in_vmap() -> bool:
 def with_tangents() -> bool:
     """True if tensors may have tangents, which operators without forward derivatives would drop.
 
-    That is inside torch.autograd.forward_ad.dual_level, torch.func.jvp, jacfwd, hessian and linearize."""
+    This is the case inside torch.autograd.forward_ad.dual_level, torch.func.jvp, jacfwd, hessian and linearize."""
     levels = get_interpreter_stack()
     inside = levels is not None and any(level.key() == TransformType.Jvp for level in levels)
     return inside or forward_ad._current_level >= 0
@@ -514,13 +518,13 @@ def transformed() -> bool:
 
 
 def in_python_mode() -> bool:
-    """True if a Python mode that sees or replaces torch calls is active, apart from torch.set_default_device's."""
+    """True if a Python mode that observes or replaces torch calls is active, other than torch.set_default_device's."""
     functions = _get_current_function_mode_stack()
     return _get_current_dispatch_mode() is not None or any(type(mode) is not DeviceContext for mode in functions)
 
 
 def run_uncompiled(*codes: CodeType) -> None:
-    """Makes torch.compile skip frames of this code, but not what they call."""
+    """Makes torch.compile skip frames that run this code, but not the functions they call."""
     for code in codes:
         torch._dynamo.eval_frame.skip_code(code)
 
@@ -531,18 +535,18 @@ def compiler_loaded() -> bool:
 
 
 def compile_again() -> None:
-    """Discards all compiled code, for a change that its guards do not notice."""
+    """Discards all compiled code, after a change that the guards of the code do not detect."""
     if compiler_loaded():
         torch._dynamo.reset()
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Returns the module inside torch.compile's wrapper; any other module unchanged."""
+    """Returns the module inside torch.compile's wrapper, and any other module unchanged."""
     return module._orig_mod if _is_wrapper(module) else module  # type: ignore[return-value]
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True if calls of this module run compiled code, by torch.compile or by its own compile()."""
+    """True if calling this module runs code compiled by torch.compile or by the module's own compile()."""
     return _is_wrapper(module) or module._compiled_call_impl is not None
 
 
@@ -550,16 +554,16 @@ def _is_wrapper(module: nn.Module) -> bool:
     return compiler_loaded() and isinstance(module, torch._dynamo.OptimizedModule)
 
 
-# The state of distributed training: the store, pipelines, sharded weights, Join.
+# The state of distributed training: the store, pipelines, sharded weights and Join.
 
 
 def process_store() -> distributed.Store:
-    """Returns the key-value store of the default process group, which a silent process cannot block."""
+    """Returns the key-value store of the default process group, which cannot be blocked by a silent process."""
     return distributed.distributed_c10d._get_default_store()
 
 
 def restarted() -> bool:
-    """True in a process that torchrun has started again after a process of the run had failed."""
+    """True in a process that torchrun has restarted after some process of the run failed."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
@@ -567,13 +571,14 @@ _STAGES = "torch.distributed.pipelining.stage"
 
 
 def joined(model: nn.Module) -> bool:
-    """True inside torch's Join context, where processes may end at different steps. `model` must be the wrapper that
-    the context was given, such as DistributedDataParallel."""
+    """True inside torch's Join context, where processes may end at different steps.
+
+    `model` must be the wrapper that was passed to the context, such as DistributedDataParallel."""
     return isinstance(model, Joinable) and model._join_config.enable
 
 
 def running_stage() -> int | None:
-    """Returns the index of the pipeline stage whose pass is running; None outside one."""
+    """Returns the index of the pipeline stage whose pass is running, or None if no such pass is running."""
     for frame in _stage_frames():
         stage = vars(frame.f_locals["self"]).get("stage_index") if "self" in frame.f_locals else None
         if isinstance(stage, int):
@@ -585,8 +590,8 @@ _SHAPES_INFERRED = ("_compute_outputs", "_shape_inference")  # the latter in tor
 
 
 def inferring_shapes() -> bool:
-    """True in the pass in which a stage infers the shapes of its outputs, on memory without data."""
-    if _STAGES not in sys.modules:  # asked in every pass
+    """True in the pass in which a pipeline stage infers the shapes of its outputs, from tensors without data."""
+    if _STAGES not in sys.modules:  # a fast exit, since every pass calls this function
         return False
     return any(frame.f_code.co_name in _SHAPES_INFERRED for frame in _stage_frames())
 
@@ -599,7 +604,7 @@ def _stage_frames() -> Iterator[FrameType]:
 
 
 def collective_of(operator: object, args: Sequence[object]) -> tuple[int, ...] | None:
-    """Returns the ranks that an operator waits for; None if it is not a collective."""
+    """Returns the ranks that an operator waits for, or None if it is not a collective."""
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace not in _COLLECTIVES:
         return None
     group = None
@@ -612,10 +617,11 @@ def collective_of(operator: object, args: Sequence[object]) -> tuple[int, ...] |
 
 
 def without_others(operator: object, args: Args) -> Callable[..., object] | None:
-    """Returns a substitute for an operator when one process repeats it with other numbers and the others don't.
+    """Returns a substitute for an operator that only one process repeats, with different values.
 
-    An all-gather is substituted by the new own part and the others' recorded parts; other collectives are refused.
-    None for operators that need no substitute, including functional collectives, which all processes repeat.
+    In place of an all-gather, the substitute combines this process's new part with the recorded parts of the other
+    processes. Any other collective is refused. Returns None for operators that need no substitute, including functional
+    collectives, which all processes repeat.
     """
     ranks = collective_of(operator, args)
     if ranks is None or not str(operator).startswith("c10d."):
@@ -625,7 +631,7 @@ def without_others(operator: object, args: Args) -> Callable[..., object] | None
         return gathered.chunk(len(ranks)) if isinstance(gathered, Tensor) else gathered[0]
 
     def refuse(*_: object) -> object:
-        raise RefusedError(f"{operator} combines numbers of several processes, but only this one repeats it")
+        raise RefusedError(f"{operator} combines values from several processes, but only this process repeats it")
 
     def gather(gathered: Tensor | list[list[Tensor]], own: Tensor | list[Tensor], *_: object) -> object:
         for rank, new, came in zip(ranks, parts(gathered), parts(args[0]), strict=True):
@@ -641,10 +647,10 @@ _BETWEEN_TWO = re.compile("send|recv")
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """A context in which weights that fully_shard has split are whole and named as usual.
+    """A context in which weights that fully_shard has split are complete and have their usual names.
 
-    All processes enter it together. A pass inside waits for no other process because of the weights, and may fail on
-    one process alone."""
+    All processes must enter it together. Passes inside the context need no other process to gather weights, so a pass
+    that fails on one process does not block the others."""
     with ExitStack() as undo:
         modules = _sharded_modules(model)
         for module in modules:
@@ -660,8 +666,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
             for owner, name in kept:
                 undo.callback(setattr, owner, name, vars(owner)[name])
             module.set_reshard_after_forward(False, recurse=False)
-            # A gradient through a part with weights of its own, such as a norm of q, would free those, and reduce
-            # what the passes before this one have left to reduce.
+            # A gradient through a part with separately sharded weights, such as a norm of q, would free these weights,
+            # and would reduce the gradients that earlier passes have left unreduced.
             module.set_reshard_after_backward(False, recurse=False)
             module.set_requires_gradient_sync(False, recurse=False)
         for module in modules:
@@ -670,12 +676,13 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def shard_alike(model: nn.Module, part: nn.Module, near: Tensor) -> None:
-    """Puts a new part of a model under fully_shard, with the settings of the group that holds the parameter `near`.
+    """Applies fully_shard to a new part of a model, with the settings of the group that holds the parameter `near`.
 
-    A part that is added after fully_shard is in none of the model's groups, so its gradients would not be reduced. It
-    gets a group of its own on the same mesh, with the same precision, offloading and division of gradients. All
-    processes call this together. Nothing happens where fully_shard does not hold `near`, or cannot hold the part: it
-    splits no scalars, and takes no new part of a mesh that it shares with tensor parallelism.
+    A part that is added after fully_shard is not in any of the model's groups, so its gradients would not be reduced.
+    It gets a separate group on the same mesh, with the same precision, offloading and division of gradients. All
+    processes must call this together. Nothing happens if `near` is not under fully_shard, or if fully_shard does not
+    support the part: it cannot split scalars, and it accepts no new part on a mesh that it shares with tensor
+    parallelism.
     """
     modules = _sharded_modules(model)
     groups = [group for module in modules for group in _parameter_groups(module)]
@@ -683,10 +690,10 @@ def shard_alike(model: nn.Module, part: nn.Module, near: Tensor) -> None:
     sizes = [p.ndim for p in part.parameters()]
     if home is None or getattr(home.mesh_info, "is_spmd_mesh", False) or not sizes or 0 in sizes:
         return
-    new = sys.modules["torch.distributed.fsdp"].fully_shard(  # imported by whoever sharded the model
+    new = sys.modules["torch.distributed.fsdp"].fully_shard(  # imported by the code that sharded the model
         part,
         mesh=home.mesh_info.mesh,
-        # The part's inputs and outputs are those of a module inside the group, whose edges alone are cast.
+        # The part lies inside the group, and only the inputs and outputs of the whole group are cast.
         mp_policy=dataclasses.replace(home.mp_policy, cast_forward_inputs=False, output_dtype=None),
         offload_policy=home.offload_policy,
         reshard_after_forward=home.post_forward_mesh_info is not None,
@@ -696,13 +703,14 @@ def shard_alike(model: nn.Module, part: nn.Module, near: Tensor) -> None:
             setattr(group, name, getattr(home, name))
 
 
-# What users set of a group: by which factor its gradients are divided, whether they are reduced and how.
+# The settings of a group that users can change: the factor that divides its gradients, and whether and how they are
+# reduced.
 _OF_A_GROUP = ("gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_grads", "all_reduce_grads")
 _OF_A_GROUP += ("reshard_after_backward",)
 
 
 def _parameter_groups(module: FSDPModule) -> list[Any]:
-    """Returns the groups in which fully_shard holds a module's own parameters; torch 2.11 has one at most."""
+    """Returns the groups in which fully_shard holds a module's own parameters. In torch 2.11 there is at most one."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
@@ -720,19 +728,19 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return found
 
 
-# Modes: objects that see every torch function, or every operator, of a thread while they are entered.
+# Modes: objects that intercept every torch function or operator call in a thread while they are active.
 
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
-TorchOperator = tuple[Function, Args, Kwargs, Any]  # an executed operator: itself, arguments, output
+TorchOperator = tuple[Function, Args, Kwargs, Any]  # an executed operator, its arguments and its output
 
 # Operators whose Python functions have another name.
 _SAME = {"unsafe_view": "view", "to_copy": "to"}
 
 INSIDE: Literal["inside"] = "inside"  # see FunctionMode.wanted
 
-# Attributes and methods that compute nothing, two of three calls; the mode passes them through at once.
+# Attributes and methods that compute nothing. They make up two thirds of all calls, and the mode passes them through.
 _GETTERS = ("device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_nested", "is_quantized")
 _GETTERS += ("is_sparse", "layout", "ndim", "requires_grad", "shape")
 _METHODS = ("__len__", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "numel", "size")
@@ -741,17 +749,18 @@ ASKED = {getattr(Tensor, name).__get__ for name in _GETTERS} | {getattr(Tensor, 
 
 
 class FunctionMode(TorchFunctionMode, abc.ABC):
-    """A mode that sees calls of torch functions while it is entered, and leaves their results unchanged.
+    """A mode that observes calls of torch functions while it is active, and leaves their results unchanged.
 
-    The mode makes each call itself, once and with its own arguments. `guard` surrounds the code that reads a call,
-    never the call. A function that torch compiles while the mode is entered is compiled as without it, unseen.
+    The mode makes each call itself, once and with the original arguments. `guard` protects the code that reads a call,
+    never the call itself. A function that torch compiles while the mode is active is compiled as if the mode were off,
+    and the mode does not see its operations.
     """
 
     def __init__(self, guard: Guarded = unguarded) -> None:
         super().__init__()
         self.guard = guard
         self.inside = 0  # number of wanted calls that are running
-        self.only: frozenset[Function] | None = None  # if set, all other functions pass through unseen
+        self.only: frozenset[Function] | None = None  # if set, all other functions pass through unobserved
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -797,25 +806,26 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
 
     @abc.abstractmethod
     def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | str | Callable[[], tuple[Any, Any]]:
-        """Returns whether `saw` gets this call, or a function that computes it and something more for `saw`.
+        """Returns whether `saw` gets this call, or a function that returns its result and an extra value for `saw`.
 
         INSIDE means that `saw` needs neither this call nor the operators inside it."""
 
     @abc.abstractmethod
     def saw(self, function: Function, args: Args, kwargs: Kwargs, out: Any, more: Any) -> None:
-        """Called after a call that returned `out`; `more` comes from a function that `wanted` returned, else None."""
+        """Called after a call that returned `out`. `more` is the extra value from the function that `wanted` returned,
+        or None if it returned no function."""
 
 
 class OperatorMode(TorchDispatchMode):
-    """A mode that sees every operator after it ran, also inside torch.jit.script, torch.func.vmap and compiled C++.
+    """A mode that observes every operator after it has run, even in torch.jit.script, torch.func.vmap and compiled C++.
 
     It changes nothing.
 
     Args:
-        read: receives the name, arguments and output of an operator; autograd records what it computes.
+        read: a function that receives the name, arguments and output of an operator. Autograd records what it computes.
         guard: calls `read`.
-        wanted: decides whether `read` gets the operator that has just run; called first, for speed.
-        keep: keeps every operator, and with it every tensor, in `operations`.
+        wanted: returns whether `read` gets the operator that has just run. It is called first, for speed.
+        keep: if True, every operator, and with it every tensor, is kept in `operations`.
     """
 
     supports_higher_order_operators = True
@@ -840,7 +850,8 @@ class OperatorMode(TorchDispatchMode):
             if self._keep:
                 self.operations.append((func, args, kwargs or {}, out))
             if self._wanted():
-                # `read` runs operators too, but no mode sees operators inside its own callback, so enter it again.
+                # `read` runs operators too, but a mode does not see operators inside its own callback, so it is entered
+                # again.
                 with _recording(), self if self._keep else nullcontext():
                     self._guard(self._read, function_name(func), args, kwargs or {}, out)
         return out
@@ -849,8 +860,8 @@ class OperatorMode(TorchDispatchMode):
 class EagerOperatorMode(OperatorMode):
     """An OperatorMode for passes under torch.compiler.set_stance("force_eager").
 
-    Nothing is compiled there, so torch need not keep its compiler out of every call of the mode, which takes longer
-    than the call itself.
+    Nothing is compiled in such passes, so torch need not exclude its compiler from every call of the mode, which would
+    take longer than the call itself.
     """
 
     @classmethod
@@ -862,8 +873,9 @@ class EagerOperatorMode(OperatorMode):
 
 @contextmanager
 def no_operators_seen() -> Iterator[None]:
-    """Hides operators in this context from an OperatorMode that is the innermost mode, for gradients that are computed
-    in the middle of a pass but do not belong to it."""
+    """Hides the operators in this context from an OperatorMode if that is the innermost mode.
+
+    This is for gradients that are computed in the middle of a pass but do not belong to it."""
     if isinstance(_get_current_dispatch_mode(), OperatorMode):
         with _pop_mode_temporarily():
             yield
@@ -882,7 +894,7 @@ class CollectiveMode(TorchDispatchMode):
         self, func: Function, types: tuple[type, ...], args: Args = (), kwargs: dict[str, object] | None = None
     ) -> object:
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # its operators on the local parts come here again
+            return NotImplemented  # a DTensor's operators on its local parts are dispatched to this mode again
         if (ranks := collective_of(func, args)) is not None:
             self._before(ranks, str(func))
         return func(*args, **(kwargs or {}))
@@ -890,7 +902,7 @@ class CollectiveMode(TorchDispatchMode):
 
 @contextmanager
 def _recording() -> Iterator[None]:
-    """Makes autograd record operators inside a mode, where it has normally finished its part."""
+    """Makes autograd record operators inside a mode, which normally runs after autograd."""
     with torch._C._PreserveDispatchKeyGuard():
         torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, False)
         yield
@@ -898,14 +910,14 @@ def _recording() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1024)
 def function_name(function: Function) -> str:
-    """Returns the name of a torch function or operator without outer underscores and overload."""
+    """Returns the name of a torch function or operator without its outer underscores and overload."""
     name = getattr(function, "__name__", "").partition(".")[0].strip("_")
     return _SAME.get(name, name) if isinstance(function, torch._ops.OpOverload) else name
 
 
 @contextmanager
 def suspended(functions: FunctionMode) -> Iterator[None]:
-    """Disables this mode inside the context if it is the innermost."""
+    """Disables a mode inside the context if it is the innermost one."""
     mine = _get_current_function_mode() is functions
     if mine:
         _pop_mode()
@@ -918,7 +930,7 @@ def suspended(functions: FunctionMode) -> Iterator[None]:
 
 @contextmanager
 def without_modes(kind: type[FunctionMode]) -> Iterator[None]:
-    """Disables every mode of this kind inside the context, wherever it is in the stack."""
+    """Disables all modes of this class inside the context, wherever they are in the stack."""
     before = _get_current_function_mode_stack()
     _enter_only([mode for mode in before if not isinstance(mode, kind)])
     try:
@@ -935,7 +947,7 @@ def _enter_only(modes: list[TorchFunctionMode]) -> None:
 
 
 def leave(mode: FunctionMode) -> None:
-    """Leaves a mode that need not be the innermost: after an interrupt, others may have been entered."""
+    """Leaves a mode, even if it is not the innermost one, since an interrupt may have left other modes inside it."""
     inner = []
     while _get_current_function_mode() not in (mode, None):
         inner.append(_pop_mode())
@@ -950,15 +962,15 @@ def leave(mode: FunctionMode) -> None:
 class ModeInModules:
     """Enters a function mode only during calls of some modules, so that the rest of a pass runs without a mode.
 
-    The modules carry hooks from `attach` until its stack is closed. The hooks act in the thread that attached them. The
-    mode's `only` is set to the functions of interest in each module. Where that is SDPA_BY_NAME in all of them, the
-    mode gets these calls by their name and is not entered at all. Its `begin`, which is for other functions, is not
-    called either.
+    The modules have hooks from the call of `attach` until its stack is closed. The hooks run only in the thread that
+    attached them. In each module, the mode's `only` is set to the functions of interest. If this is SDPA_BY_NAME in all
+    of the modules, the mode gets these calls by name and is not entered at all. Its `begin`, which is meant for other
+    functions, is not called in this case.
 
     Args:
-        mode: the mode to enter; `attach` calls its `begin` once. Its guard calls `before` and `after`.
-        modules: module and functions of interest (None for all) by name.
-        before: called when a module's call begins, with its name, the module and the call's arguments.
+        mode: the mode to enter. `attach` calls its `begin` once. Its guard calls `before` and `after`.
+        modules: the modules, keyed by name, each with the functions of interest in it (None for all).
+        before: called when a module's call begins, with the module's name, the module and the call's arguments.
         after: called when a module's call ends.
     """
 
@@ -972,7 +984,7 @@ class ModeInModules:
         self._mode, self._hooked, self._before, self._after = mode, modules, before, after
         self._entered: list[frozenset[Function] | None] = []  # previous values of `only`, one per running call
         self._thread = threading.get_ident()
-        self._take: TakeCall | None = None  # gets the calls by name, where that is how they come
+        self._take: TakeCall | None = None  # receives the calls by name, if they are intercepted in this way
         self._modes = 0  # how many modes were entered when the outermost call began
 
     def attach(self, undo: ExitStack) -> None:
@@ -1007,9 +1019,10 @@ class ModeInModules:
             begin_taking(self._take)
 
     def _take_call(self, function: Function, types: object, args: Args, kwargs: dict[str, Any]) -> Any:
-        """Gives a call to the mode as if that had been entered when its module's call began: a mode that was entered
-        since, such as that of a remedy, comes first and may change the call."""
-        if threading.get_ident() != self._thread:  # one that took over this thread's context
+        """Passes a call to the mode as if the mode had been entered when its module's call began.
+
+        A mode that was entered since then, such as that of a remedy, comes first and may change the call."""
+        if threading.get_ident() != self._thread:  # a thread that has copied this thread's context
             return function(*args, **kwargs)
         inner = [_pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack() - self._modes)]
         if not inner:
@@ -1038,7 +1051,7 @@ class ModeInModules:
         if self._take is not None:
             if len(self._entered) == 1:
                 end_taking(self._take)
-        elif (top := _pop_torch_function_stack()) is not self._mode:  # somebody forgot to leave a mode of theirs
+        elif (top := _pop_torch_function_stack()) is not self._mode:  # other code did not leave a mode it had entered
             _push_mode(top)
             _take_off(self._mode)
 
@@ -1053,7 +1066,7 @@ class ModeInModules:
 
 
 def _take_off(mode: FunctionMode) -> None:
-    """Removes a mode from the stack, also from below modes that other code has not left."""
+    """Removes a mode from the stack, even from below modes that other code has not left."""
     top = _pop_torch_function_stack() if _get_current_function_mode() is not None else None
     if top is mode or top is None:
         return

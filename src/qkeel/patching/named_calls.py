@@ -1,7 +1,8 @@
-"""Calls of F.scaled_dot_product_attention by that name, seen without a mode.
+"""Intercepts calls of F.scaled_dot_product_attention by that name, without a mode.
 
-Code that looks the function up in torch.nn.functional each time that it calls it, as nearly all models do, can be seen
-by what stands there. A mode would see it too, but every function of torch around the call would pass through the mode.
+Nearly all models look the function up in torch.nn.functional each time that they call it, so their calls can be
+intercepted by a replacement stored there. A mode would see the calls too, but every torch function around them would
+also pass through the mode.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from torch.nn import functional as F
 _SDPA = F.scaled_dot_product_attention
 _HOLDERS = "qkeel_holders"
 _NAMED_CALLS = threading.Lock()
-# Called as a FunctionMode is, with the function, types, args and kwargs; returns what the function returns.
+# Called like a FunctionMode, with the function, types, args and kwargs; returns what the function returns.
 TakeCall = Callable[[Callable[..., Any], object, tuple[Any, ...], dict[str, Any]], Any]
-# Per thread: who gets the calls, the last one first.
+# Per thread: the functions that receive the calls. The last one comes first.
 _TAKERS: contextvars.ContextVar[tuple[TakeCall, ...]] = contextvars.ContextVar("qkeel_takers", default=())
 
 
 def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
-    """Stands in for F.scaled_dot_product_attention under its name, and passes calls to this thread's takers."""
+    """Replaces F.scaled_dot_product_attention under its name and passes calls to the current thread's takers."""
     takers = () if torch.compiler.is_compiling() else _TAKERS.get()
     if not takers:
         return _SDPA(*args, **kwargs)
@@ -39,14 +40,14 @@ def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
 
 
 vars(scaled_dot_product_attention)[_HOLDERS] = 0
-# What a call of F.scaled_dot_product_attention may be of: torch's function, or what stands in for it.
+# The functions that a call of F.scaled_dot_product_attention may reach: torch's own, or its replacement.
 SDPA_BY_NAME: frozenset[Callable[..., Any]] = frozenset({_SDPA, scaled_dot_product_attention})
 
 
 def take_named_calls(undo: ExitStack) -> bool:
-    """Lets calls of F.scaled_dot_product_attention by that name go to their thread's takers until `undo` is closed.
+    """Passes calls of F.scaled_dot_product_attention by that name to their thread's takers until `undo` is closed.
 
-    Returns False, and does nothing, if another function has taken its place.
+    Does nothing and returns False if some other function has replaced it.
     """
     with _NAMED_CALLS:
         if F.scaled_dot_product_attention not in SDPA_BY_NAME:
@@ -66,12 +67,12 @@ def _release_named_calls() -> None:
 
 
 def begin_taking(take: TakeCall) -> None:
-    """From now on `take` gets this thread's calls; calls that `take` itself makes go to the previous taker."""
+    """Passes this thread's calls to `take` from now on. Calls that `take` itself makes go to the previous taker."""
     _TAKERS.set((*_TAKERS.get(), take))
 
 
 def end_taking(take: TakeCall) -> None:
-    """Takes back one `begin_taking`, which need not be the last one."""
+    """Undoes one `begin_taking`, which need not be the most recent one."""
     takers = [*_TAKERS.get()]
     if take in takers:
         del takers[len(takers) - 1 - takers[::-1].index(take)]

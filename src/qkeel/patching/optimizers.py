@@ -1,4 +1,4 @@
-"""Hooks on optimizer steps and on the creation of optimizers, and torch's grouping of the tensors that Adam steps."""
+"""Hooks on optimizer steps and on the creation of optimizers, and torch's grouping of the tensors that Adam updates."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ Act = Callable[[Optimizer], None]
 class StepHooks(Handle):
     """Calls `before(optimizer)` and `after(optimizer)` around each step of one optimizer, or of all optimizers.
 
-    `before` is called as by `before_change`; None for nothing before the step. Steps that only fill the optimizer's
-    state are skipped. Exceptions reach the step's caller. Hooks cannot be removed while torch iterates over them:
-    during a step `remove()` only disables them, and a later `remove()` deletes them.
+    `before` is called at the time described in `before_change`. If it is None, nothing is called before the step. Steps
+    that only initialise the optimizer's state are skipped. Exceptions reach the caller of the step. Hooks cannot be
+    removed while torch iterates over them, so during a step `remove()` only disables them, and a later `remove()`
+    deletes them.
     """
 
     def __init__(self, before: Act | None, after: Act, optimizer: Optimizer | None = None) -> None:
@@ -60,11 +61,11 @@ class StepHooks(Handle):
                 hook.remove()
 
     def come_first(self) -> None:
-        """Moves `after` in front of the other hooks after the step."""
+        """Moves the hook `after` ahead of the other post-step hooks."""
         go_first(self._hooks[-1])
 
     def come_last(self) -> None:
-        """Moves `after` behind the other hooks after the step. None of these may call this method."""
+        """Moves the hook `after` behind the other post-step hooks. No post-step hook may call this method."""
         _move(self._hooks[-1], last=True)
 
     def _idle_once_removed(self, act: Act) -> Callable[..., None]:
@@ -74,13 +75,14 @@ class StepHooks(Handle):
 
 
 def go_first(hook: RemovableHandle) -> None:
-    """Moves a hook in front of all others of its kind."""
+    """Moves a hook ahead of all other hooks of its kind."""
     _move(hook, last=False)
 
 
 def is_last(hook: RemovableHandle) -> bool:
-    """True if a hook may be removed inside its own call: while torch iterates over the OrderedDict of hooks, only its
-    last item can be deleted without an error."""
+    """True if a hook may be removed inside its own call.
+
+    While torch iterates over the OrderedDict of hooks, only its last item can be deleted without an error."""
     hooks = hook.hooks_dict_ref()
     return isinstance(hooks, OrderedDict) and next(reversed(hooks), None) == hook.id
 
@@ -94,8 +96,8 @@ def _move(hook: RemovableHandle, *, last: bool) -> None:
 def before_change(act: Act) -> Callable[..., Any]:
     """Returns an optimizer pre-hook that calls `act(optimizer)` before each step changes weights.
 
-    In `step(closure)`, the call happens when the closure has returned for the first time: it has seen the old weights,
-    and the gradients exist. Several such hooks keep their order.
+    In `step(closure)`, the call happens when the closure has returned for the first time, so that the closure has used
+    the old weights and the gradients exist. Several such hooks keep their order.
     """
 
     def before(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -126,20 +128,20 @@ def _followed(closure: Callable[[], object], act: Callable[[], None]) -> Callabl
 
 
 def steps_taken(optimizer: Optimizer) -> int:
-    """Returns how many steps the optimizer's state counts, which a checkpoint may have brought; 0 if it counts none.
+    """Returns the number of steps in the optimizer's state, which a checkpoint may have set, or 0 if none is recorded.
 
-    torch counts 1 where it has only filled the state for a checkpoint, so 1 counts as no step.
+    torch records 1 if it has only initialised the state for a checkpoint, so 1 counts as no step.
     """
     counts = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
     return n if (n := max(counts, default=0)) > 1 else 0
 
 
 def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
-    """Calls `act(optimizer)` once, after all of the optimizer's own hooks after the current step.
+    """Calls `act(optimizer)` once, after all of the optimizer's own post-step hooks have run for the current step.
 
-    Call this from one of these hooks. `act` may then add and remove hooks of the optimizer, which torch forbids while
-    it iterates over them. Technically a global hook does this; it keeps no optimizer alive and is removed after its
-    call, because torch disables its fast paths while such a hook is registered.
+    Call this function from one of these hooks. `act` may then add and remove hooks of the optimizer, which torch
+    forbids while it iterates over them. This is implemented by a global hook, which does not keep the optimizer alive.
+    It is removed after its call, because torch disables its fast paths while a global hook is registered.
     """
     waiting, stepping_now = [act], weakref.ref(optimizer)
 
@@ -157,7 +159,7 @@ def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
 
 
 def when_made(act: Act) -> Handle:
-    """Calls `act(optimizer)` at the end of every `Optimizer.__init__`. Several may be removed in any order."""
+    """Calls `act(optimizer)` at the end of every `Optimizer.__init__`. Several handles may be removed in any order."""
     before, active = Optimizer.__init__, [True]
 
     def made(self: Optimizer, params: Iterable[Any], defaults: dict[str, Any]) -> None:
@@ -190,8 +192,9 @@ _FILLS = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
 
 
 def filling_state() -> bool:
-    """True if the current step does not train: torch.distributed.checkpoint fills an empty optimizer state by a step
-    with zero gradients and a learning rate of zero."""
+    """True if the current step does not train but only initialises the optimizer's state.
+
+    torch.distributed.checkpoint fills an empty state by a step with zero gradients and a learning rate of zero."""
     home = sys.modules.get(_FILLS[0])
     fills = None if home is None else vars(home).get(_FILLS[1])
     if fills is None:
@@ -203,16 +206,16 @@ def filling_state() -> bool:
 
 
 def in_real_steps(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an optimizer hook so that it skips steps that only fill the state."""
+    """Wraps an optimizer hook so that it skips steps that only initialise the state."""
     return functools.wraps(hook)(lambda *args: None if _FILLS[0] in sys.modules and filling_state() else hook(*args))
 
 
-# The weights in a step of torch's Adam or AdamW, read or replaced.
+# Reads or replaces the weights in a step of torch's Adam or AdamW.
 #
 # Inside `optimizer.step()` torch calls `_init_group` for each parameter group; it fills lists of the weights that have
-# a gradient, of their gradients and of their state. A replacement can leave out weights that are stepped elsewhere.
+# a gradient, of their gradients and of their state. A replacement can leave out weights that are updated elsewhere.
 
-# A parameter group: its weights and options, as torch keeps them.
+# A parameter group: its weights and options, as torch stores them.
 Group = dict[str, Any]
 Answer = Callable[..., bool]
 
@@ -227,7 +230,7 @@ def is_known(optimizer: Optimizer) -> bool:
     return type(optimizer) in (Adam, AdamW) and _arguments_of(Adam._init_group) == _ARGUMENTS
 
 
-@functools.lru_cache(maxsize=8)  # every step asks, and `inspect` takes fifty calls to answer
+@functools.lru_cache(maxsize=8)  # needed in every step, and `inspect` makes fifty calls for it
 def _arguments_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
@@ -238,7 +241,7 @@ def is_answered(optimizer: Optimizer) -> bool:
 
 
 def put_answer(optimizer: Optimizer, answer: Answer) -> None:
-    """Replaces `_init_group` by `answer`, which takes a group and the lists to fill."""
+    """Replaces `_init_group` with `answer`, which takes a group and the lists to fill."""
     vars(optimizer)["_init_group"] = answer
 
 
@@ -249,12 +252,12 @@ def take_answer_back(optimizer: Optimizer, answer: Answer) -> None:
 
 
 def torchs_answer(optimizer: Optimizer, group: Group, lists: Sequence[list[Tensor]]) -> bool:
-    """Fills the lists of a group as torch does; returns whether a weight is complex."""
+    """Fills the lists of a group as torch does, and returns whether any weight is complex."""
     return type(optimizer)._init_group(optimizer, group, *lists)  # type: ignore[attr-defined]
 
 
 def stepped(optimizer: Optimizer) -> set[int]:
-    """Returns the ids of the weights that a step would update now, replacement included."""
+    """Returns the ids of the weights that a step would update now, with any replacement of `_init_group` in effect."""
     found: set[int] = set()
     for group in optimizer.param_groups:
         lists: list[list[Tensor]] = [[] for _ in _ARGUMENTS[2:]]
@@ -269,7 +272,7 @@ def is_fused(group: Group) -> bool:
 
 
 def has_hooks_before(optimizer: Optimizer) -> bool:
-    """True if the optimizer has its own hooks before a step."""
+    """True if the optimizer has its own pre-step hooks."""
     return bool(optimizer._optimizer_step_pre_hooks)
 
 
@@ -286,5 +289,5 @@ def call_hooks_after(optimizer: Optimizer) -> None:
 
 
 def every_optimizer_has_hooks() -> bool:
-    """True if global hooks are registered, which torch calls around the step of every optimizer."""
+    """True if any global hooks are registered, which torch calls around the steps of all optimizers."""
     return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)

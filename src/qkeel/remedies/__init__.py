@@ -1,4 +1,4 @@
-"""FIX: remedies by name, applied in one line, undone in one line."""
+"""FIX: remedies by name, applied in one line and undone in one line."""
 
 import sys
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""The table of remedies, spec strings, and `apply`."""
+"""The table of remedies, the parser of their spec strings, and `apply`."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ Named = str | Remedy | Sequence[str | Remedy]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
-    """What a remedy does, in one line, and its source."""
+    """A one-line description of a remedy, and its source."""
 
     line: str  #: what the remedy does
     source: str  #: author, year and number, or its derivation
@@ -106,13 +106,13 @@ def remedies() -> dict[str, str]:
 
 
 def parse(named: Named, **options: float | int | bool | str) -> tuple[Remedy, ...]:
-    """Returns Remedy objects from a spec string ("lalr:tau=0.1+qk_clip"), an object, or a list of both.
+    """Returns Remedy objects from a spec string ("lalr:tau=0.1+qk_clip"), a Remedy, or a list of both.
 
-    Keyword options belong to the one remedy named.
+    Keyword options are allowed only if a string names a single remedy, to which they apply.
 
     Raises:
-        InvalidTypeError: not a remedy, or options for several remedies at once.
-        UnknownNameError: unknown remedy or option.
+        InvalidTypeError: `named` is not a remedy, or there are options for several remedies at once.
+        UnknownNameError: a remedy or an option is unknown.
 
     Example:
         >>> parse("quack", tau=0.3)
@@ -138,7 +138,7 @@ def parse(named: Named, **options: float | int | bool | str) -> tuple[Remedy, ..
 
 
 def canonical(text: str) -> str:
-    """Returns the canonical spelling of a remedy string: aliases resolved, options sorted.
+    """Returns the canonical spelling of a remedy string, with aliases resolved and options sorted.
 
     Example:
         >>> canonical("quack:tau=0.10")
@@ -150,7 +150,7 @@ def canonical(text: str) -> str:
 
 
 def note(text: str) -> Note:
-    """Describes the remedies of a spec string, with their sources.
+    """Returns a description of the remedies in a spec string, with their sources.
 
     Example:
         >>> note("softpick").source
@@ -171,34 +171,38 @@ def apply(
     partial: bool = False,
     **options: float | int | bool | str,
 ) -> Handle:
-    """Applies remedies to a model (and its optimizer); `handle.remove()` restores both bit for bit.
+    """Applies remedies to a model (and its optimizer). `handle.remove()` restores both bit for bit.
 
-    If several processes train one model, all must apply the same remedies at the same point in the program, or each
-    raises an error and no model is changed; they must also remove them after the same step. In `apply`, a process waits
-    for the others up to the process group's timeout, and warns after 8 seconds.
+    If several processes train one model, all of them must apply the same remedies at the same point in the program;
+    otherwise every process raises an error and no model is changed. They must also remove the remedies after the same
+    step. In `apply`, a process waits for the others up to the process group's timeout, and warns after 8 seconds.
 
-    A model that `qkeel.watch` has seen in a forward pass needs no example: its attention and last batch are known. Any
-    other model needs no example either if an optimizer is given; the remedies are then applied at the beginning of its
-    next forward pass, with that pass's batch, and an optimizer step before any pass raises an error.
+    A model that `qkeel.watch` has observed in a forward pass needs no example, because its attention and its last batch
+    are known. Any other model needs no example either if an optimizer is given. The remedies are then applied at the
+    beginning of the model's next forward pass, with the batch of that pass as the example, and an optimizer step before
+    that pass raises an error.
 
     Args:
-        named: "lalr", "lalr:tau=0.1+qk_clip", a Remedy, or a list.
-        model: a model, or a part of one, that contains attention. A list of models, or a dict by name, is treated as
-            one model, such as all pipeline stages of this process.
-        optimizer: the optimizer of the model's weights. Remedies that act on its steps need it; new parameters join it.
-        example: a batch for one pass, which reveals the attention of modules from other libraries: a tensor, a tuple of
-            the forward's arguments or a dict of its keyword arguments. For several models, give one for each, as a list
-            or a dict by name. Not needed with an optimizer; see above.
-        sites: the result of `find_sites` for this model, in place of an example. Find them before fully_shard or tensor
-            parallelism splits the weights, because split weights cannot be traced. Matched by name. For several models,
-            give one for each, as for `example`.
-        train_length: tokens per training sequence, for formulas that need it (L2 norm with learned scale).
-        partial: applies the remedy even if some attention was seen but not understood; that attention stays unchanged.
-        options: options of a single remedy named by a string.
+        named: "lalr", "lalr:tau=0.1+qk_clip", a Remedy, or a list of these.
+        model: a model, or a part of a model, that contains attention. A list of models, or a dict of models by name, is
+            treated as one model, such as all pipeline stages of this process.
+        optimizer: the optimizer of the model's weights. Remedies that change its steps need it, and parameters that a
+            remedy creates are added to it.
+        example: a batch for one pass, which reveals the attention of modules from other libraries. It is a tensor, a
+            tuple of the forward's arguments or a dict of its keyword arguments. For several models, give one example
+            for each, as a list or a dict by name. Not needed if an optimizer is given; see above.
+        sites: the result of `find_sites` for this model, in place of an example. Find the sites before fully_shard or
+            tensor parallelism splits the weights, because split weights cannot be traced. Sites are matched by name.
+            For several models, give one result for each, as for `example`.
+        train_length: the number of tokens per training sequence, for formulas that need it (such as that of an L2 norm
+            with a learned scale).
+        partial: if True, the remedy is applied even if some attention was observed but not understood. That attention
+            stays unchanged.
+        options: the options of a single remedy named by a string.
 
     Raises:
-        UnknownNameError: unknown remedy or option.
-        RefusedError: the remedy makes no sense here; the message says where and why. The model is then unchanged.
+        UnknownNameError: a remedy or an option is unknown.
+        RefusedError: the remedy cannot be used here. The message says where and why, and the model is unchanged.
         AlreadyAppliedError: the remedy is already active on this model.
 
     Example:
@@ -233,7 +237,7 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The arguments of `apply` besides remedies, model and optimizer."""
+    """The arguments of `apply` other than the remedies, the model and the optimizer."""
 
     options: Mapping[str, float | int | bool | str] = dataclasses.field(default_factory=dict)
     train_length: int | None = None
@@ -241,7 +245,7 @@ class Asked:
 
 
 def _check_optimizer(given: object) -> None:
-    """Raises InvalidTypeError unless it is an optimizer."""
+    """Raises InvalidTypeError unless the argument is an optimizer."""
     if isinstance(given, type) and issubclass(given, Optimizer):
         raise InvalidTypeError(
             f"expected an optimizer, got the class {given.__name__}; make one: {given.__name__}(model.parameters())"
@@ -251,7 +255,7 @@ def _check_optimizer(given: object) -> None:
 
 
 def _knows_itself(model: nn.Module) -> bool:
-    """True if the model contains qkeel's own attention modules, which are found without a pass."""
+    """True if the model contains qkeel's own attention modules, which can be found without a pass."""
     return any(isinstance(module, SpecModule) for module in unwrapped(model).modules())
 
 
@@ -259,7 +263,7 @@ def _knows_itself(model: nn.Module) -> bool:
 class AtNextPass(Handle):
     """Remedies that are applied when the model's next forward pass begins, with that pass's arguments as the example.
 
-    A refusal is raised to the model's caller, or passed to `refused` if that is given.
+    If a remedy is refused, the error is raised in the call of the model, or passed to `refused` if that is given.
     """
 
     def __init__(
@@ -288,10 +292,9 @@ class AtNextPass(Handle):
         return f"<Handle of {self.about}: applied when the next pass begins>" if waits else super().__repr__()
 
     def or_with(self, optimizer: Optimizer) -> None:
-        """Adds another optimizer of the model; the remedies use the first one, in this order, that they can be applied
-        with.
+        """Adds another optimizer of the model. The remedies use the first optimizer with which they can be applied.
 
-        Does nothing if they are applied already.
+        Does nothing if the remedies have already been applied.
         """
         if self._inner is None and self.active:
             self._optimizers.append(optimizer)
@@ -407,17 +410,17 @@ def _apply(
 
 
 def _shown(example: object) -> Arguments:
-    """Returns the forward arguments that an example stands for; none without an example."""
+    """Returns the forward arguments that an example specifies, which are empty if there is no example."""
     if isinstance(example, _Call):
         return example.args, dict(example.kwargs)
     return ((), {}) if example is None else arguments(example)
 
 
 def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, partial: bool) -> Iterator[Handle]:
-    """Applies one remedy after the other.
+    """Applies one remedy after another.
 
-    Sites are found once, and again after a remedy that changes them, for the next remedies. A remedy that has not run
-    the model itself is followed by one pass, which checks that the model still runs."""
+    Sites are found once, and again for the next remedies after a remedy that changes them. A remedy that has not itself
+    run the model is followed by one pass, which checks that the model still runs."""
     sites, trace = (known, None) if known is not None else _sites(found[0], bare) if found else (Sites(), None)
     check_peers(bare.model, sites)
     for remedy in found:
@@ -442,21 +445,21 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
 
 
 def _check(remedy: Remedy, target: Target, sites: Sites, *, partial: bool, given: bool) -> None:
-    """Raises RefusedError if a remedy cannot be applied to the sites, found by an example or `given`."""
+    """Raises RefusedError if a remedy cannot be applied to the sites, which were found on an example or `given`."""
     if not partial:
         _check_whole(remedy, sites)
     _check_supported(remedy, target)
     if given and remedy.on_attention and not remedy.on_steps:
-        raise RefusedError(f"{remedy.name} changes what a pass computes: give an example in place of the sites")
+        raise RefusedError(f"{remedy.name} changes what a pass computes, so give an example in place of the sites")
 
 
 def _check_whole(remedy: Remedy, sites: Sites) -> None:
-    """Raises RefusedError if a remedy for all attention would leave out some that is not understood."""
+    """Raises RefusedError if a remedy for all attention would leave out attention that is not understood."""
     if sites.missed and remedy.on_attention:
         others = "; ".join(map(str, sites.missed))
         raise RefusedError(
             f"{remedy.name}: {sites.share} of this model are understood, and the remedy would leave out the others. "
-            f"{others}. With partial=True it is applied to those that are understood"
+            f"{others}. With partial=True the remedy is applied to the attention that is understood"
         )
 
 
@@ -473,7 +476,7 @@ def _check_supported(remedy: Remedy, target: Target) -> None:
 
 
 def _marked(remedy: Remedy, sites: Iterable[AttentionSite], inner: Handle) -> Handle:
-    """Marks each site's module with the active remedy; the returned handle undoes the mark and the change."""
+    """Records the active remedy on each site's module. The returned handle removes the record and the change."""
     modules = {id(site.module): site.module for site in sites}.values()  # a module may have several sites
     for module in modules:
         marks = module.__dict__.get(APPLIED)
@@ -481,7 +484,7 @@ def _marked(remedy: Remedy, sites: Iterable[AttentionSite], inner: Handle) -> Ha
         own[remedy.name] = remedy
     compiled = not (remedy.on_steps or isinstance(remedy, NoRemedy))
     if compiled:
-        compile_again()  # code compiled earlier does not notice hooks
+        compile_again()  # code compiled earlier does not detect new hooks
 
     def undo() -> None:
         marks = [(module, module.__dict__.get(APPLIED, {})) for module in modules]
@@ -499,7 +502,7 @@ def _marked(remedy: Remedy, sites: Iterable[AttentionSite], inner: Handle) -> Ha
 
 
 def _sites(remedy: Remedy, bare: Target) -> tuple[Sites, ModelTrace | None]:
-    """Returns the sites of a model, and the trace of the pass that showed them, if one did."""
+    """Returns the sites of a model, and the trace of the pass that revealed them, if there was one."""
     args, kwargs = bare.example
     try:
         return found_sites(bare.model, args, kwargs)
@@ -510,7 +513,7 @@ def _sites(remedy: Remedy, bare: Target) -> tuple[Sites, ModelTrace | None]:
 
 
 class _Marks(dict[str, Remedy]):
-    """The active remedies of a module. Copies keep only those that changed the module itself."""
+    """The active remedies of a module. Copies keep only the remedies that changed the module itself."""
 
     def __deepcopy__(self, memo: object) -> _Marks:
         return _Marks({name: remedy for name, remedy in self.items() if not remedy.on_steps})
@@ -526,7 +529,7 @@ def active_remedies(model: nn.Module) -> set[str]:
 
 
 def forget(model: nn.Module, folded: Callable[[Remedy], bool]) -> None:
-    """Drops the marks of remedies that are now folded into the weights; their handles then undo nothing."""
+    """Drops the records of remedies that are now folded into the weights. Their handles then undo nothing."""
     for module in model.modules():
         marks = module.__dict__.get(APPLIED, {})
         for name in [name for name, remedy in marks.items() if folded(remedy)]:
@@ -536,7 +539,7 @@ def forget(model: nn.Module, folded: Callable[[Remedy], bool]) -> None:
 
 
 def _check_others(remedy: Remedy, sites: Iterable[AttentionSite]) -> None:
-    """Raises RefusedError if an earlier remedy no longer makes sense after this one, so that order never matters."""
+    """Raises RefusedError if an earlier remedy is no longer valid after this one, so that their order never matters."""
     for site in sites:
         for other in _applied(site).values():
             refusal = other.holds(site)

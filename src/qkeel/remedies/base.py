@@ -1,4 +1,4 @@
-"""The interface of a remedy and of its target, and the remedy that changes nothing."""
+"""The interfaces of a remedy and its target, and the remedy that changes nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qkeel.sites.trace import ModelTrace, seen
 # The interface of a remedy, and of what it is applied to.
 
 HeadsBySite = tuple[tuple[str, tuple[int, ...]], ...]  # heads by site name; () for all heads of a site
-Args = tuple[Any, ...]  # arguments of a call of foreign code
+Args = tuple[Any, ...]  # arguments of a call of code from other libraries
 Kwargs = dict[str, Any]
 
 
@@ -33,13 +33,13 @@ class Target:
 
     model: nn.Module  #: the whole model
     optimizer: Optimizer | None  #: the model's optimizer, if given
-    sites: list[AttentionSite]  #: the model's attention, as far as known
-    example: Arguments = ((), {})  #: arguments of a forward pass that shows the sites; empty for qkeel's own modules
+    sites: list[AttentionSite]  #: the model's attention, as far as it is known
+    example: Arguments = ((), {})  #: arguments of a forward pass that reveals the sites; empty for qkeel's own modules
     train_length: int | None = None  #: tokens per training sequence, for formulas that need it
-    trace: ModelTrace | None = None  #: the pass that showed the sites; None if all are qkeel's own, or were given
+    trace: ModelTrace | None = None  #: the pass that revealed the sites; None if all are qkeel's own, or were given
 
     def seen(self) -> ModelTrace:
-        """Returns the pass in which the sites were seen, or else the trace of a pass on the example."""
+        """Returns the trace of the pass that revealed the sites, or else the trace of a pass on the example."""
         args, kwargs = self.example
         return self.trace or seen(self.model, args, kwargs)
 
@@ -57,11 +57,11 @@ class Target:
         except AttributeError as error:
             raise RefusedError(
                 f"this model has no parameter {name!r}; a weight that is computed by hooks or a parametrization "
-                "cannot be stepped or scaled on its own: remove the hook or parametrization first"
+                "cannot be updated or scaled separately. Remove the hook or parametrization first"
             ) from error
 
     def need_optimizer(self, remedy: str) -> Optimizer:
-        """Returns the optimizer; raises RefusedError without one."""
+        """Returns the optimizer, or raises RefusedError if there is none."""
         if self.optimizer is None:
             raise RefusedError(f"{remedy} acts on optimizer steps: call qkeel.apply({remedy!r}, model, optimizer)")
         return self.optimizer
@@ -80,20 +80,21 @@ class Target:
 
 
 class Remedy(abc.ABC):
-    """A named, sourced change of a model or its training. Subclasses are frozen dataclasses with the options as fields.
+    """A named change to a model or its training, with its source.
 
-    The annotation of an option defines its valid values: true or false, a word of a Literal, or a number above 0 (at
-    least 0 if named in `may_be_zero`).
+    Subclasses are frozen dataclasses with the options as fields. The annotation of an option defines its valid values:
+    true or false, one of the values of a Literal, or a number above 0 (at least 0 if the option is in `may_be_zero`).
 
     Attributes:
         name: the name in specs and in `REMEDIES`.
-        line: one line on what it does.
-        source: its publication.
-        rule: formula of a remedy that changes no slot of the spec, with options in braces.
-        on_steps: True if the remedy acts only through optimizer hooks, so that a copy of the model lacks it.
-        may_be_zero: options that may be 0.
-        on_attention: True if the remedy changes all attention of the model.
-        changes_spec: True if the remedy gives sites a new spec, and runs their calls under it before it becomes active.
+        line: a one-line description of what the remedy does.
+        source: the publication in which the remedy was proposed.
+        rule: the formula of a remedy that changes no slot of the spec, with the options in braces.
+        on_steps: True if the remedy works only through optimizer hooks, so that a copy of the model does not have it.
+        may_be_zero: the options that may be 0.
+        on_attention: True if the remedy changes all attention in the model.
+        changes_spec: True if the remedy gives sites a new spec. Before it becomes active, it runs the sites' calls
+            under this spec.
         stacks: True if runs with the remedy can be trained as one stack. Hooks on a forward pass, weights computed from
             other weights, and random numbers prevent stacking.
     """
@@ -121,30 +122,30 @@ class Remedy(abc.ABC):
                 check_bound(value, Bound(0.0, included=option in self.may_be_zero), name)
 
     def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
-        """Returns the sites to which the remedy applies: all, unless an option names some."""
+        """Returns the sites to which the remedy applies, which are all of them unless an option names some."""
         return list(sites)
 
     def supports(self, site: AttentionSite) -> Refusal | None:
-        """Returns None if the remedy can be applied at this site, else the reason."""
+        """Returns None if the remedy can be applied at this site, or else the reason why it cannot."""
         return self.holds(site)
 
     def holds(self, site: AttentionSite) -> Refusal | None:
-        """Returns None if the applied remedy is still valid after another remedy changed the site, else the
-        reason."""
+        """Returns None if the applied remedy is still valid after another remedy has changed the site, or else the
+        reason why it is not."""
         return None
 
     def written_rule(self) -> str:
-        """Returns the rule with this remedy's options; empty if the spec's formula describes the remedy."""
+        """Returns the rule with this remedy's options filled in, or "" if the spec's formula describes the remedy."""
         return self.rule.format(**dataclasses.asdict(self))  # type: ignore[call-overload]
 
     @abc.abstractmethod
     def apply(self, target: Target) -> Handle:
-        """Applies the change and returns the handle that undoes it. A failing change leaves everything unchanged."""
+        """Applies the change and returns a handle that undoes it. A change that fails leaves everything unchanged."""
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which the model is in evaluation mode; restores modes and whatever a pass changes."""
+    """A context in which the model is in evaluation mode. It restores the modes, and whatever a pass has changed."""
     modes = [(m, m.training) for m in model.modules()]
     try:
         with undisturbed(model):
@@ -156,7 +157,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def compose_all(handles: Iterable[Handle]) -> Handle:
-    """Makes changes one by one and returns one handle for all; if one raises, the previous ones are undone."""
+    """Makes changes one by one and returns one handle for all of them. If one fails, the earlier ones are undone."""
     done: list[Handle] = []
     try:
         for handle in handles:
@@ -168,16 +169,16 @@ def compose_all(handles: Iterable[Handle]) -> Handle:
 
 
 def unconfirmed(site: AttentionSite) -> Refusal:
-    """Refuses to change weights of a site's heads that an experiment did not confirm."""
+    """Returns the refusal to change the weights of a site's heads, which an experiment did not confirm."""
     return Refusal(
         f"the weights of its heads are not confirmed: {site.unverified}",
         "give an example in which its inputs differ, apply the remedy to a part of the model without this attention, "
-        "or use one that changes what the call computes (softcap)",
+        "or use a remedy that changes what the call computes (softcap)",
     )
 
 
 def check_heads(remedy: str, value: object) -> None:
-    """Raises InvalidTypeError unless an option names heads by site, or is None."""
+    """Raises InvalidTypeError unless the value of an option names heads by site or is None."""
     for pair in value if isinstance(value, tuple) else () if value is None else (value,):
         site, heads = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
         if (
@@ -191,12 +192,12 @@ def check_heads(remedy: str, value: object) -> None:
 
 
 def where(site: AttentionSite) -> str:
-    """Returns the name of a site for errors."""
+    """Returns the name of a site for error messages."""
     return site.name or "the model itself"
 
 
 def module_name(site: AttentionSite) -> str:
-    """Returns the name of a site's module, which is the site's name without the number of the call."""
+    """Returns the name of a site's module, which is the site's name without the call number."""
     return site.name.partition("#")[0]
 
 

@@ -1,6 +1,6 @@
-"""Insertion of norms into any model: behind projections of q, k and v, in the attention call, and in residual branches.
+"""Inserts norms into any model: after projections of q, k and v, in the attention call, and in residual branches.
 
-Shapes: b batch, t tokens, h heads, d numbers per head.
+Shapes: b batch, t tokens, h heads, d dimensions per head.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from qkeel.spec.logits import Scale
 from qkeel.spec.norm import GainKind, GainNorm, Norm, NormedPart, On, Over
 from qkeel.spec.slot import ParameterSizes, Params
 
-# Pre-norm blocks of a model, recognised by their activations, and norms behind their branches.
+# The pre-norm blocks of a model, recognised by their activations, and norms at the end of their branches.
 
 ModuleOutput = Tensor | tuple[Tensor, ...]
 
@@ -56,7 +56,7 @@ ModuleOutput = Tensor | tuple[Tensor, ...]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Branch:
-    """A branch x + F(N(x)) of a block: the names of the children F and N, and of the norm to add behind F."""
+    """A branch x + F(N(x)) of a block, with the names of the children F and N and of the norm to add after F."""
 
     block: nn.Module
     name: str  # the block's name in the model
@@ -66,7 +66,7 @@ class Branch:
     width: int
 
     def post_norm(self, norm: nn.Module) -> Handle:
-        """Changes the branch to x + norm(F(...)); the norm becomes the block's child `post`."""
+        """Changes the branch to x + norm(F(...)). The norm becomes the block's child `post`."""
         if isinstance(self.block, Block):
             return swap(self.block, self.post, norm)
         hook = self.block.get_submodule(self.function).register_forward_hook(functools.partial(_normed, norm))
@@ -77,20 +77,20 @@ class Branch:
 
 
 def swap(block: nn.Module, name: str, module: nn.Module) -> Handle:
-    """Replaces a child of a block; the handle restores it."""
+    """Replaces a child of a block and returns a handle that restores it."""
     old = submodules_of(block)[name]
     submodules_of(block)[name] = module
     return Handle(lambda: submodules_of(block).update({name: old}))
 
 
 def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
-    """Returns the branches of the block around each site, if the block is x + A(N₁(x)), then x + M(N₂(x)).
+    """Returns the branches of the block around each site, if the block computes x + A(N₁(x)), then x + M(N₂(x)).
 
     qkeel's own blocks are recognised by type. Other blocks are compared with the formula in one evaluation pass on the
     example.
 
     Raises:
-        RefusedError: a site's block has another form; the message names the site and the expected form.
+        RefusedError: a site's block has a different form. The message names the site and the expected form.
     """
     own = [(name, m) for name, m in target.model.named_modules() if isinstance(m, Block)]
     blocks = {id(branch): (name, m) for name, m in own for branch in (m.attention, m.cross_attention) if branch}
@@ -103,9 +103,9 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
         if found is None:
             raise RefusedError(
                 f"{remedy} at {where(site)}: expected a block x + A(N₁(x)), then x + M(N₂(x)), "
-                "with A, M and both norms direct children of it, but found none around this attention (post-norm, "
-                "parallel and fused blocks have a different form; blocks from other libraries are recognised on an "
-                "example batch: apply(..., example=batch)); build the model with the order you want"
+                "with A, M and both norms as its direct children, but found none around this attention (post-norm, "
+                "parallel and fused blocks have a different form; blocks from other libraries are recognised by "
+                "running an example batch, apply(..., example=batch)); build the model with the order you want"
             )
         branches.update({(b.name, b.function): b for b in found})
     return list(branches.values())
@@ -129,20 +129,20 @@ def _own(name: str, block: Block, site: AttentionSite, remedy: str) -> tuple[Bra
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Calls:
-    """Inputs and outputs of a block (under the empty name) and of its children; the first tensor of each."""
+    """The inputs and outputs of a block (under the empty name) and of its children, with the first tensor of each."""
 
     block: nn.Module
     seen: dict[str, list[tuple[Tensor, Tensor]]] = dataclasses.field(default_factory=dict)
 
     def note(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
-        """Records a call; used as a forward hook of the block and its children."""
+        """Records a call. This is used as a forward hook on the block and its children."""
         x, y = _first((args, kwargs)), _first(output)
         if x is not None and y is not None:
             self.seen.setdefault(name, []).append((x, y))
 
 
 def _observed(target: Target, sites: list[AttentionSite]) -> dict[str, _Calls]:
-    """Runs the example and returns the calls of every module around a site, by name."""
+    """Runs the example and returns the calls of every module around a site, keyed by name."""
     names = {name for site in sites for name in _ancestors(module_name(site))}
     seen = {name: _Calls(target.model.get_submodule(name)) for name in sorted(names)}
     with ExitStack() as hooks, evaluating(target.model):
@@ -212,24 +212,24 @@ def of_first(output: ModuleOutput, change: Callable[[Tensor], Tensor]) -> Module
 
 
 def ordered(block: nn.Module, order: NormOrder) -> Handle:
-    """Sets `norm_order` on one of qkeel's own blocks; the block's second branch changes nothing."""
+    """Sets `norm_order` on one of qkeel's own blocks. A second call, for the block's other branch, changes nothing."""
     if not isinstance(block, Block) or block.norm_order != "pre":
         return Handle(lambda: None)
     block.norm_order = order
     return Handle(lambda: setattr(block, "norm_order", "pre"))
 
 
-# Norms behind the projections that make the heads: before the rotation, and before keys enter a cache.
+# Norms after the projections that produce the heads: before the rotation, and before keys enter a cache.
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # transposed convolutions order their channels differently
 
 
 @final
 class HeadNorm(nn.Module):
-    """The norm x̃ = norm(x) · gain · factor (· learned scale) of x [... h d]; `weight` is the gain.
+    """The norm x̃ = norm(x) · gain · factor (· learned scale) of x [... h d], where `weight` is the gain.
 
-    `share` s blends the norm in: (1 - s) x + s x̃, exactly x at 0 and exactly x̃ at 1. `factor` carries a change of the
-    logit scale and differs from 1 on one side only.
+    `share` s blends the norm in as (1 - s) x + s x̃, which is exactly x at 0 and exactly x̃ at 1. `factor` implements a
+    change of the logit scale and differs from 1 on only one side, q or k.
     """
 
     def __init__(
@@ -251,16 +251,16 @@ class HeadNorm(nn.Module):
         self.weight = None if gain is None else nn.Parameter(gain.to(like))
         self.logit_scale = None if scale is None else nn.Parameter(scale.to(like))
         self.share: Tensor | None = None
-        self.replaces = False  # True if it took the place of an nn.Identity, which the model still calls
+        self.replaces = False  # True if it has replaced an nn.Identity, which the model still calls
 
     def blend(self, share: float) -> None:
-        """Sets the share. It is a tensor, so compiled code is not recompiled."""
+        """Sets the share. It is a tensor, so that changing it does not cause recompilation."""
         if self.share is None:
             self.share = torch.ones((), device=next(self.parameters()).device)
         self.share.fill_(share)
 
     def forward(self, x: Tensor, *, from_projection: bool = False) -> Tensor:
-        """Returns x [... h d] normed, in its dtype; x itself when the model calls the Identity that this replaced."""
+        """Returns x [... h d] normed, in its dtype, or x itself if the model calls the Identity that this replaces."""
         if self.replaces and not from_projection:
             return x
         params: Params = {} if self.weight is None else {f"{self.part}_norm": self.weight}
@@ -276,9 +276,9 @@ class HeadNorm(nn.Module):
 
     @property
     def by_itself(self) -> bool:
-        """Whether fully_shard gathers its gain by itself, which gives a module another class.
+        """True if fully_shard gathers this module's gain separately, in which case it changes the module's class.
 
-        Its hooks on an output are lost where that is a view and is changed in place."""
+        fully_shard's hooks on an output are lost if the output is a view and is changed in place."""
         return type(self) is not HeadNorm
 
     def extra_repr(self) -> str:
@@ -288,7 +288,7 @@ class HeadNorm(nn.Module):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadSource:
-    """The module output that q, k or v comes from: features `index` [n d] out of `size`, with or without a bias."""
+    """The module output that contains q, k or v: the features `index` [n d] out of `size`, with or without a bias."""
 
     module: nn.Module
     name: str
@@ -300,15 +300,15 @@ class HeadSource:
 def heads_of(
     model: nn.Module, site: AttentionSite, part: NormedPart, ways: Iterable[HeadSlice]
 ) -> list[HeadSource] | Refusal:
-    """Returns the modules whose outputs hold whole heads of q, k or v, or the reason why there are none.
+    """Returns the modules whose outputs contain complete heads of q, k or v, or the reason why there are none.
 
     There are several modules if different tokens have different projections, or if the logit is a sum of products.
 
     Args:
-        model: the model that holds the weights.
+        model: the model that contains the weights.
         site: the attention.
-        part: the side to look for.
-        ways: for each term of the logit, the last weight before the score, without position tables.
+        part: the side to look for: q, k or v.
+        ways: the last weight before the score for each term of the logit, without position tables.
     """
     side = {"q": "queries", "k": "keys", "v": "values"}[part]
     if part != "v" and site.unverified:
@@ -338,7 +338,7 @@ def heads_of(
                 f"computed by {made}"
             )
         if len(apart) > 1 and not all(bool(s.heads(dist.whole(model.get_parameter(s.parameter))).any()) for s in own):
-            # A zero part of a sum, such as a fresh low-rank adapter, would be normed to full size.
+            # A term of a sum that is zero, such as a new low-rank adapter, would be normed to full size.
             return refuse_heads(
                 f"the {side} are not the output of a single module, and one of the weights that produce them is zero: "
                 f"{made}"
@@ -349,25 +349,29 @@ def heads_of(
 
 
 def _branch(parameter: str, site: AttentionSite) -> str:
-    """Returns the outermost module that holds a parameter but not the site's module; if there is none, the module that
-    owns the parameter, which is then the site's or one around it."""
+    """Returns the outermost module that contains a parameter but not the site's module.
+
+    If there is none, returns the module that owns the parameter, which is then the site's module or a module around
+    it."""
     owner, home = _owner(parameter).split("."), site.name.partition("#")[0].split(".")
     shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(owner, home)))
     return ".".join(owner[: shared + 1])
 
 
 def _made_last(model: nn.Module, s: HeadSlice, *, several: bool) -> bool:
-    """True if heads are features of a module output's last dimension, or channels of a convolution's output. The
-    latter counts only if the logit is a single product."""
+    """True if heads are features in the last dimension of a module's output, or channels of a convolution's output.
+
+    Channels count only if the logit is a single product."""
     if isinstance(model.get_submodule(_owner(s.parameter)), _CONVOLUTIONS):
         return s.axis == 0 and not several
     return model.get_parameter(s.parameter).ndim <= 2
 
 
 def _common_module(slices: list[HeadSlice]) -> tuple[str, Tensor | None]:
-    """Returns the innermost module around all these weights, and each head's features in its output, or None.
+    """Returns the innermost module around all these weights, and each head's features in its output (None if unknown).
 
-    The features come from one weight, concatenated, or are equal for several (an adapter adds to its base)."""
+    If there is one weight, its features are concatenated. If there are several, their features must be equal, since an
+    adapter adds its output to that of its base."""
     paths = [_owner(s.parameter).split(".") for s in slices]
     name = ".".join(p[0] for p in itertools.takewhile(lambda p: len(set(p)) == 1, zip(*paths)))
     if len({s.index.shape[0] for s in slices}) > 1:
@@ -386,10 +390,10 @@ def _owner(parameter: str) -> str:
 
 @final
 class NormedProjection(InstanceForward):
-    """A projection with normed heads: q alone, or q, k (and v) of a fused projection.
+    """A projection with normed heads: only q, or q, k (and v) of a fused projection.
 
     Some modules pass the projection's weight to F.linear instead of calling the projection (BEiT, Swin). `inside` is
-    then that module: its forward is replaced, and the output of F.linear with this weight is normed.
+    then that module, whose forward is replaced so that the output of F.linear with this weight is normed.
     """
 
     def __init__(self, heads: list[HeadSource], norms: list[HeadNorm], inside: nn.Module | None = None) -> None:
@@ -436,13 +440,13 @@ class NormedProjection(InstanceForward):
         return self._joined([self._head(p, i) for p, i in zip(parts, self.cuts.owners)]).flatten(-2)
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
-        """Returns the parts in one tensor, which the model may change in place: see `HeadNorm.by_itself`."""
+        """Returns the parts in one tensor, which the model may change in place (see `HeadNorm.by_itself`)."""
         if len(parts) > 1:
             return torch.cat(parts, dim=-1)
         return parts[0].clone() if any(norm.by_itself for norm in self.norms) else parts[0]
 
     def _block(self, x: Tensor, i: int) -> Tensor:
-        """Norms adjacent heads, whose [... h d] share one dimension."""
+        """Norms adjacent heads [... h d], which are flattened into one dimension."""
         return x if i < 0 else self._head(x.unflatten(-1, (self.norms[i].heads, -1)), i).flatten(-2)
 
     def _head(self, x: Tensor, i: int) -> Tensor:
@@ -450,7 +454,7 @@ class NormedProjection(InstanceForward):
 
 
 class _LinearCalls(TorchFunctionMode):
-    """Norms the output of F.linear for one weight."""
+    """Norms the output of calls of F.linear with one weight."""
 
     def __init__(self, normed: NormedProjection, weight: Tensor) -> None:
         super().__init__()
@@ -474,7 +478,9 @@ def _bias(args: Args, kwargs: Kwargs) -> Tensor | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Cuts:
-    """Features in `groups` of equal layout, each cut into `sizes`; `owners` are the cuts' norms, -1 for none."""
+    """Divides features into `groups` of equal layout, each cut into `sizes`. `owners` are the norms of the cuts.
+
+    An owner of -1 means that the cut is not normed."""
 
     groups: int
     sizes: list[int]
@@ -482,7 +488,7 @@ class _Cuts:
 
 
 def _cuts(index: list[Tensor], size: int) -> _Cuts | None:
-    """Returns the cuts that view each norm's features as [... h d]; None if heads are not evenly spaced."""
+    """Returns the cuts by which each norm's features are viewed as [... h d], or None if heads are unevenly spaced."""
     runs = []
     for i, one in enumerate(index):
         (n, r), first = one.shape, int(one[0, 0])
@@ -508,17 +514,18 @@ def _cuts(index: list[Tensor], size: int) -> _Cuts | None:
     return _Cuts(groups=1 if blocks else n, sizes=[s for s, _ in kept], owners=[o for _, o in kept])
 
 
-# Remedies that norm queries and keys: behind the projections that make whole heads, else in the attention call.
+# Remedies that norm queries and keys: after the projections if these produce complete heads, or else in the attention
+# call.
 
-SourcesBySide = dict[NormedPart, list[HeadSource]]  # the modules that make each side
+SourcesBySide = dict[NormedPart, list[HeadSource]]  # the modules that produce each side
 Operands = Callable[[], dict[str, list[tuple[Operand, Operand]]]]
-_SHORTER = 0.05  # relative length that eps, under the root, may take from a vector of usual size
+_SHORTER = 0.05  # the relative length by which eps, under the root, may shorten a vector of usual size
 KINDS: dict[str, type[GainNorm]] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _ModuleNorm:
-    """The norm of one module's heads, and its name as a child of the site's module."""
+    """The norm of the heads of one module, and its name as a child of the site's module."""
 
     name: str
     heads: HeadSource
@@ -526,14 +533,14 @@ class _ModuleNorm:
 
 
 class ChangeNorm(ChangeSpec):
-    """Norms the `sides` of attention, some of q, k and v.
+    """Base class for remedies that norm the `sides` of attention, which are some of q, k and v.
 
-    In modules from other libraries the norm follows the projection: before the rotation, where a gain per dimension
-    belongs, and before a cache, which then holds normed keys. If no module outputs whole heads (nn.MultiheadAttention
-    multiplies by its own weight; latent attention concatenates keys from two parts), the attention call is replaced,
-    for norms that commute with the rotation.
+    In modules from other libraries the norm is placed directly after the projection, which is before the rotation,
+    where a gain per dimension belongs, and before a cache, which then holds normed keys. If no module outputs complete
+    heads (nn.MultiheadAttention multiplies by its own weight, and latent attention concatenates keys from two parts),
+    the attention call is replaced, which is possible for norms that commute with the rotation.
 
-    Heads are heads of a token, even if a logit sums over tokens (tied rows, attention over channels). A table of
+    Heads are the heads of a token, even if a logit sums over tokens (tied rows, attention over channels). A table of
     relative positions that multiplies queries stays unchanged, like a bias.
     """
 
@@ -590,7 +597,7 @@ class ChangeNorm(ChangeSpec):
     def _plan(
         self, target: Target, site: AttentionSite, values: tuple[HeadSlice, ...] | str, operands: Operands
     ) -> SourcesBySide | Refusal:
-        """Returns the modules that make the heads to norm, or the reason why there are none."""
+        """Returns the modules that produce the heads to norm, or the reason why there are none."""
         plan = self._modules(target, site, values, frozenset())
         if not isinstance(plan, Refusal) and all(len(found) == 1 for found in plan.values()):
             return plan
@@ -609,7 +616,7 @@ class ChangeNorm(ChangeSpec):
     def _modules(
         self, target: Target, site: AttentionSite, values: tuple[HeadSlice, ...] | str, tables: frozenset[str]
     ) -> SourcesBySide | Refusal:
-        """Returns the modules that make each side, ignoring `tables` of positions."""
+        """Returns the modules that produce each side, ignoring `tables` of positions."""
         plan: SourcesBySide = {}
         for part in self.sides:
             ways = [(term.query if part == "q" else term.key)[-1] for term in site.terms]
@@ -637,7 +644,7 @@ def _norm_projections(
         plan, name = plans[site.name], module_name(site)
         for part, found in plan.items():
             theirs = [done[id(heads.module)] for heads in found if done.get(id(heads.module), name) != name]
-            # If an earlier site owns only some modules of a sum, its norms already cover those.
+            # If an earlier site owns only some modules of a sum, its norms already cover those modules.
             if theirs and len(theirs) == len(found):
                 raise RefusedError(f"{remedy.name} at {name}: its projections also produce heads of {theirs[0]}")
             plan[part] = [heads for heads in found if id(heads.module) not in done]
@@ -645,7 +652,7 @@ def _norm_projections(
             continue
         norms = _norms(remedy, target, site, plan)
         done.update((id(norm.heads.module), name) for norm in norms)
-        for norm in norms:  # timm marks a disabled norm by an Identity
+        for norm in norms:  # timm uses an Identity for a disabled norm
             norm.module.replaces = type(submodules_of(site.module).get(norm.name)) is nn.Identity
         held = {norm.name: norm.module for norm in norms}
         yield add_submodules(target, site, held, target.parameter(site.query[0].parameter), over_identities=True)
@@ -664,7 +671,7 @@ def _norm_projections(
 
 
 def _join_calls(remedy: ChangeNorm, sites: list[AttentionSite], plans: dict[str, SourcesBySide]) -> None:
-    """Gives the first of a module's attention calls all heads that its projections make for any of the calls.
+    """Assigns all heads that a module's projections produce to the first of its attention calls that uses them.
 
     Calls may use different heads of one projection, as in differential attention or with local heads."""
     first: dict[tuple[str, NormedPart, int], list[HeadSource]] = {}
@@ -691,7 +698,7 @@ def _join_calls(remedy: ChangeNorm, sites: list[AttentionSite], plans: dict[str,
 
 
 def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: SourcesBySide) -> list[_ModuleNorm]:
-    """Builds a site's norm modules. A change of scale goes into q's norms, or into k's if q has none."""
+    """Builds a site's norm modules. A change of scale is built into the norms of q, or of k if q is not normed."""
     base = base_spec(site)
     spec = remedy.changed(AttentionSpec(scale=base.scale), target.train_length)
     first = next(iter(plan))
@@ -715,10 +722,10 @@ def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: Source
 def _check_ran(
     remedy: ChangeNorm, target: Target, sites: list[AttentionSite], placed: list[NormedProjection]
 ) -> ModelTrace:
-    """Returns the trace of one pass, in which every norm must run before the scores.
+    """Returns the trace of one pass, in which every norm must run before the scores are computed.
 
     Raises:
-        RefusedError: a norm did not run, or does not reach its site's scores.
+        RefusedError: a norm did not run, or its output does not reach the scores of its site.
     """
     for new in placed:
         new.seen = []
@@ -734,22 +741,22 @@ def _check_ran(
     if names or any(own is None or set(own) != {new.size} for new, own in zip(placed, sizes)):
         raise RefusedError(
             f"{remedy.name}: a norm on the output of the projections of {names or [site.name for site in sites]} does "
-            "not reach their scores: something other than the module that holds the weights uses them"
+            "not reach their scores, because something other than the module that holds the weights uses them"
         )
     return trace
 
 
 def _check_lengths(remedy: ChangeNorm, sites: list[AttentionSite], after: ModelTrace, names: set[str]) -> None:
-    """Checks that the vectors multiplied in the scores have one length.
+    """Checks that the vectors that are multiplied in the scores all have the same length.
 
     Raises:
-        RefusedError: the outputs of several modules are added, so the sum is not normed, or an operation between norm
-            and scores changes the length.
+        RefusedError: the outputs of several modules are added, so that the sum is not normed, or an operation between
+            the norm and the scores changes the length.
     """
     norm = remedy.norm()
     operands = after.operands() if names or norm.kind in KINDS else {}
     for site in sites:
-        # eps shortens small vectors, so a sum of several outputs gets no tolerance for it.
+        # eps shortens small vectors. No tolerance is allowed for this if several outputs are summed.
         tolerance = None if site.name in names else _SHORTER
         for q, k in operands.get(site.name, []):
             for part, operand in (("q", q), ("k", k)):
@@ -763,17 +770,18 @@ def _check_lengths(remedy: ChangeNorm, sites: list[AttentionSite], after: ModelT
                 least, most = operand.extremes()
                 raise RefusedError(
                     f"{remedy.name} at {where(site)}: after the norm of the projection, vectors of {part} reach the "
-                    f"scores with a mean square of {least:.3g} to {most:.3g}: what happens to {part} in between "
-                    "(an activation, a gate, pooling) changes their length, so the norm bounds no logit; use softcap"
+                    f"scores with a mean square of {least:.3g} to {most:.3g}. An operation on {part} in between (an "
+                    "activation, a gate, pooling) changes their length, so the norm does not bound the logits; use "
+                    "softcap"
                 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NormOptions(ChangeNorm):
-    """Options of a norm with a gain. kind=l2 makes unit vectors, which need a scale other than 1/√d."""
+    """Options of a norm with a gain. kind=l2 produces unit vectors, which need a scale other than 1/√d."""
 
-    kind: Literal["rms", "layer", "l2"] = "rms"  #: the statistic that the norm divides by
-    over: Over = "head"  #: the d numbers of one head, or all heads of a token ("layer")
+    kind: Literal["rms", "layer", "l2"] = "rms"  #: the kind of norm: RMS norm, layer norm or L2 norm
+    over: Over = "head"  #: what is normed together: the d dimensions of a head, or all heads of a token ("layer")
     gain: GainKind = "dim"  #: the gain and its shape; see `qkeel.spec.RMSNorm`
 
     def __post_init__(self) -> None:

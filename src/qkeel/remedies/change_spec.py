@@ -1,4 +1,5 @@
-"""Base of remedies that change the attention spec of any model, and the reasons why a site cannot be changed."""
+"""Base class for remedies that change the attention spec of any model, together with the reasons a site cannot be
+changed."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from qkeel.spec.logits import Scale
 from qkeel.spec.norm import Norm
 from qkeel.spec.slot import ParameterSizes
 
-# Refusals. Each function returns why a site's attention cannot be changed and what to do instead, or None.
+# Refusals. Each function returns the reason why a site's attention cannot be changed, with what to do instead, or None.
 
 _OTHER_REMEDIES = (
     "use kind=rms or l2 with over=head and gain=none or scalar where attention is one of torch's fused functions "
@@ -38,24 +39,24 @@ SlotName = Literal["cap", "normalizer", "scale"]
 
 
 def refuse_unseen(site: AttentionSite) -> Refusal | None:
-    """Refuses attention whose call is out of reach."""
+    """Refuses attention whose call cannot be replaced."""
     if site.description is not None or site.below:
         return Refusal(
             "its attention runs inside torch.jit.script, torch.func.vmap or a custom function, and can't be changed "
             "there",
-            "use a remedy that acts on steps or weights (qk_clip, lalr), or build the model with qkeel.nn",
+            "use a remedy that changes steps or weights (qk_clip, lalr), or build the model with qkeel.nn",
         )
     return None
 
 
 def refuse_heads(reason: str) -> Refusal:
-    """Refuses q or k that no module outputs as whole heads, as in foreign MLA, which makes the rotated keys
-    separately."""
+    """Refuses q or k if no module outputs them as complete heads, as in MLA from other libraries, where the rotated
+    keys are computed separately."""
     return Refusal(reason, _OTHER_REMEDIES)
 
 
 def refuse_norm(site: AttentionSite, norm: Norm) -> Refusal | None:
-    """Refuses q and k that are already normed, and norms that would have to follow the rotation but do not commute."""
+    """Refuses q and k that are already normed, and norms that would follow a rotation but do not commute with it."""
     if is_normed(site):
         return Refusal("q and k are already normed", "remove that norm first, or keep it")
     if not norm.commutes_with_rotation and site.spec.position.order == "rotate_then_norm":
@@ -79,7 +80,7 @@ def refuse_scale(remedy: str, scale: Scale) -> Refusal | None:
 
 
 def refuse_taken(site: AttentionSite, slot: SlotName) -> Refusal | None:
-    """Refuses a slot that is in use: a cap, a position-dependent factor, weights other than a softmax."""
+    """Refuses a slot that is in use: a cap, a position-dependent factor, or weights other than those of a softmax."""
     spec = site.spec
     if slot == "cap" and spec.cap.kind != "none":
         return Refusal(f"logits are already capped ({spec.cap.formula()})", "remove that cap first")
@@ -99,9 +100,9 @@ def refuse_taken(site: AttentionSite, slot: SlotName) -> Refusal | None:
 def change_parameters(
     target: Target, site: AttentionSite, old: AttentionSpec, new: AttentionSpec, geometry: ParameterSizes
 ) -> Handle:
-    """Adds the parameters that only the new spec needs to the site's module and the optimizer, and drops the others.
+    """Adds parameters that only the new spec needs to the site's module and the optimizer.
 
-    The handle restores the previous parameters.
+    Parameters that only the old spec needs are dropped. The handle restores the previous parameters.
     """
     sizes = (geometry.n_heads, geometry.n_kv_heads, geometry.head_dim)
     had, needed = old.init_params(*sizes), new.init_params(*sizes)
@@ -136,15 +137,15 @@ def add_submodules(
 ) -> Handle:
     """Adds submodules to a site's module, and their parameters to the optimizer (see `join`).
 
-    Where fully_shard holds the module's weights it holds the parts too.
+    If the module's weights are under fully_shard, it is applied to the submodules too.
 
     Args:
         target: the model and its optimizer.
-        site: the attention whose module gets the parts.
-        added: the parts by name.
-        near: a parameter whose optimizer group the new parameters join.
+        site: the attention to whose module the submodules are added.
+        added: the submodules, keyed by name.
+        near: an existing parameter that determines the optimizer group of the new ones (see `join`).
         matrices: True if the new parameters are matrices (see `join`).
-        over_identities: True if a part may replace an nn.Identity of its name, which the handle restores.
+        over_identities: True if a submodule may replace an nn.Identity of the same name, which the handle restores.
     """
     module, name = site.module, module_name(site)
     held = submodules_of(module)
@@ -180,20 +181,20 @@ def _swap(module: nn.Module, out: Mapping[str, nn.Parameter | None], into: Mappi
     for name, parameter in out.items():
         del parameters_of(module)[name]
         if parameter is not None:
-            parameter.grad = None  # zero_grad no longer reaches it, so an optimizer would step by it again and again
+            parameter.grad = None  # zero_grad no longer reaches it, so an optimizer would apply it in every step
     parameters_of(module).update(into)
 
 
-# Remedies that change a site's spec: qkeel's own modules have one; in other modules the attention call is replaced.
+# Remedies that change a site's spec. qkeel's own modules have a spec; in other modules the attention call is replaced.
 
-_CHANGES = "_qkeel_changes"  # on an own module: its original spec, and the active changes
+_CHANGES = "_qkeel_changes"  # on one of qkeel's own modules: its original spec, and the active changes
 _NESTED = "_qkeel_use_nested_tensor"  # on a torch encoder: its original use_nested_tensor
 
 
 class ChangeSpec(Remedy):
-    """Gives each site a new spec. Its parameters live on the site's module and join the optimizer.
+    """Gives each site a new spec, whose parameters are added to the site's module and to the optimizer.
 
-    qkeel's own modules have a spec. In any other module the attention call is replaced while its forward runs.
+    qkeel's own modules have a spec. In any other module the attention call is replaced while the module's forward runs.
     """
 
     stacks = True
@@ -237,7 +238,7 @@ class ChangeSpec(Remedy):
         module.spec = new
 
         def undo() -> None:
-            # Replay from the original spec: another remedy may have changed a slot since, even the same one.
+            # Replay from the original spec, because another remedy may have changed a slot since, even the same slot.
             _, now = module.__dict__[_CHANGES]
             rest = [change for change in now if change is not mine]
             module.spec = changed(base, rest)
@@ -250,12 +251,12 @@ class ChangeSpec(Remedy):
 
 
 def settle(module: nn.Module) -> None:
-    """Makes the current spec of an own module its original one, so that no change can be undone."""
+    """Makes the current spec of one of qkeel's own modules its original spec, so that no change can be undone."""
     module.__dict__.pop(_CHANGES, None)
 
 
 def known_length(length: int | None, train_length: int | None, use: str, otherwise: str = "") -> int:
-    """Returns L of a formula: the remedy's option, or else the training length. `use` describes what needs L."""
+    """Returns the L of a formula: the remedy's option, or else the training length. `use` describes what needs L."""
     found = length or train_length
     if found is None:
         raise InvalidValueError(
@@ -273,14 +274,14 @@ def base_spec(site: AttentionSite) -> AttentionSpec:
 
 
 def number(scale: Scale, head_dim: int) -> float:
-    """Returns a constant scale as a number; refuses learned and position-dependent scales."""
+    """Returns a constant scale as a number, and refuses learned and position-dependent scales."""
     if scale.kind == "learned" or scale.follows_position:
         raise RefusedError(f"expected a scale that is one number, got {scale.formula()}; give the model a fixed scale")
     return float(scale.factor(torch.zeros(1, 1), head_dim, {}))
 
 
 def exchange_calls(change: PlacedChange, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
-    """Replaces the attention calls of modules, and checks in one pass on the example that all were replaced."""
+    """Replaces the attention calls of modules, and checks in one pass on the example that all of them were replaced."""
     _refuse_low(target, sites)
     changed_modules: dict[ChangedCalls, list[AttentionSite]] = {}
     for module in {id(site.module): site.module for site in sites}.values():
@@ -296,14 +297,14 @@ def exchange_calls(change: PlacedChange, target: Target, sites: list[AttentionSi
 
 
 def _refuse_low(target: Target, sites: list[AttentionSite]) -> None:
-    """Raises RefusedError if a logit is so low that a written-out softmax would take it for a masked one."""
+    """Raises RefusedError if a logit is so low that in written-out attention it would be mistaken for a masked one."""
     new = [site for site in sites if not any(isinstance(f, ChangedCalls) for f in forwards_of(site.module))]
     least = target.seen().minima if new else {}
     for site in new:
         if (low := least.get(site.name, math.inf)) <= HIDES:
             raise RefusedError(
-                f"{where(site)}: an unmasked logit is {low:.3g} on this example; in hand-written attention, scores up "
-                f"to {HIDES:.0f} are treated as masked; use the model's fused attention, or reduce "
+                f"{where(site)}: an unmasked logit is {low:.3g} on this example, but in hand-written attention, scores "
+                f"up to {HIDES:.0f} are treated as masked. Use the model's fused attention, or reduce "
                 "the logits first"
             )
 
@@ -322,10 +323,10 @@ def _calls_of(sites: list[AttentionSite]) -> ChangedCalls:
 
 
 def _layouts(sites: list[AttentionSite]) -> list[HeadLayout]:
-    """Returns the distinct score layouts of a module."""
+    """Returns the distinct layouts of a module's scores."""
     found: list[HeadLayout] = []
     for site in sites:
-        # A fused function has [b h t s]; internally it may compute a softmax with torch's functions.
+        # A fused function has scores [b h t s]; internally it may compute a softmax with torch's functions.
         layout = site.layout or HeadLayout(groups=("b", "h", "t", "s"), sizes=(site.n_heads,))
         if not any((layout.groups, layout.sizes) == (other.groups, other.sizes) for other in found):
             found.append(layout)
@@ -343,7 +344,7 @@ def _add_change(calls: ChangedCalls, mine: PlacedChange, target: Target, site: A
     old, new = (changed(base, changes) for changes in (calls.changes, [*calls.changes, mine]))
     g = calls.geometry
     if site.layout is not None and site.layout.guess and new.parameter_shapes(g.n_heads, g.n_kv_heads, g.head_dim):
-        raise RefusedError(f"{where(site)}: {site.layout.guess}, and each head would have a parameter of its own")
+        raise RefusedError(f"{where(site)}: {site.layout.guess}, and each head would need a separate parameter")
     parameters = change_parameters(target, site, old, new, calls.geometry)
     calls.change([*calls.changes, mine])
 
@@ -358,7 +359,9 @@ def _check_alone(here: list[AttentionSite], sites: list[AttentionSite]) -> None:
     module, one = here[0].module, here[0]
     for site in sites:
         if site.module is not module and any(m is site.module for m in module.modules()):
-            raise RefusedError(f"the attention of {site.name} is part of that of {one.name}; change only one of them")
+            raise RefusedError(
+                f"the attention of {site.name} is part of the attention of {one.name}; change only one of them"
+            )
     if any((s.n_heads, s.head_dim) != (one.n_heads, one.head_dim) for s in here):
         raise RefusedError(
             f"{one.name} computes attention several times, with different heads; no parameter fits all of them"
@@ -411,13 +414,13 @@ def _check_calls(calls: ChangedCalls, sites: list[AttentionSite], passes: list[l
 
 
 def refuse_added_scores(remedy: str, target: Target, sites: list[AttentionSite]) -> None:
-    """Raises RefusedError if a factor on q·k would also scale what is added to it.
+    """Raises RefusedError if a factor on q·k would also scale a term that is added to it.
 
-    Written-out attention hands the softmax only the sum, which may include a bias or a cap."""
+    Written-out attention passes only the sum to the softmax, and this sum may include a bias or a cap."""
     written = biased(target.model, target.example[0], target.example[1]) if sites else set()
     for site in sites:
         changed_before = any(isinstance(s, ChangedCalls) for s in forwards_of(site.module))
-        # The model's own cap acts before the new scale; a cap that qkeel added acts after it.
+        # The model's own cap is applied before the new scale; a cap that qkeel added is applied after it.
         if not changed_before and (site.name in written or site.spec.cap.kind != "none"):
             raise RefusedError(
                 f"{remedy} at {where(site)}: a bias or a cap is in the scores before the softmax, where it can't be "

@@ -1,6 +1,6 @@
-"""Replaces a model's attention calls by qkeel's attention under another spec, masks included.
+"""Replaces a model's attention calls, including their masks, with qkeel's attention under a different spec.
 
-Shapes: b batch, t queries, s keys, h heads, d numbers per head.
+Shapes: b batch, t queries, s keys, h heads, d dimensions per head.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.logits import Normalizer
 from qkeel.spec.slot import ParameterSizes, Params
 
-# What written-out attention does to its scores besides scaling: masks with small numbers (Swin's -100), and the
-# subtraction of each row's maximum. The calls that do it are located once, on the example.
+# What written-out attention does to its scores other than scaling them: masks with small numbers (Swin's -100), and the
+# subtraction of each row's maximum. The calls that do this are located once, on the example.
 
 Function = Callable[..., object]
 
@@ -47,14 +47,14 @@ CallPlace = tuple[int, int]  # index of a call in the forward, index of the argu
 
 @final
 class SmallMasks:
-    """The calls in a module's forward that mask scores with numbers above -9000, and which argument does so.
+    """The calls in a module's forward that mask scores with numbers above -9000, and the arguments that do so.
 
-    A softmax receives scores that include the mask, where -100 cannot be distinguished from a low logit. One pass on
-    the example finds the arguments that hide by levels (`hides`) among calls on scores of the softmax's size. From then
-    on these arguments hold -inf at hidden pairs, whatever the logits are.
+    A softmax receives scores that include the mask, so that -100 cannot be distinguished from a low logit. One pass on
+    the example finds, among the calls on scores of the softmax's size, the arguments that hide keys by such numbers
+    (see `hides`). From then on these arguments contain -inf for hidden pairs, whatever the logits are.
 
-    Subtracting each row's maximum also hides the logits from the softmax while leaving the weights unchanged. `shifts`
-    are the indices of such calls, which return the scores unchanged from then on.
+    Subtracting each row's maximum also hides the logits from the softmax, while it leaves the weights unchanged.
+    `shifts` are the indices of such calls, which from then on return the scores unchanged.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class SmallMasks:
 
     @property
     def known(self) -> bool:
-        """True if some calls must be changed."""
+        """True if any calls must be changed."""
         return bool(self.places or self.shifts)
 
     def begin(self) -> None:
@@ -76,7 +76,7 @@ class SmallMasks:
         self._shifted.clear()
 
     def call(self, function: Function, args: Args, kwargs: Kwargs, *, noting: bool) -> object:
-        """Calls one of MASKING with -inf for small numbers; `noting` records the candidates."""
+        """Calls a function of MASKING with -inf in place of small numbers. With `noting`, records the candidates."""
         number, self._calls = self._calls, self._calls + 1
         if number in self.shifts:
             return args[0]
@@ -110,9 +110,10 @@ class SmallMasks:
                 self._candidates.append(((number, i), size))
 
     def keep(self, scores: Tensor) -> bool:
-        """Confirms the candidates whose size is that of the scores that a softmax takes.
+        """Confirms the candidates whose size equals that of the scores passed to a softmax.
 
-        Returns False if a row maximum was subtracted and another operation followed, which hides the logits.
+        Returns False if a row maximum was subtracted and then another operation changed the scores, since this hides
+        the logits.
         """
         self.places |= {place for place, size in self._candidates if size == scores.numel()}
         flat = scores.detach().flatten()
@@ -133,8 +134,9 @@ def _is_top(args: Args) -> bool:
 
 
 def _lowest(x: object, sign: float, dtype: torch.dtype | None) -> object:
-    """Returns -inf where an added number hides (+inf for a subtracted one), also in place of a scalar; whole numbers
-    as numbers of this dtype."""
+    """Returns x with -inf wherever an added number hides a pair (+inf for a subtracted one), or -inf for a scalar.
+
+    Tensors of integers are converted to this dtype."""
     if isinstance(x, Tensor) and not x.is_floating_point():
         x = x.to(dtype)
     if isinstance(x, Tensor) and x.numel() > 1:
@@ -142,7 +144,7 @@ def _lowest(x: object, sign: float, dtype: torch.dtype | None) -> object:
     return torch.full_like(x, -math.inf) if isinstance(x, Tensor) else -math.inf
 
 
-# Attention calls inside a module's forward, replaced by qkeel's own attention under another spec.
+# Replaces attention calls inside a module's forward with qkeel's own attention under a different spec.
 #
 # While the forward runs, a torch function mode replaces `F.scaled_dot_product_attention`,
 # `F.multi_head_attention_forward` and the softmax of written-out attention. torch.compile can trace all of it.
@@ -153,13 +155,13 @@ _SOFTMAX: tuple[Callable[..., Tensor], ...] = (F.softmax, torch.softmax, Tensor.
 
 @final
 class ChangedCalls(InstanceForward):
-    """Runs a module's forward with its attention calls under other specs, looked up by each call's scale.
+    """Runs a module's forward with its attention calls under changed specs, which are looked up by each call's scale.
 
-    `bases` are the module's own specs by scale, `changes` the active changes, `specs` the resulting specs, `names`
-    their parameters on the module, and `layouts` the layouts of its scores. A written-out logit at or below `low`
-    counts as masked; `masks` finds masks with larger numbers. `writes` is True once the example showed a written-out
-    softmax, so that its scores were analysed. While `seen` is a list, it collects the calls of each forward, and for a
-    written-out call its largest hidden logit.
+    `bases` are the module's original specs, keyed by scale, `changes` are the active changes, `specs` the resulting
+    specs, `names` the names of their parameters on the module, and `layouts` the layouts of its scores. A written-out
+    logit at or below `low` counts as masked; `masks` finds masks with larger numbers. `writes` becomes True once the
+    example has shown a written-out softmax, so that its scores have been analysed. While `seen` is a list, it collects
+    the calls of each forward and, for each written-out call, the largest hidden logit.
     """
 
     def __init__(self, module: nn.Module, geometry: ParameterSizes) -> None:
@@ -176,7 +178,7 @@ class ChangedCalls(InstanceForward):
         self.seen: list[list[float | None]] | None = None
 
     def change(self, changes: list[PlacedChange]) -> None:
-        """Activates these changes, applied in order; without any, restores the forward."""
+        """Activates these changes, applied in order. If the list is empty, restores the original forward."""
         specs = {scale: changed(base, changes) for scale, base in self.bases.items()}
         one, g = next(iter(specs.values())), self.geometry
         self.names = tuple(one.parameter_shapes(g.n_heads, g.n_kv_heads, g.head_dim))
@@ -184,14 +186,14 @@ class ChangedCalls(InstanceForward):
             put_in_place(self)
             if isinstance(self.module, nn.MultiheadAttention):
                 self.module.register_forward_pre_hook(_not_the_fast_path)
-                compile_again()  # code compiled for the fast path does not check for new hooks
+                compile_again()  # code compiled for the fast path does not detect new hooks
         self.changes, self.specs = changes, specs
         if not changes:
             take_out(self)
             hooks = hooks_before(self.module)
             for key in [key for key, hook in hooks.items() if hook is _not_the_fast_path]:
                 del hooks[key]
-                compile_again()  # code compiled with the hook does not notice its removal
+                compile_again()  # code compiled with the hook does not detect its removal
 
     def run(self, args: Args, kwargs: Kwargs) -> object:
         """Runs the module's forward with its attention calls replaced."""
@@ -202,7 +204,7 @@ class ChangedCalls(InstanceForward):
             return self.replaced(args, kwargs)
 
     def note(self, hidden: float | None = None) -> None:
-        """Counts a call; `hidden` is the largest hidden logit of a written-out one."""
+        """Records a call. For a written-out call, `hidden` is the largest hidden logit."""
         if self.seen is not None:
             self.seen[-1].append(hidden)
 
@@ -211,12 +213,12 @@ class ChangedCalls(InstanceForward):
         return {name: getattr(self.module, name) for name in self.names}
 
     def spec(self, scale: float) -> AttentionSpec:
-        """Returns the spec for a call with that scale."""
+        """Returns the spec for a call with this scale."""
         known = next((s for s in self.specs if abs(s - scale) <= 1e-6 * abs(s)), None)  # 1/√d is rounded in two ways
         if known is None:
             raise RefusedError(
                 f"attention was called with the scale {scale:g}, but with {sorted(self.specs)} on the example; apply "
-                "the remedy with an example of how the model will be used"
+                "the remedy with an example that shows how the model will be used"
             )
         return self.specs[known]
 
@@ -229,7 +231,7 @@ class ChangedCalls(InstanceForward):
         q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
         dropout, causal, scale = (given[name] for name in ("dropout_p", "is_causal", "scale"))
         if q.is_nested:
-            raise RefusedError("expected attention of q [b h t d], got nested tensors; its heads are not known")
+            raise RefusedError("expected attention with q [b h t d], got nested tensors, whose heads are not known")
         spec = self.spec(1 / math.sqrt(q.shape[-1]) if scale is None else float(scale))
         if q.ndim != 4:
             lead, t, s = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), q.shape[-2], k.shape[-2]
@@ -269,7 +271,7 @@ class ChangedCalls(InstanceForward):
         if not self.writes and self.seen is None:
             raise RefusedError(
                 f"{type(self.module).__name__} computed an explicit softmax, but the remedy's example "
-                "showed only fused attention; apply the remedy with an example of how the model will be used"
+                "showed only fused attention; apply the remedy with an example that shows how the model will be used"
             )
         x: Tensor = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -295,7 +297,7 @@ class ChangedCalls(InstanceForward):
         return how.undo(weights.to(dtype or x.dtype), x.shape)
 
     def _layout(self, shape: torch.Size, keys: int) -> HeadLayout:
-        """Returns the layout of scores of this shape, whose softmax runs over dimension `keys`."""
+        """Returns the layout of scores of this shape, where the softmax is over dimension `keys`."""
         for known in self.layouts:
             how = known.fitted(shape)
             if how is not None and how.keys == keys % len(shape):
@@ -306,14 +308,14 @@ class ChangedCalls(InstanceForward):
         )
 
     def _ratio(self, spec: AttentionSpec, scale: float, visible: Tensor) -> float | Tensor:
-        """Returns the new factor on q·k over the one that the logits already contain."""
+        """Returns the new factor on q·k divided by the factor that the logits already contain."""
         pos_q = _same_for_all_heads(visible, self.seen is not None).sum(-1) - 1
         return spec.scale.factor(pos_q, self.geometry.head_dim, self.params()) / scale
 
     # --- F.multi_head_attention_forward
 
     def multi_head(self, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor | None]:
-        """Computes F.multi_head_attention_forward, the attention of nn.MultiheadAttention."""
+        """Computes one call of F.multi_head_attention_forward, which is the attention of nn.MultiheadAttention."""
         self.note()
         if len(args) != 13:
             raise RefusedError("multi_head_attention_forward was called in a way that nn.MultiheadAttention never uses")
@@ -376,18 +378,18 @@ class SpecChange(Protocol):
         ...
 
 
-PlacedChange = tuple[SpecChange, int | None]  # a remedy, and the training length in tokens if it needs one
+PlacedChange = tuple[SpecChange, int | None]  # a remedy, and the training length in tokens if the remedy needs it
 
 
 def changed(base: AttentionSpec, changes: Iterable[PlacedChange]) -> AttentionSpec:
-    """Applies changes to a spec, in order."""
+    """Returns a spec with changes applied in order."""
     for remedy, train_length in changes:
         base = remedy.changed(base, train_length)
     return base
 
 
 def softmax(x: Tensor, dim: int, visible: Tensor, normalizer: Normalizer, params: Params) -> Tensor:
-    """Returns the weights of logits. Being a torch function with this name, it shows up as a softmax in a Monitor."""
+    """Returns the weights of logits. A Monitor sees this function as a softmax, because of its name."""
     if has_torch_function_unary(x):
         return handle_torch_function(softmax, (x,), x, dim, visible, normalizer, params)
     return normalizer.weights(x, visible, params)
@@ -400,7 +402,7 @@ def _is_shifted(z: Tensor, visible: Tensor) -> bool:
 
 
 def _same_for_all_heads(seen: Tensor, check: bool) -> Tensor:
-    """Returns the visible keys [b t s] from [b h t s]; with `check`, refuses masks that differ between heads."""
+    """Returns the visible keys [b t s] from [b h t s]. With `check`, masks that differ between heads are refused."""
     if check and not bool((seen == seen[:, :1]).all()):
         raise RefusedError(
             "the mask hides different keys from different heads, so a query has no single number of visible keys"
@@ -409,7 +411,7 @@ def _same_for_all_heads(seen: Tensor, check: bool) -> Tensor:
 
 
 def _last_seen(mask: Tensor | None, t: int, s: int, device: torch.device, *, check: bool) -> Tensor:
-    """Returns [b|1 t]: the number of visible keys of each query, less one. With causal masks this is its position."""
+    """Returns the number of visible keys of each query minus one, [b|1 t]. With a causal mask this is its position."""
     if mask is None:
         return torch.full((t,), s - 1, device=device)
     seen = mask if mask.dtype == torch.bool else mask > HIDES
@@ -417,7 +419,7 @@ def _last_seen(mask: Tensor | None, t: int, s: int, device: torch.device, *, che
 
 
 def _projected(x: list[Tensor], weight: Tensor, bias: Tensor | None, kwargs: Kwargs) -> list[Tensor]:
-    """Returns the q, k, v projections of nn.MultiheadAttention."""
+    """Returns the outputs of the q, k and v projections of nn.MultiheadAttention."""
     if kwargs.get("use_separate_proj_weight", False):
         weights = [kwargs[f"{part}_proj_weight"] for part in "qkv"]
     else:

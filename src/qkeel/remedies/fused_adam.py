@@ -1,4 +1,4 @@
-"""A step of fused Adam or AdamW with a rate per head, taken in torch's place for the weights that heads are made of."""
+"""Steps of fused Adam or AdamW with a rate per head, which replace torch's steps for the weights of heads."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from qkeel.patching import optimizers
 from qkeel.patching.autograd import is_wrapper, writes_of
 from qkeel.remedies.head_groups import HeadView, stacked
 
-_WHOLE = (Tensor, nn.Parameter)  # kinds that hold no other tensors
+_WHOLE = (Tensor, nn.Parameter)  # classes that wrap no other tensors
 Owner = tuple[Tensor, list[int], list[HeadView]]
-TensorVersion = tuple[int, int]  # a tensor's count of changes, and where its numbers lie
+TensorVersion = tuple[int, int]  # a tensor's count of in-place changes, and its data pointer
 
 
 @final
 class AdamPass:
-    """Steps the weights of heads in one pass that scales each head's step and sums the squares it leaves.
+    """Updates the weights of heads in one pass that scales each head's step and sums the squares of the new weights.
 
-    Inside `optimizer.step()` torch asks `_init_group` for the tensors to step. Between `begin` and `end` the answer
-    leaves out the weights of heads, which have already made their step: torch's own state tensors are advanced, and the
-    weights change as in torch's fused step, scaled. Gradients and parameter groups are never touched, except that
+    Inside `optimizer.step()` torch calls `_init_group` to get the tensors to update. Between `begin` and `end` the
+    result omits the weights of heads, which have already been updated: torch's own state tensors are advanced, and the
+    weights change as in torch's fused step, but scaled. Gradients and parameter groups are never changed, except that
     gradients are unscaled where torch's step would do so. The pass is compiled C++ on a CPU and a Triton kernel on a
     GPU.
     """
@@ -48,19 +48,19 @@ class AdamPass:
         self._counts = [counts[i] for i in self._entries]
         self._lines = _lines(owners, slices, self._n_lines)
         self._kernels: ModuleType | None = None
-        self._answer = self._without_heads  # one object, so that it is known again
+        self._answer = self._without_heads  # one object, so that it can be recognised later
         self._move(self._makers.device)
 
     @classmethod
     def of(
         cls, optimizer: Optimizer, owners: Sequence[Owner], slices: Sequence[HeadSlice], *, plain: bool
     ) -> Self | None:
-        """Returns the pass; None if torch's step is unknown or the weights are of another kind."""
+        """Returns the pass, or None if torch's step is unknown or the weights are of an unsupported kind."""
         known = optimizers.is_known(optimizer) and owners and all(_is_plain(weight) for weight, _, _ in owners)
         return cls(optimizer, owners, slices, plain) if known else None
 
     def _move(self, device: torch.device) -> None:
-        """Keeps the tensors that the pass reads and writes on the weights' device."""
+        """Moves the tensors that the pass reads and writes to the weights' device."""
         self._rates = torch.ones(sum(self._n_lines), dtype=torch.float32, device=device)
         self._squares = torch.zeros(sum(self._n_lines) + 1, dtype=torch.float64, device=device)  # the last stays 0
         self._line_rates = self._rates.split(self._n_lines)
@@ -70,7 +70,7 @@ class AdamPass:
         self._states: list[dict[str, Any] | None] = [None] * len(self._weights)
 
     def refusal(self) -> str:
-        """Returns why the pass cannot take the coming step; "" if it can."""
+        """Returns the reason why the pass cannot take the coming step, or "" if it can."""
         why = refusal(self._optimizer, self._weights)
         if why:
             return why
@@ -78,7 +78,7 @@ class AdamPass:
         self._kernels = _kernels(device)
         if self._kernels is None:
             return f"there is no compiled step for {device}: it is switched off or cannot be loaded"
-        here = self._kernels is not operators  # the pass for CPUs reads no GradScaler's tensors
+        here = self._kernels is not operators  # the pass for CPUs does not read a GradScaler's tensors
         if any(x is not None and not (here and x.device == device) for x in _scaler(self._optimizer)):
             return "a GradScaler may skip the step, and its decision cannot be read here"
         if device != self._rates.device:
@@ -91,7 +91,7 @@ class AdamPass:
         return ""
 
     def _takes_all(self) -> bool:
-        """True if the weights and their states are of the right kind: as the last step left them, or looked at."""
+        """True if the weights and states are of the right kind. Those unchanged since the last step aren't checked."""
         states, device = self._optimizer.state, self._rates.device
         for k, (weight, now) in enumerate(zip(self._weights, writes_of(self._weights))):
             state = states.get(weight, {})
@@ -102,9 +102,10 @@ class AdamPass:
         return True
 
     def norms(self) -> dict[int, Tensor]:
-        """The Frobenius norms per head of entries whose weights have made a step, here or before a checkpoint.
+        """Returns the Frobenius norms per head of entries whose weights have been updated, here or before a checkpoint.
 
-        The squares are those that the last step left. They are summed again for weights that were written to since.
+        They are computed from the squares that the last step summed. For weights that have been written to since, the
+        squares are summed again.
         """
         now = writes_of(self._weights)
         old = [k for k, w in enumerate(self._weights) if self._known[k] != now[k] and self._optimizer.state.get(w)]
@@ -124,16 +125,16 @@ class AdamPass:
         return {i: norm for i, norm in zip(self._entries, all_norms) if i in fresh}
 
     def begin(self, factors: Tensor) -> None:
-        """Takes the coming step at these factors: per head of every weight, one after the other, and a 1 at the end."""
+        """Takes the coming step with these factors: one for each head, ordered by weight, and a 1 at the end."""
         torch.amin(factors.to(self._rates)[self._makers], 1, out=self._rates)
         optimizers.put_answer(self._optimizer, self._answer)
 
     def end(self) -> None:
-        """Leaves the steps to torch again."""
+        """Returns control of the steps to torch."""
         optimizers.take_answer_back(self._optimizer, self._answer)
 
     def _without_heads(self, group: optimizers.Group, *lists: list[Tensor]) -> bool:
-        """Returns torch's answer without the weights of heads, which are stepped here."""
+        """Returns torch's answer without the weights of heads, which are updated here."""
         complex_ones = optimizers.torchs_answer(self._optimizer, group, lists)
         own = [i for i, p in enumerate(lists[0]) if id(p) in self._place]
         if own:
@@ -149,7 +150,7 @@ class AdamPass:
         assert self._kernels is not None
         means, variances, maxima, steps = state
         places = [self._place[id(w)] for w in weights]
-        laid = [  # in memory as their weights
+        laid = [  # with the memory layout of their weights
             g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in zip(gradients, weights)
         ]
         tensors = operators.AdamTensors(
@@ -173,8 +174,9 @@ class AdamPass:
 
 
 def refusal(optimizer: Optimizer, weights: Sequence[Tensor]) -> str:
-    """Returns why a step of these weights is not taken over by a compiled pass, as far as the optimizer and the weights
-    show; "" if nothing prevents it.
+    """Returns the reason why a compiled pass cannot take over a step of these weights, or "" if there is none.
+
+    Only the optimizer and the weights are checked.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, 2))
     >>> refusal(torch.optim.AdamW([weight]), [weight])
@@ -198,7 +200,7 @@ def refusal(optimizer: Optimizer, weights: Sequence[Tensor]) -> str:
 
 
 def _kernels(device: torch.device) -> ModuleType | None:
-    """Returns what steps weights of a device: Triton's kernels, the compiled ones of a CPU, or nothing."""
+    """Returns the module that updates weights on a device: the Triton kernels, the compiled CPU operators, or None."""
     if available.usable(device):
         if not available.trusted("step of AdamW", device):
             return None
@@ -209,7 +211,7 @@ def _kernels(device: torch.device) -> ModuleType | None:
 
 
 def _scaler(optimizer: Optimizer) -> tuple[Tensor | None, Tensor | None]:
-    """Returns what a GradScaler gives a fused optimizer: the scale of gradients, and whether one is infinite."""
+    """Returns what a GradScaler passes to a fused optimizer: the scale of gradients, and whether any is infinite."""
     kept = vars(optimizer)
     return kept.get("grad_scale"), kept.get("found_inf")
 
@@ -226,7 +228,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _fits_state(name: str, x: Any, weight: Tensor) -> bool:
-    """True if it is what torch's step makes of itself: a checkpoint may have brought something else."""
+    """True if a state tensor is like those that torch's step creates. One from a checkpoint may be different."""
     if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.device != weight.device:
         return False
     return x.ndim == 0 if name == "step" else x.shape == weight.shape and x.stride() == weight.stride()
@@ -247,7 +249,7 @@ def _options(group: dict[str, Any], plain: bool) -> operators.AdamOptions:
 
 
 def _lines(owners: Sequence[Owner], slices: Sequence[HeadSlice], lines: Sequence[int]) -> Tensor:
-    """Returns the indices [all heads, most] of each head's lines, weight by weight; padded with the number of lines."""
+    """Returns the indices [all heads, most] of each head's lines, ordered by weight and padded with the line count."""
     found: list[Tensor] = []
     first = 0
     for (_, entries, _), n in zip(owners, lines):

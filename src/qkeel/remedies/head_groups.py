@@ -1,4 +1,4 @@
-"""Which rows of which weights belong to a head, and the shares of a factor that each weight takes."""
+"""Which rows of which weights belong to a head, and the power of a factor by which each weight is scaled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from qkeel.kernels.native import operators
 from qkeel.kernels.triton import available
 from qkeel.patching.modes import copy_to_all, lerp_all_in_place, multiply_all
 
-# The rows of heads of many weights, copied, measured and scaled by a number of operators that does not grow.
+# Copies, measures and scales the rows of heads of many weights with a number of operators that does not depend on how
+# many there are.
 
 WeightShare = tuple[int, HeadSlice]
 
@@ -28,9 +29,10 @@ WeightShare = tuple[int, HeadSlice]
 class HeadView:
     """Rows of a weight or bias as a view [n r m], with one factor for each of the n.
 
-    `shares` are the numbers of the entries it belongs to, with their slices. The n are the heads of its one slice, or,
-    in a `whole` view, the rows of the whole tensor, if its slices overlap without being equal or have no view. For a
-    weight that is split over processes the view shows the rows of this process's part, which are its `span`.
+    `shares` are the indices of the entries that the view belongs to, with their slices. The first dimension n runs over
+    the heads of the view's slice or, in a `whole` view, over the rows of the entire tensor. A `whole` view is used if
+    slices overlap without being equal or cannot be viewed. For a weight that is split over processes, the view contains
+    the rows of this process's part, which are its `span`.
     """
 
     weight: Tensor
@@ -39,15 +41,15 @@ class HeadView:
     span: dist.Span | None = None
 
     def view(self, like: Tensor | None = None) -> Tensor:
-        """Returns the rows as a view of the weight, or of another tensor of its shape."""
+        """Returns the rows as a view of the weight, or of another tensor with the weight's shape."""
         weight, own = dist.local(self.weight if like is None else like).detach(), self.shares[0][1]
         return own.rows_of(weight)[:, None] if self.whole else own.heads(weight)
 
     def places(self, counts: Sequence[int]) -> Tensor:
-        """Returns the indices [n most] of the heads that own each row; the last index for rows without an owner.
+        """Returns the indices [n most] of the heads that own each row, or the last index for rows without an owner.
 
-        They are places in one row of numbers: one per head, entry after entry, and one more at the end. `counts` are
-        the numbers of heads of the entries.
+        They are indices into a vector that has one value per head, ordered by entry, and one more value at the end.
+        `counts` are the numbers of heads of the entries.
         """
         *firsts, last = itertools.accumulate(counts, initial=0)
         own = [(s, torch.arange(s.n) + firsts[i]) for i, s in self.shares]
@@ -55,19 +57,19 @@ class HeadView:
             return torch.stack([heads for _, heads in own], 1)
         rows = self.weight.shape[self.shares[0][1].axis]
         found = torch.stack([s.lines(heads, rows, nobody=last) for s, heads in own], 1)
-        # A row with an owner repeats that owner's place for the missing ones, so that the last place does not count.
+        # A row with an owner repeats its owner's index in place of missing owners, so that the last value is not used.
         found = torch.where(found == last, found.amin(1, keepdim=True), found)
         return found if self.span is None else found[slice(*self.span)]
 
 
 def stacked(tables: Sequence[Tensor]) -> Tensor:
-    """Stacks tables of indices; shorter rows repeat their first index."""
+    """Stacks tables of indices. Shorter rows are padded with their first index."""
     most = max(t.shape[1] for t in tables)
     return torch.cat([torch.cat([t, t[:, :1].expand(-1, most - t.shape[1])], 1) for t in tables])
 
 
 def head_views(weight: Tensor, shares: Sequence[WeightShare]) -> list[HeadView]:
-    """Returns the fewest views that hold every row of the slices once, and other rows only if unavoidable."""
+    """Returns the fewest views that contain every row of the slices once, and other rows only if unavoidable."""
     if weight.ndim == 1:  # a bias has no columns
         shares = [(i, dataclasses.replace(s, axis=0)) for i, s in shares]
     groups: list[list[WeightShare]] = []
@@ -89,7 +91,7 @@ def head_views(weight: Tensor, shares: Sequence[WeightShare]) -> list[HeadView]:
 def views_by_tensor(
     tensors: Sequence[Tensor | None], slices: Sequence[HeadSlice]
 ) -> list[tuple[Tensor, list[int], list[HeadView]]]:
-    """Returns each tensor once, with its entries and the views of their rows."""
+    """Returns each tensor once, together with its entries and the views of their rows."""
     found: dict[int, tuple[Tensor, list[int]]] = {}
     for i, tensor in enumerate(tensors):
         if tensor is not None:
@@ -100,9 +102,10 @@ def views_by_tensor(
 
 
 def factor_per_row(shares: Sequence[tuple[HeadSlice, Tensor]], weight: Tensor) -> Tensor:
-    """Returns one tensor with the per-head factors of all slices of a weight or bias; it broadcasts against the weight.
+    """Returns the per-head factors of all slices of a weight or bias in one tensor that broadcasts against the weight.
 
-    Rows that no head owns get 1. Rows that several slices own, as in a weight that layers share, get the smallest."""
+    Rows that no head owns get a factor of 1. Rows that several slices own, as in a weight that layers share, get the
+    smallest of their factors."""
     axis = shares[0][0].axis if weight.ndim > 1 else 0
     rows = len(shares[0][0].rows_of(weight))
     if len(shares) == 1:
@@ -117,15 +120,15 @@ WeightNorm = Callable[[Tensor], Tensor]
 
 
 def frobenius_norm(heads: Tensor) -> Tensor:
-    """Returns ‖W^h‖_F of each head's part: [… r m] to […]."""
+    """Returns the Frobenius norm ‖W^h‖_F of each head's part, from [… r m] to […]."""
     return torch.linalg.vector_norm(heads, dim=(-2, -1))
 
 
 class HeadGroup(abc.ABC):
-    """Views [n r m] of weights of one device and dtype, with a factor for each of their n heads or rows.
+    """Views [n r m] of weights on one device and of one dtype, with a factor for each of their n heads or rows.
 
-    A factor is the smallest of the numbers at its places in a row; `tables` [n places] hold the places of each view.
-    What a step needs is in tensors that keep their memory, so a CUDA graph can hold it.
+    A factor is the smallest of the values at its indices in a row of values; `tables` [n places] contain these indices
+    for each view. Everything that a step needs is in tensors that keep their memory, so that a CUDA graph can use it.
     """
 
     def __init__(self, views: Sequence[Tensor], tables: Sequence[Tensor]) -> None:
@@ -134,24 +137,26 @@ class HeadGroup(abc.ABC):
         self._factors = views[0].new_ones(len(self._places), dtype=wide(views[0].dtype))
 
     def fill(self, row: Tensor, to: Tensor) -> None:
-        """Writes into `to` the smallest number of the row at the indices of each factor."""
+        """Writes into `to`, for each factor, the smallest of the row's values at the factor's indices."""
         torch.amin(row.to(to)[self._places], 1, out=to)
 
     @abc.abstractmethod
     def copy(self, measure: WeightNorm | None) -> list[Tensor]:
-        """Keeps a copy until `interpolate` or `forget`; returns the measures of all n in one tensor, or nothing."""
+        """Keeps a copy until `interpolate` or `forget`, and returns a list with the measures of all n in one tensor.
+
+        The list is empty if `measure` is None."""
 
     @abc.abstractmethod
     def decay(self, row: Tensor) -> None:
-        """Multiplies the copies."""
+        """Multiplies the copies by factors from the row."""
 
     @abc.abstractmethod
     def interpolate(self, row: Tensor) -> None:
-        """Sets w ← old + f · (w - old); at factor 1 the weights stay."""
+        """Sets w ← old + f · (w - old). With a factor of 1 the weights do not change."""
 
     @abc.abstractmethod
     def scale(self, row: Tensor, *, on_host: bool = False) -> None:
-        """Sets w ← f · w. With `on_host` the host reads the factors and skips those that are 1."""
+        """Sets w ← f · w. With `on_host`, the host reads the factors and skips heads whose factor is 1."""
 
     @abc.abstractmethod
     def forget(self) -> None:
@@ -160,7 +165,7 @@ class HeadGroup(abc.ABC):
 
 @final
 class _ListGroup(HeadGroup):
-    """Uses torch's operators on lists. Views of one shape have one copy, which is dense and is what is measured."""
+    """Uses torch's operators on lists. Views of the same shape share one dense copy, on which they are measured."""
 
     def __init__(self, views: Sequence[Tensor], tables: Sequence[Tensor]) -> None:
         super().__init__(views, tables)
@@ -188,7 +193,7 @@ class _ListGroup(HeadGroup):
         multiply_all(self._olds, self._keep_columns)
 
     def interpolate(self, row: Tensor) -> None:
-        # From the new weight towards the old one, in place: what 1 - f rounds away of f is 2⁻²⁵ of the whole step.
+        # From the new weight towards the old one, in place. The rounding of 1 - f costs at most 2⁻²⁵ of the full step.
         self.fill(row, self._factors)
         self._factors.neg_().add_(1)
         lerp_all_in_place(self.views, self._olds, self._columns)
@@ -204,8 +209,8 @@ class _ListGroup(HeadGroup):
     def _scale_some(self) -> None:
         """Scales the heads whose factor is not 1, one by one.
 
-        For a sixth of the heads of 28 matrices of 1024 x 1024 that takes 2.7 ms. One product over all heads takes 7.9
-        ms, and gathering the rows 7.1 ms."""
+        For a sixth of the heads of 28 matrices of 1024 x 1024, this takes 2.7 ms, whereas one product over all heads
+        takes 7.9 ms, and gathering the rows takes 7.1 ms."""
         if self.views[0].dtype == torch.float32 and operators.adamw_ready():
             operators.scale_heads(self.views, [x.flatten() for x in self._columns])
             return
@@ -256,20 +261,20 @@ class _TritonGroup(HeadGroup):
 
 @final
 class HeadGroups:
-    """Views grouped by device and dtype; they are grouped again when the address of a tensor has changed.
+    """Views grouped by device and dtype. They are grouped again when the address of a tensor has changed.
 
-    The host knows the addresses of tensors, so nothing waits for a device. `table` gives the places of a view's
-    factors in a row of numbers.
+    The host knows the addresses of tensors, so this does not wait for any device. `table` returns the indices of a
+    view's factors in a row of values.
     """
 
     def __init__(self, table: Callable[[HeadView], Tensor]) -> None:
         self.all: list[HeadGroup] = []
-        self.firsts: list[int] = []  # of each view among the numbers of all groups, one after the other
+        self.firsts: list[int] = []  # each view's first index in the concatenated values of all groups
         self._table = table
         self._seen: list[int] | None = None
 
     def update(self, pairs: Sequence[tuple[HeadView, Tensor]]) -> bool:
-        """Groups the views, each with the tensor that it shows, if needed; returns whether it was."""
+        """Groups the views, each given with its tensor, if this is necessary, and returns whether it was."""
         pairs = [(view, dist.local(tensor)) for view, tensor in pairs]
         seen = [tensor.data_ptr() for _, tensor in pairs]
         if seen == self._seen:
@@ -278,7 +283,7 @@ class HeadGroups:
         views = [view.view(tensor) for view, tensor in pairs]
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for k, view in enumerate(views):
-            if not view.numel():  # of weights that are split unevenly some processes hold nothing
+            if not view.numel():  # if weights are split unevenly, some processes have no part of them
                 continue
             kinds.setdefault((view.device, view.dtype), []).append(k)
         first = 0
@@ -297,16 +302,18 @@ def _keeps_memory(device: torch.device) -> bool:
 
 
 def form(view: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shape, and the dimensions of a stack of such views from the widest stride to the narrowest."""
+    """Returns a view's shape, and the dimensions of a stack of such views from the largest stride to the smallest."""
     return tuple(view.shape), tuple(sorted((1, 2, 3), key=lambda d: -view.stride(d - 1)))
 
 
-# The power of γ that each weight takes so that every product of a logit is multiplied by γ and by nothing else.
+# The power of γ by which each weight is scaled, so that every product in a logit is multiplied by exactly γ.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogitShare:
-    """A weight that takes γ or, with `root`, √γ: for each of its n heads the smallest γ of the query heads `heads`."""
+    """A weight that is scaled by γ or, with `root`, by √γ.
+
+    The γ of each of the weight's n heads is the smallest γ of the query heads `heads`."""
 
     weight: HeadSlice
     heads: Int64[Tensor, "n r"]
@@ -314,11 +321,12 @@ class LogitShare:
 
 
 def logit_shares(site: AttentionSite, *, by_group: bool) -> list[LogitShare] | None:
-    """Returns the shares of the last weights of every term of a site; None if no powers of γ suit all products.
+    """Returns the shares of the last weights of every term of a site, or None if no powers of γ suit all products.
 
-    The powers of the two sides of a product add up to 1. A weight that query heads share takes none, so its partner
-    takes γ, and other partners of that one take none; all remaining weights take √γ. With `by_group` a weight that a
-    group of query heads shares is not left alone: it and its partner take √γ of the worst.
+    The powers on the two sides of a product add up to 1. A weight shared by several query heads is not scaled, so its
+    partner is scaled by γ, and any other weights paired with that partner are left unscaled. All remaining weights are
+    scaled by √γ. With `by_group`, a weight that a group of query heads shares is scaled too: both the weight and its
+    partner are scaled by the √γ of the group's largest logit.
     """
     weights: list[HeadSlice] = []
     terms = [(_place(weights, t.query[-1]), _place(weights, t.key[-1])) for t in site.terms]
@@ -348,7 +356,7 @@ def logit_shares(site: AttentionSite, *, by_group: bool) -> list[LogitShare] | N
 
 
 def _place(weights: list[HeadSlice], s: HeadSlice) -> int:
-    """Returns the index of a weight's rows among the known ones, and adds new ones."""
+    """Returns the index of a weight's rows in the list of known rows, to which new rows are added."""
     for i, other in enumerate(weights):
         if other.parameter == s.parameter and other.same(s):
             return i
@@ -357,10 +365,10 @@ def _place(weights: list[HeadSlice], s: HeadSlice) -> int:
 
 
 def _powers(terms: Sequence[tuple[int, int]], alone: set[int]) -> dict[int, float] | None:
-    """Returns the powers that follow if those weights take none; None if they contradict each other."""
+    """Returns the powers that follow if the weights `alone` are not scaled, or None if the powers are contradictory."""
     powers = dict.fromkeys(alone, 0.0)
     both = [*terms, *((b, a) for a, b in terms)]
-    for _ in terms:  # each round reaches one product further
+    for _ in terms:  # each iteration reaches one more product along a chain
         for a, b in both:
             if a in powers and powers.setdefault(b, 1.0 - powers[a]) != 1.0 - powers[a]:
                 return None
@@ -368,7 +376,7 @@ def _powers(terms: Sequence[tuple[int, int]], alone: set[int]) -> dict[int, floa
 
 
 def _connected(terms: Sequence[tuple[int, int]], n: int) -> list[list[int]]:
-    """Returns the weights in groups that products connect."""
+    """Returns the weights in groups that are connected by products."""
     part = list(range(n))
     for a, b in terms:
         old, new = part[a], part[b]

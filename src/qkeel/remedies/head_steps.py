@@ -1,4 +1,4 @@
-"""Scales the steps of any optimizer per head, if its steps are proportional to its learning rate."""
+"""Scales the steps of an optimizer per head, for any optimizer whose steps are proportional to its learning rate."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from qkeel.remedies.fused_adam import AdamPass, refusal
 from qkeel.remedies.head_groups import HeadGroups, WeightNorm, frobenius_norm, views_by_tensor
 from qkeel.remedies.head_weights import HeadWeights, ReplacementCheck, SplitNorms, found_inf, innermost
 
-# Tests on a small matrix, never on the user's weights, whether an optimizer's step is proportional to its rate.
+# Tests whether an optimizer's step is proportional to its rate, on a small matrix and never on the user's weights.
 
 ParamGroup = dict[str, Any]
 
 # Entries of a parameter group that belong to its parameters or its scheduler, not to the update rule.
 _NOT_OPTIONS = ("params", "param_names", "initial_lr")
-_LOOKAHEAD = 12  # steps after which a slow copy of the weights has come back
-_LATE = 1_000_000  # schedules inside an optimizer show late (Adafactor's 1/√t)
+_LOOKAHEAD = 12  # steps after which a slow copy of the weights has overwritten them
+_LATE = 1_000_000  # the step at which to test, since schedules inside an optimizer take effect late (Adafactor's 1/√t)
 
 
 def check_linear(optimizer: Optimizer, remedy: str, weights: HeadWeights, *, decay: bool = True) -> list[Tensor | None]:
-    """Returns the tensors that the optimizer steps.
+    """Returns the tensors that the optimizer updates.
 
     Raises:
-        RefusedError: steps are not in full precision or not linear in the rate; or, with decay=False, the weight decay
-            is not decoupled, so that it cannot be separated from the rest of the step.
+        RefusedError: steps are not in full precision or not linear in the rate, or decay=False and the weight decay is
+            not decoupled, so that it cannot be separated from the rest of the step.
     """
     tensors = weights.in_full_precision(optimizer, remedy, "scales small steps")
     for group, device in _groups_of(optimizer, tensors):
@@ -57,11 +57,11 @@ def check_linear(optimizer: Optimizer, remedy: str, weights: HeadWeights, *, dec
 
 
 def check_changes_last(optimizer: Optimizer, remedy: str, tensors: Iterable[Tensor | None]) -> None:
-    """Raises RefusedError if the optimizer would undo a change of the weights between steps, from a copy of its own.
+    """Raises RefusedError if the optimizer would undo a change made to the weights between steps, from its own copy.
 
-    It is tried on a small matrix: halved between steps at a rate of almost 0, the matrix must stay halved. An optimizer
-    that cannot be tried passes with a warning. LBFGS is refused, since it estimates the curvature from how weights and
-    gradients change from step to step.
+    This is tested on a small matrix: if the matrix is halved between steps at a rate of almost 0, it must stay halved.
+    An optimizer that cannot be tested is accepted with a warning. LBFGS is refused, since it estimates the curvature
+    from how weights and gradients change from step to step.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise RefusedError(
@@ -82,13 +82,13 @@ def check_changes_last(optimizer: Optimizer, remedy: str, tensors: Iterable[Tens
         if not keeps:
             raise RefusedError(
                 f"{remedy} changes weights after the step, and {type(optimizer).__name__} would overwrite them from "
-                "its own copy of the weights (schedule-free, lookahead, …); use an optimizer that steps the weights "
-                "themselves"
+                "its own copy of the weights (schedule-free, lookahead, …); use an optimizer that updates the weights "
+                "directly"
             )
 
 
 def _groups_of(optimizer: Optimizer, tensors: Iterable[Tensor | None]) -> Iterator[tuple[ParamGroup, torch.device]]:
-    """Yields the groups that hold any of the tensors, and the device of these."""
+    """Yields the groups that contain any of the tensors, and the device of these tensors."""
     wanted = {id(p) for p in tensors if p is not None}
     for group in optimizer.param_groups:
         device = next((p.device for p in group["params"] if id(p) in wanted), None)
@@ -104,7 +104,7 @@ def _apart(device: torch.device) -> Iterator[None]:
 
 
 def _tried(optimizer: Optimizer, remedy: str, group: ParamGroup, device: torch.device) -> bool:
-    for dtype in (torch.float64, torch.float32):  # some optimizers, and some devices, know float32 only
+    for dtype in (torch.float64, torch.float32):  # some optimizers and some devices support only float32
         try:
             return _is_linear(optimizer, group, device, dtype)
         except Exception as error:
@@ -117,7 +117,7 @@ def _tried(optimizer: Optimizer, remedy: str, group: ParamGroup, device: torch.d
 
 
 def _is_linear(optimizer: Optimizer, group: ParamGroup, device: torch.device, dtype: torch.dtype) -> bool:
-    """Steps a small matrix at two rates from the same state, late in training, and compares the lengths."""
+    """Steps a small matrix at two rates from the same state, late in training, and compares the two steps."""
     deltas = []
     for factor in (1.0, 0.5):
         weight, gradient = _matrix(device, dtype)
@@ -138,7 +138,7 @@ def _is_linear(optimizer: Optimizer, group: ParamGroup, device: torch.device, dt
 
 
 def _is_decoupled(optimizer: Optimizer, group: ParamGroup, device: torch.device) -> bool:
-    """True if steps without a gradient are w ← (1 - ηλ)·w, the second as well: momentum would remember the first."""
+    """True if steps with a zero gradient are w ← (1 - ηλ)·w. Two steps are checked, because of possible momentum."""
     weight, gradient = _matrix(device, torch.float32)
     options = {**_plain(group), "lr": 0.01, "weight_decay": 0.5}
     probe = _TrialOptimizer(optimizer, weight, options)
@@ -163,13 +163,13 @@ def _keeps_changes(optimizer: Optimizer, group: ParamGroup, device: torch.device
 
 
 def _matrix(device: torch.device, dtype: torch.dtype) -> tuple[nn.Parameter, Tensor]:
-    """Returns a small matrix and a gradient of it."""
+    """Returns a small matrix and a gradient for it."""
     weight = nn.Parameter((torch.eye(4, dtype=dtype) + 0.1).to(device))
     return weight, torch.linspace(-1, 1, 16, dtype=dtype).view(4, 4).sin().to(device)
 
 
 class _TrialOptimizer:
-    """A new optimizer of the same class with one parameter, stepped without anyone's hooks."""
+    """A new optimizer of the same class with one parameter, whose steps run without any hooks."""
 
     def __init__(self, optimizer: Optimizer, weight: nn.Parameter, group: ParamGroup) -> None:
         self.optimizer, self._weight = probe_optimizer(optimizer, weight, group), weight
@@ -185,8 +185,9 @@ class _TrialOptimizer:
 def probe_optimizer(optimizer: Optimizer, weight: nn.Parameter, group: ParamGroup) -> Optimizer:
     """Returns a new optimizer for one parameter, of the same class and with the options of the group.
 
-    The class itself makes it, since some, such as Adagrad, set up their state then. It shares nothing with the
-    original. A class whose constructor takes other arguments is replaced by the base class that defines its step.
+    It is created by the constructor of the class, since some classes, such as Adagrad, set up their state there. It
+    shares nothing with the original. A class whose constructor takes different arguments is replaced by the base class
+    that defines its step.
     """
     options = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
     first: Exception | None = None
@@ -202,11 +203,11 @@ def probe_optimizer(optimizer: Optimizer, weight: nn.Parameter, group: ParamGrou
 
 
 def _plain(group: ParamGroup) -> ParamGroup:
-    """Returns the options without the choice of implementation, at the highest known rate of the group."""
+    """Returns a group's options without the choice of implementation, at the highest known rate of the group."""
     flags = {flag: False for flag in ("fused", "foreach", "capturable", "differentiable") if flag in group}
     known = [group[k] for k in ("lr", "initial_lr", "max_lr") if group.get(k) is not None]
     rates = [float(rate) for rate in known]
-    # A warm-up may begin at rate 0; at a rate of 1 half a step differs clearly from a whole one.
+    # A warm-up may begin at rate 0. At a rate of 1, half a step clearly differs from a full step.
     rate = max(rates, default=0.0) or 1.0
     return {**group, **flags, "lr": torch.tensor(rate) if isinstance(group.get("lr"), Tensor) else rate}
 
@@ -217,11 +218,11 @@ def _plain(group: ParamGroup) -> ParamGroup:
 def join(
     optimizer: Optimizer | None, added: Mapping[str, nn.Parameter], near: Tensor, *, matrices: bool = False
 ) -> Handle:
-    """Adds parameters (by qualified name) to an optimizer group; the handle removes them and their state.
+    """Adds parameters (by qualified name) to an optimizer group. The handle removes them and their state.
 
-    They join the first group that holds only vectors and scalars, as gains do, or else the group of `near`. So they are
-    decayed like other gains, and an existing scheduler sets their rate too. With `matrices` they are weights like
-    `near` and join its group.
+    They are added to the first group that contains only vectors and scalars, which is where gains usually are, or else
+    to the group of `near`. They are therefore decayed like other gains, and an existing scheduler sets their rate too.
+    With `matrices` they are weights like `near` and are added to its group.
     """
     if optimizer is None or not added:
         return Handle(lambda: None)
@@ -252,12 +253,12 @@ def join(
 
 
 def _start_state(optimizer: Optimizer, parameter: nn.Parameter, group: ParamGroup) -> None:
-    """Sets up the state of a parameter for optimizers that do so when they are made, such as Adagrad."""
+    """Sets up the state of a parameter for optimizers that do so in their constructor, such as Adagrad."""
     if not optimizer.state or not any(optimizer.state.get(p) for p in group["params"] if p is not parameter):
         return
     try:
         state = probe_optimizer(optimizer, parameter, group).state
-    except Exception:  # a class that cannot be made again sets up its state in the step, or fails there
+    except Exception:  # a class that cannot be instantiated again sets up its state in the step, or fails there
         return
     if parameter in state:
         optimizer.state[parameter] = state[parameter]
@@ -276,13 +277,13 @@ def head_steps(
 
     Args:
         target: the model and its optimizer.
-        remedy: its name, for errors.
-        weights: those of the target.
-        measure: computes a number per head from [… n r m], from which the rates are computed; None for ones.
-        decay: True scales decoupled weight decay with the rest of the step.
+        remedy: the name of the remedy, for error messages.
+        weights: the query and key weights of the target.
+        measure: computes a number per head from [… n r m], on which the rates depend. With None, the numbers are 1.
+        decay: if True, decoupled weight decay is scaled together with the rest of the step.
 
     Raises:
-        RefusedError: the optimizer is missing, does not step these weights, or its step is not linear in the rate.
+        RefusedError: the optimizer is missing, does not update these weights, or its step is not linear in the rate.
     """
     optimizer = innermost(target.need_optimizer(remedy))
     tensors = check_linear(optimizer, remedy, weights, decay=decay)
@@ -294,20 +295,21 @@ def head_steps(
 class HeadSteps:
     """Scales every optimizer step of the weights per head.
 
-    The whole step is scaled, decoupled weight decay included: w ← w_old + f · (w_new - w_old). With decay=False the
-    decay keeps its full size: w ← (1 - ηλ) · w_old + f · (w_new - (1 - ηλ) · w_old). Factor 1 leaves the new weight bit
-    for bit. This is exact for every optimizer that is linear in the learning rate. Frozen weights are only measured.
+    The full step is scaled, including decoupled weight decay: w ← w_old + f · (w_new - w_old). With decay=False the
+    decay keeps its full size: w ← (1 - ηλ) · w_old + f · (w_new - (1 - ηλ) · w_old). A factor of 1 leaves the new
+    weight unchanged bit for bit. This is exact for every optimizer whose step is linear in the learning rate. Frozen
+    weights are only measured.
 
-    The measures of all heads form one row, weight after weight, and so do the factors. The number of operators per step
-    does not depend on the number of weights or heads, but frozen weights and heads whose rows follow no pattern are
-    measured one by one. The host reads nothing back. The rows of heads are copied once, during the step; a CPU keeps
-    the memory for the next step.
+    The measures of all heads form one row, ordered by weight, and so do the factors. The number of operators per step
+    does not depend on the number of weights or heads, except that frozen weights, and heads whose rows follow no
+    regular pattern, are measured one by one. The host reads nothing back. The rows of the heads are copied once, for
+    the duration of the step; on a CPU the memory is kept for the next step.
 
-    Torch's fused Adam and AdamW need neither copy nor rescaling: `AdamPass` takes their step over. At factor 1 it gives
-    torch's weights bit for bit on a CPU, and up to a few roundings on a GPU. With `frobenius_norm` it also returns the
-    measure, so a change that torch does not count (through `.data`, or by another fused optimizer, kernel or CUDA
-    graph) is noticed one step late. `way` says which implementation takes the last step that began, and why, as the log
-    "qkeel" does at level DEBUG.
+    Torch's fused Adam and AdamW need neither the copy nor the rescaling, because `AdamPass` performs their step. At
+    factor 1 it gives torch's weights bit for bit on a CPU, and up to a few rounding errors on a GPU. With
+    `frobenius_norm` the pass also returns the norms for the next step. A change that torch does not track (made through
+    `.data`, or by another fused optimizer, kernel or CUDA graph) is therefore detected one step late. `way` says which
+    implementation was chosen for the most recent step, and why; the logger "qkeel" reports the same at level DEBUG.
     """
 
     def __init__(
@@ -324,11 +326,11 @@ class HeadSteps:
         views = [view for _, _, own in by_tensor for view in own]
         counts = self._counts = weights.counts
         self._optimizer, self._replaced, self._slices, self._measure = optimizer, replaced, weights.slices, measure
-        # A float32 copy, where there is one, is what is measured too: the weight is its rounding.
+        # If there is a float32 copy, it is also what is measured, since the weight is only its rounded value.
         self._read = [p if t is None else t for p, t in zip(weights.parameters, tensors)]
         self._stepped = [(view, view.weight) for view in views]
         self._groups = HeadGroups(lambda view: view.places(counts))
-        # The view of a single slice is measured by its copy, other entries one by one.
+        # The view of a single slice is measured on its copy; other entries are measured one by one.
         self._measured = {view.shares[0][0]: k for k, view in enumerate(views) if not view.whole}
         self._others = [i for i in range(len(counts)) if i not in self._measured]
         self._split = SplitNorms(weights.slices, self._read, measure)
@@ -336,22 +338,24 @@ class HeadSteps:
         self._decay = None if decay else DecayFactors(optimizer, tensors, counts, _decay_rate)
         self._adam = AdamPass.of(optimizer, by_tensor, weights.slices, plain=not decay)
         self._remedy, self.way = remedy, ""
-        self._factors: Tensor | None = None  # of the step under way
+        self._factors: Tensor | None = None  # the factors of the current step
 
     @torch.no_grad()
     def sizes(self) -> Tensor:
-        """Returns the measure of all heads [h] now, bit for bit equal to that in a step."""
-        if dist.world() > 1:  # none of them may fail from here on, where they wait for each other
+        """Returns the current measure of all heads [h], bit for bit equal to the one computed in a step."""
+        if dist.world() > 1:  # no process may fail from here on, because they wait for each other
             dist.gather_messages("qkeel.apply", "measures")
         found = self._copied() if self._ready_adam() is None else self._one_by_one({})
         self._forget()
         return found
 
     def scale(self, rates: RateFactors) -> Handle:
-        """Scales each step by the factors that `rates` computes from the measure [h] before it, until the handle is
-        removed.
+        """Scales each step by factors that `rates` computes from the measure [h] before the step.
 
-        The scaling runs before all other hooks after the step (a clip, an average), in whatever order they were added.
+        This continues until the returned handle is removed.
+
+        The scaling runs before all other post-step hooks (such as a clip or an average), in whatever order they were
+        added.
         """
 
         @torch.no_grad()
@@ -369,7 +373,7 @@ class HeadSteps:
         return compose(map(Handle, (self._clear, last.remove, first.remove)))
 
     def _ready_adam(self) -> AdamPass | None:
-        """Returns the pass that takes over the coming step; None if none can."""
+        """Returns the pass that takes over the coming step, or None if no pass can."""
         now = refusal(self._optimizer, [w for _, w in self._stepped]) if self._adam is None else self._adam.refusal()
         why = now or ("the weights had another dtype when the remedy was applied" if self._adam is None else "")
         way = f"copied and rescaled: {why}" if why else "scaled in the optimizer's own pass"
@@ -379,7 +383,7 @@ class HeadSteps:
         return None if why else self._adam
 
     def _clear(self) -> None:
-        """Drops what belongs to the step."""
+        """Drops everything that belongs to the current step."""
         self._factors = None
         self._forget()
         if self._adam is not None:
@@ -392,7 +396,7 @@ class HeadSteps:
 
     def _begin(self, rates: RateFactors) -> None:
         """Measures and copies the weights, or lets the pass take over the step."""
-        self._clear()  # of a step that raised
+        self._clear()  # if an earlier step raised an exception
         adam = self._ready_adam()
         if adam is None:
             sizes = self._copied()
@@ -407,7 +411,7 @@ class HeadSteps:
             self._decay.read(factors.dtype, factors.device)
 
     def _end(self, infinite: Tensor | None) -> None:
-        """Scales the step. If a subclass's step calls its parent's, both run hooks; only the inner one is scaled."""
+        """Scales the step. If a subclass's step calls its parent's, both run hooks, but only the inner is scaled."""
         if self._factors is not None:
             decay = None if self._decay is None else self._decay.row(lambda w: w.grad is not None, infinite)
             for group in self._groups.all:
@@ -417,7 +421,7 @@ class HeadSteps:
         self._clear()
 
     def _copied(self) -> Tensor:
-        """Copies the weights that are stepped and returns the measure of all heads [h]."""
+        """Copies the weights that the step updates and returns the measure of all heads [h]."""
         if self._groups.update(self._stepped):
             self._order, self._dtype = self._positions(), _widest(self._read)
         found = [x for group in self._groups.all for x in group.copy(self._measure)]
@@ -427,14 +431,14 @@ class HeadSteps:
         return self._split.norms(self._row(found)[self._order])
 
     def _one_by_one(self, known: Mapping[int, Tensor]) -> Tensor:
-        """Returns the measure of all heads [h] without a copy, weight by weight; some may be known."""
+        """Returns the measure of all heads [h] without a copy, weight by weight. Some measures may be known already."""
         if self._measure is None:
             return self._ones()
         found = [known[i] if i in known else self._one(self._measure, i) for i in range(len(self._slices))]
         return self._split.norms(self._row(found))
 
     def _row(self, found: Sequence[Tensor]) -> Tensor:
-        """Joins the measures on the first weight's device; those of split weights are squares."""
+        """Concatenates the measures on the first weight's device. For split weights these are sums of squares."""
         device = self._read[0].device
         return torch.cat([x.to(device) for x in found])
 
@@ -447,7 +451,7 @@ class HeadSteps:
         return torch.ones(sum(self._counts), dtype=self._dtype, device=self._read[0].device)
 
     def _positions(self) -> Tensor:
-        """Returns each head's index among the measures of all groups, followed by those measured one by one."""
+        """Returns each head's index in the row of the measures of all groups, then those measured one by one."""
         after = sum(len(view) for group in self._groups.all for view in group.views)
         firsts = {i: self._groups.firsts[k] for i, k in self._measured.items()}
         for i in self._others:
@@ -457,12 +461,12 @@ class HeadSteps:
 
 
 def _decay_rate(group: ParamGroup) -> float | Tensor:
-    """Returns η·λ; 0 without weight decay."""
+    """Returns η·λ, or 0 if there is no weight decay."""
     return group.get("lr", 0.0) * group.get("weight_decay", 0.0)
 
 
 def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
-    """Returns the dtype to which all of the tensors promote, at least float32."""
+    """Returns the dtype to which all of the tensors promote, which is at least float32."""
     return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
 
 
@@ -474,10 +478,10 @@ class DecayFactors:
     """Computes 1 - rate for every head of every weight from its parameter group, in a few operators per group.
 
     Args:
-        optimizer: holds the groups.
-        tensors: the tensor that the optimizer steps for each weight; None if it steps none.
+        optimizer: the optimizer with the groups.
+        tensors: the tensor that the optimizer updates for each weight, or None if the weight is not updated.
         counts: the number of heads of each weight.
-        rate: computes from a group's options the share that one step takes away.
+        rate: computes, from a group's options, the fraction of a weight that one step removes.
     """
 
     def __init__(
@@ -489,7 +493,7 @@ class DecayFactors:
         self._index = torch.empty(0, dtype=torch.int64)
 
     def read(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Reads the current rates; numbers are never copied to the device, tensors never read by the host."""
+        """Reads the current rates. Numbers are never copied to the device, and tensors are never read by the host."""
         groups = self._optimizer.param_groups
         if (self._values.shape[0], self._values.dtype, self._values.device) != (len(groups) + 1, dtype, device):
             self._values = torch.ones(len(groups) + 1, dtype=dtype, device=device)
@@ -500,7 +504,7 @@ class DecayFactors:
     def row(self, is_stepped: Callable[[Tensor], bool], found_inf: Tensor | None) -> Tensor:
         """Returns the factors [all heads + 1] with a 1 at the end.
 
-        They are 1 for tensors that are not stepped, and everywhere in a step that a GradScaler skips."""
+        The factors are 1 for tensors that are not updated, and for all tensors in a step that a GradScaler skips."""
         groups = self._optimizer.param_groups
         group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         numbers = tuple(len(groups) if t is None or not is_stepped(t) else group_of[id(t)] for t in self._tensors)
@@ -510,6 +514,6 @@ class DecayFactors:
             self._index = torch.tensor([*index, len(groups)], device=self._values.device)
         if found_inf is None:
             return self._values[self._index]
-        # A fused optimizer runs its hooks though a GradScaler skips the step.
+        # A fused optimizer runs its hooks even if a GradScaler skips the step.
         skipped = torch.as_tensor(found_inf).to(self._values.device) != 0
         return torch.where(skipped, 1.0, self._values)[self._index]

@@ -1,4 +1,4 @@
-"""Query and key weights of the heads as an optimizer holds them: shards, mixed precision, replaced weights."""
+"""Query and key weights of heads as an optimizer stores them: shards, mixed precision and replaced weights."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from qkeel.remedies.base import HeadsBySite, Remedy, Target, unconfirmed, where
 from qkeel.remedies.head_groups import WeightNorm, frobenius_norm
 from qkeel.sites.find import is_normed
 
-# Weights that are split over processes, or quantised: norms per head over all processes, and what is refused.
+# Weights that are split over processes or quantised: their norms per head over all processes, and what is refused.
 
 
 def has_plain_rows(weight: Tensor) -> bool:
-    """True if the rows of a weight, or of this process's part of it, can be read and scaled as they are."""
+    """True if the rows of a weight, or of this process's part of it, can be read and scaled directly."""
     return weight.is_floating_point() and not is_wrapper(dist.local(weight))
 
 
 def check_plain_rows(name: str, weight: Tensor, remedy: str) -> None:
-    """Raises RefusedError for a quantised weight, and for one that is split over processes in an unknown way.
+    """Raises RefusedError for a quantised weight, and for a weight that is split over processes in an unknown way.
 
-    FSDP2 and tensor parallelism keep a weight as a DTensor, of which each process has a block. The flat copies of ZeRO
+    FSDP2 and tensor parallelism store a weight as a DTensor, of which each process has a block. The flat copies of ZeRO
     and FSDP1 are not recognised as copies.
     """
     if not has_plain_rows(weight):
@@ -46,7 +46,7 @@ def check_plain_rows(name: str, weight: Tensor, remedy: str) -> None:
 
 
 def check_whole(name: str, weight: Tensor, remedy: str) -> None:
-    """Raises RefusedError for a weight that is split over processes if a remedy needs whole heads."""
+    """Raises RefusedError for a weight that is split over processes, if a remedy needs complete heads."""
     if dist.is_split(weight):
         raise RefusedError(
             f"{name} is split over processes, and {remedy} needs all rows and columns of a head at once; use lalr or "
@@ -56,16 +56,16 @@ def check_whole(name: str, weight: Tensor, remedy: str) -> None:
 
 @final
 class SplitNorms:
-    """Computes the Frobenius norms per head of weights that are split over processes, in one collective for all.
+    """Computes the Frobenius norms per head of all weights that are split over processes, in one collective.
 
-    ‖W^h‖² is the sum of the squares that each process holds.
+    ‖W^h‖² is the sum of the squares of the entries on all processes.
     """
 
     def __init__(self, slices: Sequence[HeadSlice], tensors: Sequence[Tensor], measure: WeightNorm | None) -> None:
         blocks = list(dist.local_blocks([(s.parameter, t) for s, t in zip(slices, tensors)]))
         self._slices, self._tensors = slices, tensors
         self._sums = dist.PartialSums(blocks)
-        # The head of each row that this process holds; one more for rows of none.
+        # The head of each row that this process holds; rows of no head get the index after the last head.
         self._heads = {
             i: s.lines(torch.arange(s.n), t.shape[s.axis], nobody=s.n)[slice(*block.spans[s.axis])]
             for i, (s, t, block) in enumerate(zip(slices, tensors, blocks))
@@ -83,14 +83,14 @@ class SplitNorms:
         return i in self._heads
 
     def squares(self, i: int) -> Tensor:
-        """Returns the sums of squares [n] over this process's part of a weight."""
+        """Returns the sum of squares per head [n] over this process's part of a weight."""
         rows = self._slices[i].rows_of(dist.local(self._tensors[i]).detach())
         own = rows.to(wide(rows.dtype)).square().sum(1)
         heads = self._heads[i] = self._heads[i].to(own.device)
         return own.new_zeros(self._slices[i].n + 1).index_add_(0, heads, own)[:-1]
 
     def norms(self, row: Tensor) -> Tensor:
-        """Replaces the squares of split weights in a row of norms by their norms over all processes."""
+        """Replaces the sums of squares of split weights in a row of norms with the norms over all processes."""
         if not self._heads:
             return row
         self._split, self._counted = self._split.to(row.device), self._counted.to(row)
@@ -98,15 +98,16 @@ class SplitNorms:
         return torch.where(self._split, summed.sqrt(), row)
 
 
-# Mixed precision: float32 copies that an optimizer steps in place of a weight, and steps that a GradScaler skips.
+# Mixed precision: float32 copies that an optimizer updates in place of a weight, and steps that a GradScaler skips.
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
-    """Returns the optimizer that takes the steps, inside wrappers that run no hooks, such as accelerate's.
+    """Returns the optimizer that takes the steps, inside any wrappers that run no hooks, such as accelerate's.
 
-    A wrapper that runs hooks and steps another optimizer inside its own step is returned itself: it may do more."""
+    A wrapper that runs hooks and calls another optimizer inside its own step is itself returned, since it may do
+    more than that."""
     while not runs_step_hooks(optimizer):
         inner = vars(optimizer).get("optimizer")
         if not isinstance(inner, Optimizer):
@@ -116,15 +117,17 @@ def innermost(optimizer: Optimizer) -> Optimizer:
 
 
 def found_inf(optimizer: Optimizer) -> Tensor | None:
-    """Returns the tensor that a GradScaler gives a fused optimizer: nonzero if it skips the step but not its hooks."""
+    """Returns the tensor that a GradScaler passes to a fused optimizer, which is nonzero if the step will be skipped.
+
+    The hooks of a skipped step run all the same."""
     return vars(optimizer).get("found_inf")
 
 
 def stepped(optimizer: Optimizer, weight: Tensor) -> Tensor | None:
-    """Returns the tensor in the optimizer's groups that becomes the weight: itself, or its only float32 copy.
+    """Returns the tensor in the optimizer's groups that becomes the weight: the weight itself or its only float32 copy.
 
-    Training in low precision like apex and Megatron gives the optimizer float32 copies, which are copied back after
-    each step. Such a copy is recognised by its shape, its device, and values that round to the weight's bits.
+    For training in low precision, apex and Megatron give the optimizer float32 copies, which are copied back after each
+    step. Such a copy is recognised by its shape, its device, and by values that round to the weight's bits.
     """
     given: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     if any(p is weight for p in given):
@@ -157,7 +160,7 @@ OptimizerState = dict[str, Any]
 
 @final
 class ReplacementCheck:
-    """Notices at almost no cost per step that a weight was replaced; one that was only renamed is followed."""
+    """Detects, at almost no cost per step, when a weight has been replaced. A renamed weight is still tracked."""
 
     def __init__(self, model: nn.Module, remedy: str, names: Iterable[str]) -> None:
         self._model, self._remedy = model, remedy
@@ -167,7 +170,7 @@ class ReplacementCheck:
     def check(self) -> None:
         """Raises RefusedError if one of the weights is no longer in the model."""
         tables, keys, objects = self._links
-        if all(map(operator.is_, map(dict.get, tables, keys), objects)):  # no loop in Python: some hundred per step
+        if all(map(operator.is_, map(dict.get, tables, keys), objects)):  # some hundred per step, so no Python loop
             return
         names = {id(p): name for name, p in self._model.named_parameters(remove_duplicate=False)}
         gone = [name for name, p in self._weights.items() if id(p) not in names]
@@ -176,8 +179,8 @@ class ReplacementCheck:
             dist.report_failure(f"{gone[0]} has been replaced")
             raise RefusedError(
                 f"{self._remedy} was applied to {gone[0]}{more}, which "
-                "has been replaced since: the step was not taken. remove() the remedy's handle and apply it again "
-                "to the model as it is now"
+                "has been replaced since. The step was not taken. remove() the remedy's handle and apply it again "
+                "to the current model"
             )
         self._weights = {names[id(p)]: p for p in self._weights.values()}
         self._links = _links(self._model, self._weights)
@@ -186,7 +189,7 @@ class ReplacementCheck:
 def _links(
     model: nn.Module, weights: Mapping[str, nn.Parameter]
 ) -> tuple[list[OptimizerState], list[str], list[object]]:
-    """Returns each table entry on the way from the model to the weights once: tables, keys, and their objects."""
+    """Returns the tables, keys and objects of all entries on the paths from the model to the weights, each once."""
     found: dict[tuple[int, str], tuple[OptimizerState, str, object]] = {}
     for name, parameter in weights.items():
         *path, leaf = name.split(".")
@@ -199,13 +202,14 @@ def _links(
     return [table for table, _, _ in entries], [key for _, key, _ in entries], [held for _, _, held in entries]
 
 
-# The query and key weights of a model by head, each once.
+# The query and key weights of a model by head, without repetition.
 
 
 def check_weights(target: Target, remedy: str, *, per_head: bool) -> None:
-    """Raises an error unless the query and key weights have values and are finite.
+    """Raises an error unless the query and key weights have values and these are finite.
 
-    If they are changed `per_head`, they must also be confirmed to make the logits of these heads."""
+    If the weights are changed `per_head`, it must also be confirmed that the logits of these heads are computed from
+    them."""
     for name in dict.fromkeys(s.parameter for s in target.logit_slices()):
         p = target.parameter(name)
         if p.is_meta:
@@ -224,8 +228,9 @@ def check_weights(target: Target, remedy: str, *, per_head: bool) -> None:
 class HeadWeights:
     """The query and key weights of a target, without repetition.
 
-    `slices[i]` says which part of `parameters[i]` belongs to each head. One parameter may appear in several entries (a
-    fused projection), and one entry in several sites (tied layers): `place` finds the entry of a site's slice.
+    `slices[i]` says which part of `parameters[i]` belongs to each head. One parameter may appear in several entries (as
+    in a fused projection), and one entry in several sites (as in tied layers). `place` finds the entry of a site's
+    slice.
     """
 
     slices: list[HeadSlice]
@@ -234,7 +239,7 @@ class HeadWeights:
 
     @classmethod
     def of(cls, target: Target) -> HeadWeights:
-        """Returns all weights that make the logits of the target's sites."""
+        """Returns all weights from which the logits of the target's sites are computed."""
         slices: list[HeadSlice] = []
         parameters: list[nn.Parameter] = []
         entry: dict[int, int] = {}
@@ -252,22 +257,23 @@ class HeadWeights:
 
     @property
     def names(self) -> list[str]:
-        """Returns the parameter's name of each entry."""
+        """The name of each entry's parameter."""
         return [s.parameter for s in self.slices]
 
     @property
     def counts(self) -> list[int]:
-        """Returns the number of heads of each entry."""
+        """The number of heads of each entry."""
         return [s.n for s in self.slices]
 
     def place(self, s: HeadSlice) -> int:
-        """Returns the entry of a slice of one of the target's sites."""
+        """Returns the index of the entry for a slice of one of the target's sites."""
         return self._entry[id(s)]
 
     def of_optimizer(self, optimizer: Optimizer, remedy: str) -> list[Tensor | None]:
-        """Returns the tensor that the optimizer steps for each entry: the weight, its float32 copy, or None if frozen.
+        """Returns the tensor that the optimizer updates for each entry: the weight or its float32 copy; None if frozen.
 
-        Raises: RefusedError unless it steps every weight that is trained, and at least one.
+        Raises:
+            RefusedError: the optimizer does not update every weight that is trained, or does not update any weight.
         """
         for s, p in zip(self.slices, self.parameters):
             check_plain_rows(s.parameter, p, remedy)
@@ -281,7 +287,7 @@ class HeadWeights:
         return tensors
 
     def in_full_precision(self, optimizer: Optimizer, remedy: str, does: str) -> list[Tensor | None]:
-        """Returns `of_optimizer`; refuses weights whose precision would round away what the remedy `does` to them."""
+        """Returns `of_optimizer`, but refuses weights whose precision would round away what the remedy `does`."""
         tensors = self.of_optimizer(optimizer, remedy)
         for s, p in zip(self.slices, tensors):
             if p is not None and p.dtype in LOW_PRECISION:
@@ -292,28 +298,27 @@ class HeadWeights:
         return tensors
 
     def _unknown_copies(self, optimizer: Optimizer) -> str:
-        """Returns a hint if the optimizer steps tensors that may be float32 copies in another form."""
+        """Returns a hint if the optimizer updates tensors that may be float32 copies in some other form."""
         shapes = {p.shape for p in self.parameters}
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(p.dtype in LOW_PRECISION for p in self.parameters) or all(p.shape in shapes for p in held):
             return ""
         return (
-            ". Float32 copies are recognised by their shape and values; flattened, sharded or stale ones are not: "
-            "copy the "
-            "weights over first, or use float32 weights under autocast"
+            ". Float32 copies are recognised by their shape and values, but flattened, sharded or stale copies are "
+            "not: copy the weights over first, or use float32 weights under autocast"
         )
 
 
-# Remedies that act on optimizer steps, and the sites that they refuse.
+# Remedies that change optimizer steps, and the sites that they refuse.
 
 
 class StepRemedy(Remedy):
-    """A remedy that acts through hooks of the optimizer, so a copy of the model does not have it.
+    """A remedy that works through hooks on the optimizer, so that a copy of the model does not have it.
 
     It needs to know which rows of which weights belong to the heads of a site."""
 
     on_steps: ClassVar[bool] = True
-    # Why the remedy is refused if q or k is normed, and if a weight is computed from another; "" if it is not refused.
+    # Why the remedy is refused if q or k is normed or if a weight is computed from another; "" if it is not refused.
     if_normed: ClassVar[tuple[str, str]] = ("", "")  # the reason and what to do instead
     if_computed: ClassVar[str] = ""
 
@@ -333,9 +338,11 @@ class StepRemedy(Remedy):
 
 
 def sites_of(heads: HeadsBySite | None, sites: Sequence[AttentionSite], remedy: str) -> list[AttentionSite]:
-    """Returns the sites that `heads` names; all if it is None.
+    """Returns the sites that `heads` names, or all sites if it is None.
 
-    Raises: UnknownNameError for a site that the model lacks, InvalidValueError for a head that a site lacks.
+    Raises:
+        UnknownNameError: the model has no such site.
+        InvalidValueError: a site has no such head.
     """
     if heads is None:
         return list(sites)
@@ -350,7 +357,7 @@ def sites_of(heads: HeadsBySite | None, sites: Sequence[AttentionSite], remedy: 
 
 
 def refuse_unknown_weights(site: AttentionSite) -> Refusal | None:
-    """Returns the refusal of a site whose weights are unknown."""
+    """Returns the refusal for a site whose weights are unknown, or None if they are known."""
     if site.terms:
         return None
     return Refusal(
@@ -361,10 +368,10 @@ def refuse_unknown_weights(site: AttentionSite) -> Refusal | None:
 
 
 def refuse_computed_weight(site: AttentionSite, consequence: str) -> Refusal | None:
-    """Returns the refusal of a site whose logits use a weight that is computed from the stored one.
+    """Returns the refusal for a site whose logits use a weight that is computed from the stored weight.
 
-    Parametrizations show in the weight's name. DoRA divides by a norm of its weights through which no gradient passes,
-    so only its learned magnitudes show it.
+    Parametrizations are recognised by the weight's name. DoRA divides by a norm of its weights through which no
+    gradient flows, so it can be recognised only by its learned magnitudes.
     """
     dora = any(
         submodules_of(module).get("lora_magnitude_vector")

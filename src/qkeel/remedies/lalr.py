@@ -1,4 +1,4 @@
-"""Logit-adaptive learning rates (QuacK), per head, for MHA, GQA and MLA."""
+"""Logit-adaptive learning rates (QuacK) per head, for MHA, GQA and MLA."""
 
 from __future__ import annotations
 
@@ -20,31 +20,33 @@ from qkeel.remedies.head_groups import frobenius_norm
 from qkeel.remedies.head_steps import head_steps
 from qkeel.remedies.head_weights import HeadWeights, StepRemedy, sites_of
 
-# One term a weight takes part in: the entries of the other weights of the term, the head of each of them that each
-# query head uses, and the query heads of each of the weight's own heads.
+# A term that a weight is part of: the entries of the other weights in the term, the head of each of these weights that
+# each query head uses, and the query heads that use each of the weight's own heads.
 Use = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LALR(StepRemedy):
-    """Rates lr(W) = τ · η · f(now) / f(start), f(W) = 1 / (product of the norms of the other matrices of the logit).
+    """Sets the rates lr(W) = τ · η · f(now) / f(start) with f(W) = 1 / (product of the norms of the logit's other
+    matrices).
 
-    f is 1/‖W_K^h‖ for W_Q^h and 1/‖W_Q^h‖ for W_K^h, so a step changes the logits by a bounded amount, however large
-    the weights have grown. A matrix that takes part in several terms of the logit (`AttentionSite.terms`) gets the
-    smallest f of them, and one that heads share uses the largest product over these heads. This is the published
-    algorithm 2 for MLA, extended to grouped keys. In a GAU, W_z produces both q and k and is its own partner. A weight
-    that layers share takes part in the terms of all of them.
+    f is 1/‖W_K^h‖ for W_Q^h and 1/‖W_Q^h‖ for W_K^h, so that a step changes the logits by a bounded amount, however
+    large the weights have grown. A matrix that is part of several terms of the logit (`AttentionSite.terms`) gets the
+    smallest f of these terms, and a matrix that heads share uses the largest product over these heads. This is the
+    published algorithm 2 for MLA, extended to grouped keys. In a GAU, W_z produces both q and k and is its own partner.
+    A weight that layers share is part of the terms of all these layers.
 
-    Biases keep the base rate. The whole step is scaled, decoupled weight decay included, unless decay="plain" leaves
-    that at the base rate η·λ. A matrix whose norm becomes zero counts with its initial norm; one that was zero at the
-    start never counts. Frozen weights count as partners. "Start" is when the remedy is applied; `state()` carries the
-    norms across a checkpoint. If `heads` is given, weights that none of these heads uses keep the base rate.
-    norm="spectral" synchronises a GPU with the host at every step, for an eigenvalue problem of size d per head.
+    Biases keep the base rate. The full step is scaled, including decoupled weight decay, unless decay="plain" keeps the
+    decay at the base rate η·λ. For a matrix whose norm becomes zero, the initial norm is used; a matrix that was zero
+    at the start is always ignored. Frozen weights count as partners. "Start" is when the remedy is applied; `state()`
+    preserves the norms across checkpoints. If `heads` is given, weights that none of these heads uses keep the base
+    rate. norm="spectral" synchronises a GPU with the host at every step, to solve an eigenvalue problem of size d per
+    head.
     """
 
     tau: float = 0.1  #: τ, the factor on the rate, above 0
-    norm: Literal["frobenius", "spectral"] = "frobenius"  #: of the weights in f
+    norm: Literal["frobenius", "spectral"] = "frobenius"  #: the norm of the weights in f
     decay: Literal["scaled", "plain"] = "scaled"
     heads: HeadsBySite | None = None
 
@@ -80,7 +82,7 @@ class LALR(StepRemedy):
             if wrong or len(values) != len(names):
                 raise InvalidValueError(
                     f"expected the initial norms of {len(names)} weights, got {len(values)}; these are "
-                    f"missing or have another shape: {wrong}; load the state of the same model and remedy"
+                    f"missing or have a different shape: {wrong}; load the state of the same model and remedy"
                 )
             for name, own in zip(names, start):
                 own.copy_(values[name])
@@ -100,14 +102,14 @@ class LALR(StepRemedy):
 class HeadRates:
     """Computes f(now) / f(start) for every head of every weight of a model in a few operations.
 
-    The norms of all weights form one row with a 1 at its end. A table [n uses repeats others] has, for each number of
-    the row, the indices of the norms to multiply; 1/f is the largest product over uses and repeats. Tables of the same
-    shape are concatenated.
+    The norms of all weights form one row with a 1 at its end. A table [n uses repeats others] contains, for each value
+    in the row, the indices of the norms to multiply; 1/f is the largest of these products over uses and repeats. Tables
+    of the same shape are concatenated.
 
     Args:
-        uses: for each weight the terms that it takes part in.
-        counts: number of heads of each weight.
-        start: norms at the start, one weight after the other.
+        uses: the terms that each weight is part of.
+        counts: the number of heads of each weight.
+        start: the norms at the start, ordered by weight.
     """
 
     def __init__(self, uses: Sequence[Sequence[Use]], counts: Sequence[int], start: Tensor) -> None:
@@ -124,7 +126,7 @@ class HeadRates:
     def start_from(self, start: Tensor) -> None:
         """Sets the norms at the start."""
         row = F.pad(start, (0, 1), value=1.0)
-        # What was zero has no start to compare with: it counts as unchanged.
+        # A norm that was zero has no initial value to compare with, so it counts as unchanged.
         self._counted, self._old = row > 0, torch.where(row > 0, row, 1.0)
         self._to(row.device)
         self._first = self._products(self._old)
@@ -139,7 +141,7 @@ class HeadRates:
         return tau * (self._first / self._products(new))
 
     def _products(self, row: Tensor) -> Tensor:
-        """Returns 1/f for every number of the row but the last."""
+        """Returns 1/f for every value in the row except the last."""
         return torch.cat([row[table].prod(-1).amax((1, 2)) for table in self._tables])[self._back]
 
     def _to(self, device: torch.device) -> None:
@@ -147,7 +149,9 @@ class HeadRates:
 
 
 def _table(uses: Sequence[Use], firsts: Sequence[int], i: int) -> Tensor:
-    """Returns the indices [n uses repeats others] of the norms on which the rate of weight i depends; 1 is padding."""
+    """Returns the indices [n uses repeats others] of the norms on which the rate of weight i depends.
+
+    The table is padded with the index of the 1 at the end of the row."""
     most = max(len(others) for others, _, _ in uses)
     repeats = max(len(own[0]) for _, _, own in uses)
     found = []
@@ -167,7 +171,7 @@ def _uses(sites: Sequence[AttentionSite], weights: HeadWeights) -> list[list[Use
             slices = (*term.query, *term.key)
             factors = [weights.place(s) for s in slices]
             heads = [tuple(site.used(s.n).tolist()) for s in slices]
-            for a, i in enumerate(factors):  # by position: a weight that makes q and k is its own partner
+            for a, i in enumerate(factors):  # by position, since a weight that produces q and k is its own partner
                 others = [b for b in range(len(factors)) if b != a]
                 own = tuple(map(tuple, site.users(slices[a].n).tolist()))
                 found[i].append((tuple(factors[b] for b in others), tuple(heads[b] for b in others), own))
@@ -175,7 +179,7 @@ def _uses(sites: Sequence[AttentionSite], weights: HeadWeights) -> list[list[Use
 
 
 def _acting(heads: Mapping[str, tuple[int, ...]], sites: Sequence[AttentionSite], weights: HeadWeights) -> Tensor:
-    """Returns True for the parts [heads of all weights] that a named head uses."""
+    """Returns a mask [heads of all weights] that is True for the parts that a named head uses."""
     found = [torch.zeros(n, dtype=torch.bool) for n in weights.counts]
     for site in sites:
         named = torch.tensor([*(heads[site.name] or range(site.n_heads))])
@@ -186,6 +190,6 @@ def _acting(heads: Mapping[str, tuple[int, ...]], sites: Sequence[AttentionSite]
 
 
 def _names(weights: HeadWeights) -> list[str]:
-    """Returns a name for each weight: the parameter's, numbered if a fused projection holds several."""
+    """Returns a name for each weight: the parameter's name, with a number if a fused projection holds several."""
     plain = [s.parameter for s in weights.slices]
     return [f"{name}#{plain[:i].count(name)}" if plain.count(name) > 1 else name for i, name in enumerate(plain)]

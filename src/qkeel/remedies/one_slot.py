@@ -1,8 +1,8 @@
 """Remedies that replace the object in one slot of the attention spec: a cap, a scale or a normalizer.
 
-To add one, write a class like these and a row in the table of `apply`. The fields are the options, `slot` names the
-slot, and `value` returns the new object. `ChangeSpec` checks that the slot is free, adds parameters, replaces the call
-in models from other libraries, and undoes the change.
+To add such a remedy, write a class like these and add a row to the table `REMEDIES` in `apply.py`. The fields are the
+options, `slot` names the slot, and `value` returns the new object. `OneSlot` checks that the slot is free. `ChangeSpec`
+adds parameters, replaces the call in models from other libraries, and undoes the change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qkeel.spec.logits import Cap, FloorLogTemperature, Normalizer, Scale
 
 
 class OneSlot(ChangeSpec):
-    """Replaces the object in one slot, if the slot still holds the model's own."""
+    """Base class for remedies that replace the object in one slot, if the slot still holds the model's own object."""
 
     slot: ClassVar[SlotName]
 
@@ -50,7 +50,7 @@ class OneSlot(ChangeSpec):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SoftcapRemedy(OneSlot):
-    """Squashes logits so that none exceeds `cap`. Logits before the cap may keep growing."""
+    """Squashes logits so that none of them exceeds `cap`. The logits before the cap may keep growing."""
 
     cap: float = 50.0
 
@@ -65,10 +65,11 @@ class SoftcapRemedy(OneSlot):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogNRemedy(OneSlot):
-    """Logits z ← z · ln(n)/ln(L) for n visible keys; L = `length`, by default the training length.
+    """Logits z ← z · ln(n)/ln(L) for n visible keys, where L = `length`, by default the training length.
 
-    clip=true uses max(1, ln n/ln L), which lowers no logit, for models trained without log n. In qkeel's own modules, n
-    = position + 1. learned=head or layer: z ← z · s · ln(n) with a learned s that starts at 1/ln(L) (scalable softmax).
+    clip=true uses max(1, ln n/ln L) as the factor, which never reduces a logit. It is meant for models that were
+    trained without log n. In qkeel's own modules, n = position + 1. With learned=head or layer, z ← z · s · ln(n) with
+    a learned s that starts at 1/ln(L) (scalable softmax).
     """
 
     length: int | None = None
@@ -112,7 +113,10 @@ class AttentionTemperature(OneSlot):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SigmoidRemedy(OneSlot):
-    """Weights = σ(z + b), b = -ln L with L = `length`, by default the training length; learned=true: b per head."""
+    """Weights = σ(z + b) with b = -ln L, where L = `length`, by default the training length.
+
+    With learned=true, b is learned per head and starts at this value.
+    """
 
     length: int | None = None
     learned: bool = False
@@ -129,7 +133,7 @@ class SigmoidRemedy(OneSlot):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SoftpickRemedy(OneSlot):
-    """Weights = relu(e^z - 1) / (Σ|e^z - 1| + ε): rows sum to at most 1, so a query may attend to no key."""
+    """Weights = relu(e^z - 1) / (Σ|e^z - 1| + ε). Rows sum to at most 1, so that a query may attend to no key."""
 
     name, slot = "softpick", "normalizer"
     line = "replaces softmax by a rectified one whose rows sum to at most 1"
@@ -142,7 +146,7 @@ class SoftpickRemedy(OneSlot):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SinkRemedy(OneSlot):
-    """Weights = e^z / (e^s + Σ e^z); s is learned per head from `init`, or with learned=false the constant `init`."""
+    """Weights = e^z / (e^s + Σ e^z), where s is learned per head, starting at `init`, or is `init` if learned=false."""
 
     learned: bool = True
     init: float = 0.0

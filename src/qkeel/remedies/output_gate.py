@@ -1,4 +1,4 @@
-"""Output gate: scales the output of attention by a sigmoid of the layer's input, before the output projection."""
+"""Output gate: multiplies the output of attention by a sigmoid of the layer's input, before the output projection."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from qkeel.sites.trace import traced
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OutputGate(Remedy):
-    """Gates attention's output, o ← o · σ(W_g x) with the module's input x, for each feature or, with `per=head`, each
-    head.
+    """Gates the output of attention, o ← o · σ(W_g x), where x is the module's input.
 
-    init=keep: o · 2σ(W_g x) with W_g = 0 at the start, so that every gate begins at exactly 1; this equals the
-    published gate with a doubled output projection. init=random: o · σ(W_g x) with W_g initialised like torch's linear
-    layers.
+    There is one gate for each feature or, with `per=head`, for each head. With init=keep, o ← o · 2σ(W_g x) and W_g = 0
+    at the start, so that every gate starts at exactly 1; this is equivalent to the published gate with a doubled output
+    projection. With init=random, o ← o · σ(W_g x) and W_g is initialised like torch's linear layers.
 
-    Source: Qiu et al. 2025, arXiv 2505.06708 (elementwise after attention is its best form); `keep` is qkeel's.
+    Source: Qiu et al. 2025, arXiv 2505.06708, where the elementwise gate after attention works best. init=keep is
+    qkeel's addition.
     """
 
     per: Literal["feature", "head"] = "feature"
@@ -107,12 +107,12 @@ class Gate(nn.Module):
 
 @final
 class GateInput(InstanceForward):
-    """Keeps the attention module's input while its forward runs."""
+    """Stores the attention module's input while the module's forward runs."""
 
     x: Tensor | None = None
 
     def run(self, args: Args, kwargs: Kwargs) -> object:
-        """Runs the module's forward and records its input."""
+        """Runs the module's forward and stores its input."""
         self.x = first_tensor(args, kwargs)
         out = self.replaced(args, kwargs)
         self.x = None
@@ -139,8 +139,8 @@ class GatedProjection(InstanceForward):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Output:
-    """The output projection of an attention layer: the module, its input features, and the width of attention's
-    input."""
+    """The output projection of an attention layer: the module, the number of its input features, and the width of the
+    layer's input."""
 
     module: nn.Module
     features: int
@@ -148,16 +148,16 @@ class Output:
 
 
 def first_tensor(args: Args, kwargs: Mapping[str, object]) -> Tensor | None:
-    """Returns the first floating-point tensor among a call's arguments, taken to be the hidden states."""
+    """Returns the first floating-point tensor among a call's arguments, which is assumed to be the hidden states."""
     given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
     return next(given, None)
 
 
 def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
-    """Finds the first module after the attention call that multiplies attention's output by a weight.
+    """Finds the first module after the attention call that multiplies the output of attention by a weight.
 
-    The test negates one head's query weights on the example: that head's features of the module's input must change
-    and, with `per_head`, no other head's, and they must be adjacent.
+    This is tested by negating one head's query weights on the example. That head's features in the module's input must
+    change. With `per_head`, no other head's features may change, and the features of the head must be adjacent.
 
     Raises:
         RefusedError: there is no such module.
@@ -197,7 +197,7 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
 
 @torch.no_grad()
 def _turned(weight: Tensor, query: HeadSlice, head: int) -> Tensor:
-    """Returns the query weights with one head's negated, which no norm of queries undoes."""
+    """Returns the query weights with those of one head negated, which no norm of the queries can undo."""
     signs = torch.ones(query.n, device=weight.device, dtype=weight.dtype)
     signs[head % query.n] = -1
     return weight * query.expand(signs, weight)

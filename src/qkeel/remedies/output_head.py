@@ -1,4 +1,4 @@
-"""Remedies on the logits over the vocabulary: z-loss and a soft cap."""
+"""Remedies for the logits over the vocabulary: z-loss and a soft cap."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from qkeel.remedies.processes import refuse_late_stage
 
 
 def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
-    """Returns the module called `named`, or the one whose output the model returns unchanged for the example.
+    """Returns the module called `named`, or the module whose output the model returns unchanged for the example.
 
-    qkeel's own Decoder needs neither a name nor an example. A pipeline stage other than the last gets a placeholder
-    that never runs.
+    qkeel's own Decoder needs neither a name nor an example. For a pipeline stage other than the last, a placeholder is
+    returned that never runs.
 
     Raises:
-        RefusedError: there is no such module, no example, or not exactly one module whose output is returned.
+        RefusedError: there is no such module, there is no example, or the number of modules whose output is returned
+            is not 1.
     """
     stage = dist.stage_of(target.model)
     if stage is not None and not stage[1]:
-        return nn.Identity()  # another stage of the pipeline makes the logits
+        return nn.Identity()  # a different stage of the pipeline computes the logits
     if named:
         try:
             return target.model.get_submodule(named)
@@ -47,22 +48,23 @@ def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
         return target.model.head
     if not any(target.example):
         raise RefusedError(
-            f"{remedy} acts on the module that computes the final logits. Pass an example batch that shows the "
-            f"module: apply({remedy!r}, model, example=batch); or the module's name: apply({remedy!r}, model, "
-            "module='lm_head')"
+            f"{remedy} changes the module that computes the final logits. Pass an example batch from which the module "
+            f"can be detected, apply({remedy!r}, model, example=batch), or pass the module's name, apply({remedy!r}, "
+            "model, module='lm_head')"
         )
     found = _observed(target)
     if len(found) != 1:
         seen = f"several ({', '.join(found)})" if found else "none"
         raise RefusedError(
-            f"{remedy} acts on the module whose output is the model's floating-point output [... vocabulary], "
-            f"but this {type(target.model).__name__} has {seen}; name it: apply({remedy!r}, model, module='lm_head')"
+            f"{remedy} changes the module whose output is the model's floating-point output [... vocabulary], but "
+            f"this {type(target.model).__name__} has {seen}. Name the module: apply({remedy!r}, model, "
+            "module='lm_head')"
         )
     return target.model.get_submodule(found[0])
 
 
 def _observed(target: Target) -> list[str]:
-    """Names the innermost modules whose output tensor is among the model's outputs."""
+    """Returns the names of the innermost modules whose output tensor is among the model's outputs."""
     made: dict[int, tuple[str, Tensor]] = {}
 
     def note(name: str, module: nn.Module, inputs: object, output: object) -> None:
@@ -83,16 +85,17 @@ def _observed(target: Target) -> list[str]:
 
 
 def _capped(cap: float, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """A forward hook at module level, so that copies and pickles of the model keep it."""
+    """A forward hook that is defined at module level, so that copies and pickles of the model keep it."""
     return softcap(output, cap)
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FinalSoftcap(Remedy):
-    """Squashes the logits over the vocabulary so that none exceeds `cap`, in training, evaluation and generation.
+    """Squashes the logits over the vocabulary so that none of them exceeds `cap`.
 
-    `module` names the module that computes them; without it, the module is found on the example.
+    This applies to training, evaluation and generation. `module` is the name of the module that computes the logits; if
+    it is not given, the module is detected by running the example.
     """
 
     cap: float = 30.0
@@ -110,7 +113,7 @@ class FinalSoftcap(Remedy):
         return compose([Handle(hook.remove), refuse_late_stage(target.model, self.name)])
 
 
-# The z-loss, coefficient · (ln Z)² per token, added to the loss by its gradient alone.
+# The z-loss, coefficient · (ln Z)² per token, of which only the gradient is added to that of the loss.
 
 LossWeight = Literal["loss", "mean"]
 
@@ -120,12 +123,12 @@ LossWeight = Literal["loss", "mean"]
 class ZLoss(Remedy):
     """Trains on loss + coefficient · Σ_i c_i (ln Z_i)², where ln Z_i is the logsumexp of token i's final logits.
 
-    The forward pass and the logged loss stay bit for bit unchanged: the backward pass adds 2 · coefficient · c_i · ln
+    The forward pass and the logged loss stay unchanged bit for bit. The backward pass adds 2 · coefficient · c_i · ln
     Z_i · softmax(z_i) to the gradient of the final logits z. c_i is the weight of token i's cross-entropy in the loss.
-    weight="loss" reads it from the gradient itself, c_i = Σ_{j≠y} g_ij / Σ_{j≠y} p_ij (since g_i = c_i (p_i - e_y), y =
-    argmin g_i), so that masked tokens, sums or means, accumulation, token weights and GradScaler count as they do in
-    the loss. This needs a cross-entropy with one target per token, which the first backward pass checks. weight="mean"
-    takes c_i = 1/(number of tokens) whatever the loss is, and ignores loss scaling.
+    weight="loss" computes it from the gradient, c_i = Σ_{j≠y} g_ij / Σ_{j≠y} p_ij (since g_i = c_i (p_i - e_y), y =
+    argmin g_i), so that masked tokens, sums or means, accumulation, token weights and GradScaler have the same effect
+    as in the loss. This requires a cross-entropy with one target per token, which is checked in the first backward
+    pass. weight="mean" uses c_i = 1/(number of tokens) for any loss, and ignores loss scaling.
 
     Source: Chowdhery et al. 2022 (PaLM), arXiv 2204.02311, section 5; Wortsman et al. 2023, arXiv 2309.14322
     (coefficient 1e-4). The function is `functional.logits.z_loss`.
@@ -133,7 +136,7 @@ class ZLoss(Remedy):
 
     coefficient: float = 1e-4  #: at least 0
     weight: LossWeight = "loss"
-    module: str = ""  #: name of the module that makes the final logits; "" looks for it
+    module: str = ""  #: name of the module that computes the final logits; with "", the module is detected
 
     name, may_be_zero = "z_loss", ("coefficient",)
     line = "adds coefficient·(ln Z)² of the logits over the vocabulary to the loss, by its gradient"
@@ -149,7 +152,9 @@ class ZLoss(Remedy):
 
 @final
 class _LossHook:
-    """A forward hook that adds the gradient of the z-loss; `checked` once the loss proved to be a cross-entropy."""
+    """A forward hook that adds the gradient of the z-loss.
+
+    `checked` becomes True once the loss has proved to be a cross-entropy."""
 
     def __init__(self, coefficient: float, weight: LossWeight) -> None:
         self.coefficient, self.weight = coefficient, weight
@@ -161,7 +166,7 @@ class _LossHook:
         return _AddGradient.apply(output, self)
 
     def gradient(self, z: Tensor, g: Tensor) -> Tensor:
-        """Returns the z-loss's gradient from the logits and the loss's gradient on them, both [... vocabulary]."""
+        """Returns the gradient of the z-loss from the logits and the loss's gradient on them, both [... vocabulary]."""
         wider = z.to(wide(z.dtype))
         lse = torch.logsumexp(wider, -1, keepdim=True)
         p = torch.exp(wider - lse)
@@ -172,7 +177,7 @@ class _LossHook:
         return (2 * self.coefficient * counts * lse * p).to(g.dtype)
 
     def _counts(self, p: Tensor, g: Tensor) -> Tensor:
-        """Returns the weights c_i [... 1]; 0 for tokens that the loss ignores."""
+        """Returns the weights c_i [... 1], which are 0 for tokens that the loss ignores."""
         right = g.argmin(-1, keepdim=True)
         others = p.scatter(-1, right, 0.0).sum(-1, keepdim=True)
         pushed = g.scatter(-1, right, 0.0).sum(-1, keepdim=True)
@@ -194,7 +199,7 @@ class _LossHook:
 
 
 class _AddGradient(torch.autograd.Function):
-    """The identity; its backward adds the gradient of the z-loss."""
+    """The identity, whose backward adds the gradient of the z-loss."""
 
     @staticmethod
     def forward(z: Tensor, hook: _LossHook) -> Tensor:

@@ -1,4 +1,4 @@
-"""Remedies on a model that several processes train: which are refused, and the handle of a change that all made."""
+"""Remedies on a model that several processes train: which are refused, and the handle of a change made by all."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ T = TypeVar("T")
 def check_wrapper(model: nn.Module, remedies: Sequence[Remedy]) -> None:
     """Raises RefusedError for a model whose parameters FullyShardedDataParallel or DeepSpeed's ZeRO has flattened.
 
-    Between two passes its parameters are empty, or parts of one vector. Stages 1 and 2 of ZeRO keep whole copies for
-    the passes, so remedies of the passes alone are possible there."""
+    Between two passes, the parameters of such a model are empty or are parts of one vector. Stages 1 and 2 of ZeRO keep
+    complete weights for the passes, so remedies that change only the passes are possible there."""
     if (stage := dist.zero_stage(model)) and (stage == 3 or any(remedy.on_steps for remedy in remedies)):
         raise RefusedError(
-            f"this model trains under DeepSpeed's ZeRO, stage {stage}, whose optimizer steps flattened pieces of the "
+            f"this model trains under DeepSpeed's ZeRO, stage {stage}, whose optimizer updates flattened pieces of the "
             "weights, in which heads cannot be found. Use torch.distributed.fsdp.fully_shard, ZeRO stage 0, or a "
-            "remedy that "
-            "changes the model, such as qk_norm or softcap, applied before deepspeed.initialize"
+            "remedy that changes the model, such as qk_norm or softcap, applied before deepspeed.initialize"
         )
     if any(map(dist.is_flat, dist.wrappers(model))):
         raise RefusedError(
@@ -43,10 +42,10 @@ def check_wrapper(model: nn.Module, remedies: Sequence[Remedy]) -> None:
 
 
 def agreed(act: Callable[[], T]) -> T:
-    """Runs what may refuse a remedy; where it refuses on one process it refuses on all.
+    """Runs a function that may refuse a remedy, and refuses the remedy on all processes if it does so on one.
 
-    Passes that follow may wait for the other processes, as those of a model do whose processes exchange keys: a process
-    that ran one alone would never end, or take the message of another for its own."""
+    The passes that follow may wait for the other processes, for example if the processes of a model exchange keys. A
+    process that ran such a pass alone would wait forever, or would mistake another message for the one it expects."""
     if dist.world() == 1:
         return act()
     try:
@@ -63,9 +62,9 @@ def agreed(act: Callable[[], T]) -> T:
 def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handle: Handle) -> Handle:
     """Raises RefusedError if a remedy has added parameters whose gradients are not reduced over the processes.
 
-    A wrapper reduces only the parameters that the model had when it was wrapped; fully_shard can take new modules.
-    Tensor parallelism leaves each process with the gradient of its own heads. It may be applied later, so every pass
-    checks for it until the returned handle is removed.
+    A wrapper reduces only the gradients of parameters that the model had when it was wrapped, whereas fully_shard can
+    also be applied to new modules. Under tensor parallelism each process has only the gradient from its own heads.
+    Tensor parallelism may be applied later, so every pass checks for it until the returned handle is removed.
     """
     old, model = {id(p) for p in before.values()}, target.model
     zero = dist.zero_stage(model) > 0
@@ -79,13 +78,12 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handl
         raise RefusedError(
             f"{remedy} adds parameters ({added[0]}{more}) to a model that {wrapper} has already spread over processes: "
             "their gradients would not be averaged, and the processes would diverge. Apply it before the model is "
-            "wrapped "
-            "or split, and create the optimizer after that"
+            "wrapped or split, and create the optimizer after that"
         )
     if wrapper and any(map(is_compiled, model.modules())):
         raise RefusedError(
             f"{remedy} adds modules ({added[0]}) to a model that has compiled parts: fully_shard's hooks on them "
-            "break a compiled part into pieces, or make it fail where fullgraph=True. Apply it before parts are "
+            "break a compiled part into pieces, or make it fail if fullgraph=True. Apply it before parts are "
             "compiled, or compile the whole model afterwards"
         )
 
@@ -118,9 +116,9 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handl
 
 
 def check_peers(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
-    """Raises ApartError unless processes that run the same layers see the same attention.
+    """Raises ApartError unless all processes that run the same layers have found the same attention.
 
-    The stages of a pipeline have different layers and are not compared."""
+    The stages of a pipeline have different layers and are therefore not compared."""
     if dist.world() == 1:
         return
     own = ", ".join(f"{where(site)} of {site.n_heads} heads" for site in sites) or "no attention"
@@ -138,9 +136,9 @@ def check_peers(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
 
 
 def refuse_late_stage(model: nn.Module, remedy: str) -> Handle:
-    """Makes the first optimizer step raise RefusedError if the model's PipelineStage was made after the remedy.
+    """Makes the first optimizer step raise RefusedError if the model's PipelineStage was created after the remedy.
 
-    The passes before that step show it on all stages, so no process waits for another."""
+    The passes before that step reveal this on all stages, so no process waits for another."""
     if dist.world() == 1 or dist.stage_of(model) is not None:
         return Handle(lambda: None)
     late: list[bool] = []
@@ -152,8 +150,8 @@ def refuse_late_stage(model: nn.Module, remedy: str) -> Handle:
     def refuse(*_: object) -> None:
         if any(late):
             raise RefusedError(
-                f"{remedy} was applied before the PipelineStage of this model was created, so the "
-                "stage of the model was unknown: the step was not taken. Create every PipelineStage before qkeel.apply"
+                f"{remedy} was applied before the PipelineStage of this model was created, so the stage of the "
+                "model was unknown. The step was not taken. Create every PipelineStage before qkeel.apply"
             )
 
     passes, steps = model.register_forward_pre_hook(look), register_optimizer_step_pre_hook(in_real_steps(refuse))
@@ -161,9 +159,9 @@ def refuse_late_stage(model: nn.Module, remedy: str) -> Handle:
 
 
 def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> Handle:
-    """Returns the handle of a change that all processes have made.
+    """Returns a handle for a change that all processes have made.
 
-    If only some processes remove it, all raise an error before the next optimizer step, which is not taken."""
+    If only some processes remove the change, all of them raise an error instead of taking the next optimizer step."""
     if dist.world() == 1 or optimizer is None:
         return handle
     member = dist.Membership(name)
@@ -172,7 +170,7 @@ def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> 
     def before(*_: object) -> None:
         if not left and not member.step():
             left.append(True)
-            if is_last(hook):  # otherwise it stays, idle
+            if is_last(hook):  # otherwise it stays, but does nothing
                 hook.remove()
 
     hook = innermost(optimizer).register_step_pre_hook(in_real_steps(before))
@@ -188,7 +186,9 @@ def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> 
 def refused_under_zero(
     handle: Handle, model: nn.Module, remedies: Sequence[Remedy], optimizer: Optimizer | None
 ) -> Handle:
-    """Returns the handle of remedies on steps that refuses every step if deepspeed.initialize came after them."""
+    """Returns a handle of remedies that makes every step raise RefusedError if deepspeed.initialize was called later.
+
+    This concerns only remedies that change optimizer steps."""
     if optimizer is None or "deepspeed" not in sys.modules or not any(remedy.on_steps for remedy in remedies):
         return handle
     verdict: list[RefusedError | None] = []

@@ -1,4 +1,4 @@
-"""QK-clip: after an optimizer step, shrinks the weights of heads whose logits exceeded a threshold."""
+"""QK-clip: after each optimizer step, shrinks the weights of heads whose logits exceeded a threshold."""
 
 from __future__ import annotations
 
@@ -37,34 +37,37 @@ from qkeel.remedies.head_weights import (
 from qkeel.remedies.shared_maxima import SharedMaxima
 from qkeel.sites.tap import Tap
 
-Entries = dict[int, tuple[Tensor, list[tuple[int, HeadSlice]]]]  # each tensor, and which slices of it are scaled
+Entries = dict[int, tuple[Tensor, list[tuple[int, HeadSlice]]]]  # each tensor, and the slices of it that are scaled
 _OFF = "qk_clip failed while reading logits and has stopped clipping: {}. Training continues without it"
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QKClip(StepRemedy):
-    """Multiplies W_Q^h and W_K^h by √γ_h each after the optimizer step; γ_h = min(1, τ/S_h).
+    """Multiplies both W_Q^h and W_K^h by √γ_h after the optimizer step, where γ_h = min(1, τ/S_h).
 
-    S_h is the head's largest signed, scaled logit over the batches since the last step, so the same batch would give
-    exactly τ if the step had not changed the weights. Biases are scaled too.
+    S_h is the head's largest signed, scaled logit over the batches since the last step. The same batch would therefore
+    give exactly τ if the step had not changed the weights. Biases are scaled too.
 
-    How γ_h is divided:
+    γ_h is divided between the weights as follows:
 
-    - Query heads that share a key head: with groups="query", W_Q^h takes all of γ_h and the key is left alone, which is
-      exact for each head; with groups="group", the whole group is clipped by its largest logit, as in Megatron-LM.
-    - A logit that is a sum of products: each product is multiplied by γ_h. If one of them has a table of positions as
-      its key, W_Q^h takes all of γ_h and the other key stays unchanged.
-    - MLA: √γ on both up-projections, γ on the rotated query; the shared rotated key is left alone.
-    - GAU: √γ on the gains and offsets of q and of k.
-    - A weight that layers share is scaled once, by the smallest of their factors.
-    - Low-rank adapters: the rows of the base weight and of B. A frozen base is refused unless frozen="scale".
+    - If query heads share a key head and groups="query", W_Q^h is multiplied by the full γ_h and the key weights stay
+      unchanged, which is exact for each head. With groups="group", the whole group is clipped by its largest logit, as
+      in Megatron-LM.
+    - If the logit is a sum of products, each product is multiplied by γ_h. If one of the products has a table of
+      positions as its key, W_Q^h is multiplied by the full γ_h and the other key stays unchanged.
+    - In MLA, both up-projections are multiplied by √γ and the rotated query by γ. The shared rotated key stays
+      unchanged.
+    - In a GAU, the gains and offsets of q and of k are multiplied by √γ.
+    - A weight that several layers share is scaled once, by the smallest of their factors.
+    - With low-rank adapters, the rows of the base weight and of B are scaled. A frozen base weight is refused unless
+      frozen="scale".
 
-    Heads under τ keep their weights bit for bit. Negative, zero, missing, infinite and NaN maxima never cause clipping.
-    Passes in training mode since the last step count, on all processes of the run. If a GradScaler skips a step,
-    nothing is clipped and the maxima count for the next step. Float32 copies of low-precision weights, which the
-    optimizer steps or keeps in its state, are scaled too. If `heads` is given, the heads that it does not name are
-    never clipped.
+    Heads whose logits stay under τ keep their weights bit for bit. Negative, zero, missing, infinite and NaN maxima
+    never cause clipping. The maxima are taken over all passes in training mode since the last step, on all processes of
+    the run. If a GradScaler skips a step, nothing is clipped and the maxima are carried over to the next step. Float32
+    copies of low-precision weights that the optimizer updates or keeps in its state are scaled too. If `heads` is
+    given, heads that it does not name are never clipped.
     """
 
     threshold: float = 100.0  #: τ, in nats, above 0
@@ -95,7 +98,7 @@ class QKClip(StepRemedy):
             return refusal
         return Refusal(
             "its logit is a sum of products whose weights several heads share, so no factors on the weights scale the "
-            "whole logit of one head",
+            "complete logit of a single head",
             "use lalr or qk_lr",
         )
 
@@ -124,22 +127,22 @@ class QKClip(StepRemedy):
         return Handle(undo, state=clip.state, load=clip.load)
 
     def shares(self, site: AttentionSite) -> list[LogitShare] | None:
-        """The weights of a site and the part of γ that each takes; None where no parts suit all products."""
+        """Returns the weights of a site and the power of γ for each, or None if no powers suit all products."""
         return logit_shares(site, by_group=self.groups == "group")
 
 
 class _ClippedRows:
-    """The rows of the tensors that each site's γ scales, found once.
+    """The rows of the tensors that each site's γ scales. They are found only once.
 
-    The factors form one row: γ of the query heads of all sites, then their square roots, then a 1."""
+    The factors form one row: γ for the query heads of all sites, then the square roots of these, then a 1."""
 
     def __init__(self, remedy: QKClip, target: Target, optimizer: Optimizer) -> None:
         weights = HeadWeights.of(target)
         self.stepped = weights.of_optimizer(optimizer, remedy.name)
         self.names: list[str] = []
         self._last = 2 * sum(site.n_heads for site in target.sites)
-        self._places: list[list[Tensor]] = []  # of each entry, in that row
-        entries: dict[int, list[int]] = {}  # of each slice
+        self._places: list[list[Tensor]] = []  # the indices of each entry in that row
+        entries: dict[int, list[int]] = {}  # the entries of each slice
         found: Entries = {}
         first = 0
         for site in target.sites:
@@ -157,9 +160,9 @@ class _ClippedRows:
         self._all = stacked([*(torch.cat(tables, 1) for tables in self._places), one])
 
     def _enter(self, target: Target, s: HeadSlice, copy: Tensor | None, found: Entries) -> list[int]:
-        """Adds a slice's weight and bias, and the copy that the optimizer steps in place of the weight.
+        """Adds a slice's weight and bias, and the copy that the optimizer updates in place of the weight.
 
-        Returns their indices."""
+        Returns the indices of the new entries."""
         numbers = []
         for part in filter(None, (s, s.bias_of())):
             self.names.append(part.parameter)
@@ -171,7 +174,7 @@ class _ClippedRows:
         return numbers
 
     def table(self, view: HeadView) -> Tensor:
-        """Returns the indices [n places] of a view's factors in the row of factors."""
+        """Returns the indices [n places] of a view's factors in the row of all factors."""
         return self._all[view.places(self._counts)].flatten(1)
 
 
@@ -179,12 +182,12 @@ def _check_frozen(remedy: QKClip, target: Target, s: HeadSlice) -> None:
     if remedy.frozen == "refuse" and not target.parameter(s.parameter).requires_grad:
         raise RefusedError(
             f"qk_clip would scale {s.parameter}, which is frozen, and an adapter saved without it would no longer fit: "
-            "set frozen=scale and save the whole model, or use lalr"
+            "set frozen=scale and save the complete model, or use lalr"
         )
 
 
 class _Clip:
-    """One application of qk_clip: the tap that collects maxima and what happens after a step."""
+    """One application of qk_clip: the tap that collects the maxima, and the clipping after each step."""
 
     def __init__(self, remedy: QKClip, target: Target, plan: _ClippedRows, optimizer: Optimizer) -> None:
         self.remedy, self.sites, self.plan = remedy, target.sites, plan
@@ -198,17 +201,17 @@ class _Clip:
             guard=FaultGuard(_OFF),
         )
         self.tap.sites.extend(target.sites)
-        self.tap.own_alone = all(isinstance(site.module, SpecModule) for site in target.sites)  # no other is clipped
-        self.kept: Tensor | None = None  # maxima of a step that a GradScaler skipped, else -inf
+        self.tap.own_alone = all(isinstance(site.module, SpecModule) for site in target.sites)  # others aren't clipped
+        self.kept: Tensor | None = None  # maxima from a step that a GradScaler skipped, -inf from other steps
         self._copies: dict[int, tuple[str, ...]] = {}
         self._warned = False
         self._groups = HeadGroups(plan.table)
         self._spared = _spared(remedy.heads, target.sites)
-        self._seen: SiteStats | None = None  # of the passes since the last step, once they were asked for
+        self._seen: SiteStats | None = None  # statistics of the passes since the last step, once they have been read
         self.shared = SharedMaxima(target, optimizer, self.maxima)
 
     def maxima(self) -> dict[str, Tensor]:
-        """Returns the largest logits by site over the passes since the last step."""
+        """Returns the largest logits over the passes since the last step, keyed by site."""
         return self._passes().field("max_logit")
 
     def _passes(self) -> SiteStats:
@@ -217,7 +220,7 @@ class _Clip:
         return self._seen
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Clips by the maxima since the last step that was not skipped."""
+        """Clips the heads by the maxima since the last step that was not skipped."""
         infinite, seen = found_inf(optimizer), self._passes()
         if not seen and not self._warned and self.tap.active:
             self._warned = True
@@ -225,7 +228,7 @@ class _Clip:
                 "qk_clip saw no attention call in training mode between two steps of the optimizer, so nothing was "
                 "clipped. Call the model itself (not its forward), in training mode, before each step"
             )
-        # A step leaves nothing in the caches, where an operation of torch takes 50 µs: the usual case does without.
+        # After a step the caches are cold and a torch operation takes 50 µs, so the usual case uses none.
         usual = infinite is None and not self.shared.several and self.kept is None
         if not usual or any([self._over(block.joint.max_logit) for block in seen.blocks]):  # noqa: C419
             self._clip(optimizer, infinite)
@@ -248,18 +251,18 @@ class _Clip:
             row = torch.maximum(row.to(self.kept), self.kept)
         self.kept = None
         if infinite is not None:
-            # A fused optimizer runs its hooks though a GradScaler skips the step. The choice is made on the device.
+            # A fused optimizer runs its hooks even if a GradScaler skips the step. This is decided on the device.
             skipped = torch.as_tensor(infinite).to(row.device) != 0
             row, self.kept = row.masked_fill(skipped, -torch.inf), row.masked_fill(~skipped, -torch.inf)
         readable = _readable(row)
         if readable and not bool((row > self.remedy.threshold).any()):
             return
-        # An infinite maximum is a breakdown, not a size: γ = 0 would kill the head for good.
+        # An infinite maximum means that training broke down; clipping by it, with γ = 0, would kill the head for good.
         gamma = qk_clip_gamma(row.masked_fill(row.isinf(), -torch.inf), self.remedy.threshold)
         values = F.pad(torch.cat([gamma, gamma.sqrt()]), (0, 1), value=1.0)
         self._groups.update([(view, t) for view in self.plan.views for t in self._tensors(view, optimizer)])
         for group in self._groups.all:
-            # Reading factors costs little on a CPU; elsewhere waiting for them would cost more than a product with 1.
+            # Reading factors is cheap on a CPU. Elsewhere, waiting for them would cost more than multiplying by 1.
             group.scale(values, on_host=readable)
 
     def _tensors(self, view: HeadView, optimizer: Optimizer) -> list[Tensor]:
@@ -272,10 +275,10 @@ class _Clip:
         return [weight, *(optimizer.state[weight][name] for name in self._copies.get(id(weight), ()))]
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the maxima that a skipped step left for the next one.
+        """Returns the maxima that a skipped step carries over to the next one.
 
-        On several processes these are all maxima, most of them -inf: a reader of a checkpoint that many processes wrote
-        must know the names beforehand."""
+        With several processes these are the maxima of all sites, most of them -inf, because whoever reads a checkpoint
+        written by many processes must know the names in advance."""
         if self.kept is None and not self.shared.several:
             return {}
         tops = (self.shared.row({}) if self.kept is None else self.kept).split([site.n_heads for site in self.sites])
@@ -288,13 +291,13 @@ class _Clip:
 
 
 def _find_largest(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundExtremes | None:
-    """Finds the largest logits of a call of torch's own function without a mask; see `find_plain_extremes`."""
+    """Finds the largest logits of a call of torch's attention function without a mask; see `find_plain_extremes`."""
     found = find_plain_extremes(q, k, scale, causal)
     return None if found is None else FoundExtremes(found.rows[:1])
 
 
 def _spared(heads: HeadsBySite | None, sites: Sequence[AttentionSite]) -> Tensor | None:
-    """Returns True for the heads [heads of all sites] that are never clipped; None if all may be."""
+    """Returns a mask [heads of all sites] that is True for heads that are never clipped, or None if all may be."""
     if heads is None:
         return None
     named = dict(heads)

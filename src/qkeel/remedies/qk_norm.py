@@ -1,4 +1,4 @@
-"""Remedies that norm queries, keys, both, or also values; and cosine attention."""
+"""Remedies that normalize queries, keys or both, or values too; and cosine attention."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from qkeel.spec import Fixed, L2Norm, Learned, Sqrt
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import GainKind, GainNorm
 
-# Norms of queries and keys before their product, in any published form; cosine attention.
+# Norms of queries and keys before their product, in all published forms, and cosine attention.
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QKNorm(NormOptions):
-    """Normalizes q and k: q̃ = norm(q) · gain, k̃ = norm(k) · gain; the scale stays.
+    """Normalizes q and k: q̃ = norm(q) · gain, k̃ = norm(k) · gain. The scale is unchanged.
 
-    kind=l2 makes unit vectors, whose logits would almost vanish under the scale 1/√d. It therefore replaces the scale:
-    with gain=scalar, by one learned number per layer, initialized to log₂(L² - L) (Henry et al. 2020; L = `length`, by
-    default the training length); with gain=head, by one per head; otherwise by √d, which equals an RMS norm with scale
-    1/√d.
+    kind=l2 produces unit vectors, whose logits would almost vanish under the scale 1/√d. It therefore replaces the
+    scale. With gain=scalar, the new scale is one learned number per layer, initialized to log₂(L² - L), where L =
+    `length`, by default the training length (Henry et al. 2020). With gain=head, there is one such number per head.
+    With any other gain, the new scale is √d, which is equivalent to an RMS norm with scale 1/√d.
     """
 
     length: int | None = None
@@ -74,8 +74,11 @@ class QKNorm(NormOptions):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KeyNorm(NormOptions):
-    """Normalizes keys only: k̃ = norm(k) · gain. By default z = q·k̂, since an RMS norm with scale 1/√d equals a
-    unit vector with scale 1. kind=l2 makes that unit vector and sets the scale to 1."""
+    """Normalizes keys only: k̃ = norm(k) · gain.
+
+    By default z = q·k̂, since an RMS norm with scale 1/√d is equivalent to a unit vector with scale 1. kind=l2 produces
+    this unit vector and sets the scale to 1.
+    """
 
     gain: GainKind = "none"
 
@@ -88,8 +91,11 @@ class KeyNorm(NormOptions):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QueryNorm(NormOptions):
-    """Normalizes queries only: q̃ = norm(q) · gain. By default z = q̂·k, since an RMS norm with scale 1/√d equals a
-    unit vector with scale 1. kind=l2 makes that unit vector and sets the scale to 1."""
+    """Normalizes queries only: q̃ = norm(q) · gain.
+
+    By default z = q̂·k, since an RMS norm with scale 1/√d is equivalent to a unit vector with scale 1. kind=l2 produces
+    this unit vector and sets the scale to 1.
+    """
 
     gain: GainKind = "none"
 
@@ -102,7 +108,7 @@ class QueryNorm(NormOptions):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cosine(ChangeNorm):
-    """Logits z = λ cos(q, k), λ = 4 ln(L/2) with L = `length`, by default the training length; or λ = `scale`."""
+    """Logits z = λ cos(q, k), where λ = 4 ln(L/2) with L = `length`, by default the training length, or λ = `scale`."""
 
     length: int | None = None
     scale: float | None = None
@@ -134,12 +140,13 @@ class Cosine(ChangeNorm):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QKVNorm(ChangeNorm):
-    """Normalizes q, k and v per head after the projection, each norm(x) · gain, and drops the block's norm before
+    """Normalizes q, k and v per head after the projection, as norm(x) · gain, and drops the block's norm before
     attention.
 
     The values are normalized per key-value head. `drop_pre_norm=false` keeps the norm before attention. In models from
     other libraries, that norm is recognised by the block's activations, and the remedy is refused if it is not found.
-    qkeel's post and swin blocks have no norm to drop; a peri block loses the one before and keeps the one after.
+    qkeel's post and swin blocks have no such norm to drop. A peri block loses the norm before attention and keeps the
+    norm after it.
     """
 
     kind: Literal["layer", "rms"] = "layer"  #: LayerNorm or RMS norm
@@ -192,8 +199,8 @@ class QKVNorm(ChangeNorm):
 
 
 def _drop(block: nn.Module, name: str) -> Handle:
-    """Replaces the named norm of a block by the identity."""
+    """Replaces the named norm of a block with the identity."""
     norm = block.get_submodule(name)
     for parameter in norm.parameters():
-        parameter.grad = None  # zero_grad no longer reaches it, so an optimizer would step by it again and again
+        parameter.grad = None  # zero_grad no longer reaches it, so an optimizer would apply it in every step
     return swap(block, name, nn.Identity())

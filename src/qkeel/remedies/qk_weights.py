@@ -1,4 +1,4 @@
-"""Remedies on the weights of queries and keys in a step: a smaller rate, none, a decay, a cap on the spectral norm."""
+"""Remedies for steps of query and key weights: a smaller rate, freezing, weight decay, a cap on the spectral norm."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from qkeel.remedies.head_weights import (
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QKLearningRate(StepRemedy):
-    """Makes steps of query and key weights, not of biases, `factor` times as long; 0 freezes them."""
+    """Multiplies the steps of query and key weights, but not of biases, by `factor`. A factor of 0 freezes them."""
 
     factor: float = 0.1
 
@@ -50,13 +50,13 @@ class QKLearningRate(StepRemedy):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenQK(StepRemedy):
-    """Freezes everything that queries and keys are made of: weights, biases, and gains of norms on q and k.
+    """Freezes everything from which queries and keys are computed: weights, biases, and gains of norms on q and k.
 
-    The control of a comparison: a run's gain over it is due to training queries and keys. After each step the rows are
-    restored bit for bit, whatever the optimizer and its weight decay did to them; their gradients still count in the
-    global norm of gradient clipping, so the other weights take the steps of a run without the remedy. A learned scale
-    or temperature of the logits is trained. Rows that a step made infinite or NaN are not repaired: a run with such a
-    step has diverged.
+    This is the control in a comparison, since the improvement of another run over it is due to training queries and
+    keys. After each step the rows are restored bit for bit, whatever the optimizer and its weight decay did to them.
+    Their gradients still count in the global norm of gradient clipping, so that the other weights take the same steps
+    as in a run without the remedy. A learned scale or temperature of the logits is still trained. Rows that a step made
+    infinite or NaN are not repaired, since a run with such a step has diverged.
     """
 
     name = "frozen_qk"
@@ -76,7 +76,7 @@ class FrozenQK(StepRemedy):
         counts = [s.n for s in slices]
         groups = HeadGroups(lambda view: view.places(counts))
         pairs = [(view, view.weight) for view in views]
-        kept: list[Tensor] = []  # 0 for every head, and a 1 for rows of nobody
+        kept: list[Tensor] = []  # 0 for every head, and a 1 for rows of no head
 
         @torch.no_grad()
         def before(_: Optimizer) -> None:
@@ -99,7 +99,7 @@ class FrozenQK(StepRemedy):
 
 
 def _biases_and_gains(target: Target) -> Iterator[HeadSlice]:
-    """Returns the biases of query and key weights, and the gains and biases of norms on q and k, each once."""
+    """Returns the biases of query and key weights, and the gains and biases of norms on q and k, each of them once."""
     gains = (gain for site in target.sites for gain in (*site.query_gains, *site.key_gains))
     biases = (bias for s in target.logit_slices() if (bias := s.bias_of()) is not None)
     found: list[HeadSlice] = []
@@ -120,12 +120,12 @@ def _of_gain(target: Target, gain: NormGain) -> Iterator[HeadSlice]:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QKWeightDecay(StepRemedy):
-    """Decays w ← (1 - η·λ)·w before the optimizer's own step, for every row of a query or key weight; η is its rate.
+    """Decays every row of a query or key weight, w ← (1 - η·λ)·w, before the optimizer's own step; η is its rate.
 
-    Biases, norms' gains and, in a fused projection, the rows of values are not decayed. This decay is added to the
-    optimizer's own. With AdamW(weight_decay=0), it equals AdamW(weight_decay=λ) for these weights up to rounding, and
-    any other optimizer gets the same decay. `lalr` and `qk_lr` do not scale it. A weight without a gradient is not
-    decayed, and no weight is in a step that a GradScaler skips.
+    Biases, gains of norms and, in a fused projection, the rows for values are not decayed. This decay is added to the
+    optimizer's own decay. With AdamW(weight_decay=0), the result for these weights equals that of
+    AdamW(weight_decay=λ) up to rounding, and any other optimizer gets the same decay. `lalr` and `qk_lr` do not scale
+    it. Weights without a gradient are not decayed, and in a step that a GradScaler skips no weight is decayed.
     """
 
     decay: float = 0.1  #: λ
@@ -166,13 +166,13 @@ class QKWeightDecay(StepRemedy):
 class SpectralCap(StepRemedy):
     """W^h ← W^h · min(1, cap/σ(W^h)) after every optimizer step, for each query and key weight.
 
-    Then |logit| ≤ scale · cap² · ‖x_i‖ ‖x_j‖ with one matrix on each side (biases aside). σ is exact, from the smaller
-    Gram matrix of a head's rows (per=head) or of all of them (per=matrix). Weights under the cap stay unchanged bit for
-    bit; a step that a GradScaler skipped changes nothing.
+    With one matrix on each side, this guarantees |logit| ≤ scale · cap² · ‖x_i‖ ‖x_j‖ (except for biases). σ is exact;
+    it is computed from the smaller Gram matrix of a head's rows (per=head) or of all rows (per=matrix). Weights under
+    the cap stay unchanged bit for bit, and a step that a GradScaler skipped changes nothing.
 
-    Source: Newhouse et al. 2025, arXiv 2507.13338, who cap the weights' singular values after each step; here the whole
-    block is rescaled instead of its largest singular values alone, which keeps the directions a head attends along, and
-    only q and k are capped. Yoshida & Miyato 2017, arXiv 1705.10941, penalise σ in the loss.
+    Source: Newhouse et al. 2025, arXiv 2507.13338, who cap the singular values of the weights after each step. Here the
+    entire block is rescaled instead of only its largest singular values, which keeps the directions that a head attends
+    along, and only q and k are capped. Yoshida & Miyato 2017, arXiv 1705.10941, penalise σ in the loss.
     """
 
     cap: float = 4.0  #: largest σ of a head's weight, above 0
@@ -214,7 +214,7 @@ class SpectralCap(StepRemedy):
         return compose(map(Handle, (last.remove, first.remove)))
 
     def factors(self, heads: Tensor) -> Tensor:
-        """Returns the factors min(1, cap/σ) per head of [n r m]; 1 if σ is not finite."""
+        """Returns the factors min(1, cap/σ) for each head of [n r m], or 1 if σ is not finite."""
         wider = heads.to(wide(heads.dtype))
         parts = wider.flatten(0, 1)[None] if self.per == "matrix" else wider
         finite = parts.isfinite().flatten(1).all(1)

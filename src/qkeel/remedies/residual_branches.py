@@ -1,4 +1,4 @@
-"""Remedies on the branches of residual blocks: norms behind them, and dropout of their outputs."""
+"""Remedies for the branches of residual blocks: norms on their outputs, and dropout of their outputs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from qkeel.remedies.head_steps import join
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SwinNorm(Remedy):
-    """Branches x + N(F(x)) in place of x + F(N(x)), in both branches, with the same norms.
+    """Replaces both branches x + F(N(x)) with x + N(F(x)), using the same norms.
 
-    A branch then adds at most its gain to the residual stream, whatever its weights. The norms keep their parameter
+    A branch then adds at most its gain to the residual stream, whatever its weights are. The norms keep their parameter
     objects and are renamed to the block's `attention_post_norm` and `mlp_post_norm`.
     """
 
@@ -55,9 +55,9 @@ def _norm_behind(branch: Branch) -> Iterator[Handle]:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PeriNorm(Remedy):
-    """Branches x + N'(F(N(x))) in place of x + F(N(x)); N' is an RMS norm with a gain that starts at 1.
+    """Replaces both branches x + F(N(x)) with x + N'(F(N(x))), where N' is an RMS norm with a gain that starts at 1.
 
-    The new norms are the block's `attention_post_norm` and `mlp_post_norm`; their gains join the optimizer.
+    The new norms are the block's `attention_post_norm` and `mlp_post_norm`. Their gains are added to the optimizer.
     """
 
     name, stacks = "peri_norm", True
@@ -81,10 +81,11 @@ def _added(branch: Branch, target: Target) -> Iterator[Handle]:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dropout(Remedy):
-    """Branches x + m ∘ F(N(x)) / (1 - rate), m ~ Bernoulli(1 - rate) for each entry, after attention and after the MLP.
+    """Applies dropout after attention and after the MLP: x + m ∘ F(N(x)) / (1 - rate).
 
-    Evaluation is unchanged. The masks come from PyTorch's global generator. If a branch's output is normed (swin,
-    peri), dropout comes before that norm; Chameleon's authors found that the two work poorly together.
+    m ~ Bernoulli(1 - rate) for each entry, drawn from PyTorch's global generator. Evaluation is unchanged. If a
+    branch's output is normed (swin, peri), dropout is applied before that norm; Chameleon's authors found that the two
+    work poorly together.
 
     Source: Chameleon, arXiv 2405.09818, section 2.3 (7B: rate 0.1); Srivastava et al. 2014, JMLR 15.
     """
@@ -108,7 +109,9 @@ class Dropout(Remedy):
 
 
 def _branches(target: Target, remedy: str) -> list[nn.Module]:
-    """Returns attention and MLP of each block around a site: qkeel's own in any norm order, others only if pre-norm."""
+    """Returns the attention and MLP of each block around a site.
+
+    qkeel's own blocks may have any norm order; other blocks must be pre-norm."""
     around = {id(site.module) for site in target.sites}
     own = [m for m in target.model.modules() if isinstance(m, Block) and id(m.attention) in around]
     attentions = [branch for block in own for branch in (block.attention, block.cross_attention) if branch is not None]

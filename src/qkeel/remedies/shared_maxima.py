@@ -1,4 +1,4 @@
-"""The largest logits of heads over all processes that run their layers."""
+"""The largest logits of heads over all processes that run the same layers."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ from qkeel.remedies.processes import WHAT, refuse_late_stage
 
 @final
 class SharedMaxima:
-    """The maxima of a model's heads as one row, equal on all processes that run these heads.
+    """The maxima of a model's heads as one row, which is the same on all processes that run these heads.
 
-    They take one collective per step: in steps that a monitor of the same optimizer measures, they share its
-    collective; in other steps they make their own. Replicas of a model see different sequences, and tensor-parallel
-    processes different heads of a layer. The stages of a pipeline run different layers, whatever their names, so each
-    stage has its own part of the row.
+    They need one collective per step. In steps that a monitor of the same optimizer measures, they share the monitor's
+    collective; in other steps they use a separate one. Replicas of a model process different sequences, and
+    tensor-parallel processes compute different heads of a layer. The stages of a pipeline run different layers, even if
+    these have the same names, so each stage has its own part of the row.
     """
 
     def __init__(
         self, target: Target, optimizer: Optimizer, maxima: Callable[[], Mapping[str, Tensor]] = lambda: {}
     ) -> None:
-        """`maxima` returns what this process has seen since the last step."""
+        """Sets up the exchange; `maxima` returns the maxima that this process has measured since the last step."""
         self._sites, self._maxima, self._exchange = target.sites, maxima, dist.StepExchange.of(optimizer)
         self._counts = [site.n_heads for site in target.sites]
         self._nothing = torch.full((sum(self._counts),), -torch.inf)
-        self._first: dict[str, int] = {}  # of this process's heads of a site, where it has a part of them
-        self._before = self._behind = 0  # numbers of other layers around this process's in the row of all
+        self._first: dict[str, int] = {}  # this process's first head at each site of which it has a part of the heads
+        self._before = self._behind = 0  # counts of other layers' values around this process's in the row of all layers
         self._over_all: dist.StepMaxima | None = None
-        self._dtype = torch.float32  # in which they are reduced
+        self._dtype = torch.float32  # the dtype in which the maxima are reduced
         self._late: Handle | None = None
         self._model = target.model
-        self._around: list[nn.Module] | None = None  # the wrappers of the model, once a step has come
+        self._around: list[nn.Module] | None = None  # the wrappers of the model, found in the first step
         if dist.world() > 1:
             self._place_heads(target)
             self._meet(target)
 
     @property
     def several(self) -> bool:
-        """Returns whether other processes run the same layers."""
+        """True if other processes run the same layers."""
         return self._over_all is not None
 
     def check_step(self) -> None:
-        """Raises RefusedError for a step inside torch's Join, where the others would wait for the maxima of a process
-        that has no more data."""
+        """Raises RefusedError for a step inside torch's Join, where the other processes would wait for the maxima of a
+        process that has run out of data."""
         if self._over_all is None:
             return
         if self._around is None:
@@ -64,10 +64,9 @@ class SharedMaxima:
         if any(map(joined, self._around)):
             raise RefusedError(
                 "qk_clip needs the largest logits of all processes after each step, but inside "
-                "torch.distributed.algorithms.Join a process that has run out of data takes no steps: the step was not "
+                "torch.distributed.algorithms.Join a process that has run out of data takes no steps. The step was not "
                 "taken. Give every process the same number of batches, or use a remedy whose steps need no other "
-                "process, such "
-                "as lalr. torch leaves a model in that mode when the context ends: wrap it again"
+                "process, such as lalr. torch leaves a model in that mode when the context ends, so wrap it again"
             )
 
     def remove(self) -> None:
@@ -93,14 +92,14 @@ class SharedMaxima:
         self._before = sum(n for group, n in lengths.items() if group < mine)
         self._behind = sum(n for group, n in lengths.items() if group > mine)
         if any(word["weights"] and groups.count(group) > 1 for word, group in zip(words, groups)):
-            self._late = refuse_late_stage(target.model, "qk_clip")  # equal stages would be taken for replicas
+            self._late = refuse_late_stage(target.model, "qk_clip")  # equal stages would be mistaken for replicas
         if len(set(groups)) < len(groups):
             exchanges = {word["exchange"] for word in words}
             self._over_all = dist.StepMaxima(self._sent, exchanges.pop() if len(exchanges) == 1 else "")
             self._exchange.maxima.append(self._over_all)
 
     def row(self, maxima: Mapping[str, Tensor]) -> Tensor:
-        """Returns the maxima of all sites in one row on one device; -inf for heads that this process did not see."""
+        """Returns the maxima of all sites in one row on one device, with -inf for heads that were not observed here."""
         if not maxima:
             return self._nothing
         device = next(iter(maxima.values())).device
@@ -120,7 +119,7 @@ class SharedMaxima:
     def _place_heads(self, target: Target) -> None:
         """Finds the first of this process's heads at each site that tensor parallelism has split.
 
-        fully_shard gathers what it has split for each pass, so a head may be stored in parts."""
+        fully_shard gathers the weights that it has split for each pass, so a head may be stored in parts."""
         gathered = dist.fully_sharded(target.model)
         for site in target.sites:
             for s in site.terms[0].query[-1:]:
@@ -147,16 +146,16 @@ class SharedMaxima:
         return found[self._before : len(found) - self._behind].to(row)
 
     def _sent(self) -> Tensor:
-        """Returns this process's maxima, at their place in the row of all layers."""
+        """Returns this process's maxima at their position in the row of all layers."""
         row = self.row(self._maxima()).to(self._dtype)
-        # No reduction keeps NaN for sure; infinity, which never clips either, is passed on.
+        # No reduction is guaranteed to keep NaN, so infinity, which never causes clipping either, is sent instead.
         return F.pad(row.masked_fill(row.isnan(), torch.inf), (self._before, self._behind), value=-torch.inf)
 
 
 def _same_layers(words: Sequence[Mapping[str, object]]) -> list[int]:
-    """Returns for each process the first of those that run the same layers.
+    """Returns, for each process, the lowest rank among the processes that run the same layers.
 
-    These are the processes of one wrapper or mesh, and others with the same attention and weights."""
+    These are the processes of the same wrapper or mesh, and others that have the same attention and weights."""
     group = list(range(len(words)))
     for i, word in enumerate(words):
         own = (word["sites"], word["weights"])
@@ -168,7 +167,7 @@ def _same_layers(words: Sequence[Mapping[str, object]]) -> list[int]:
 
 
 def _fingerprint(target: Target) -> str:
-    """Returns a checksum of the weights; "" if a wrapper or mesh shows which processes run the same layers."""
+    """Returns a checksum of the weights, or "" if a wrapper or mesh shows which processes run the same layers."""
     if len(dist.peer_ranks(target.model)) > 1:
         return ""
     parts = [f"{name}{tuple(p.shape)}" for name, p in target.model.named_parameters()]

@@ -1,4 +1,4 @@
-"""σReparam: every linear layer's weight divided by its spectral norm, times a learned scalar."""
+"""σReparam: the weight of every linear layer is divided by its spectral norm and multiplied by a learned scalar."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from qkeel.remedies.head_steps import join
 
 @final
 class SpectralScale(nn.Module):
-    """Ŵ = (γ/σ) W, v = W u/‖W u‖, u' = Wᵀ v/‖Wᵀ v‖, σ = vᵀ W u'; u is a buffer, u ← u' in training forwards.
+    """Ŵ = (γ/σ) W with v = W u/‖W u‖, u' = Wᵀ v/‖Wᵀ v‖ and σ = vᵀ W u'; u is a buffer, and u ← u' in training forwards.
 
-    Each forward makes one step of power iteration. v and u' carry no gradient, σ does. Everything is computed in
-    float32 or wider, autocast or not. u starts at W's first right singular vector. A forward that gradient
-    checkpointing recomputes starts at the u of the original, which must be the last one: RefusedError if several
-    forwards of one weight wait for backward.
+    Each forward performs one step of power iteration. Gradients flow through σ, but not through v and u'. Everything is
+    computed in float32 or wider, with or without autocast. u starts at W's first right singular vector. When gradient
+    checkpointing recomputes a forward, the recomputation starts at the u of the original forward. This must be the last
+    forward, so if several forwards of a weight wait for backward, RefusedError is raised.
     """
 
     def __init__(self, weight: Tensor, init: Literal["keep", "one"]) -> None:
@@ -43,7 +43,7 @@ class SpectralScale(nn.Module):
         self.register_buffer("right", _top_right(weight.detach()))
         self.right: Tensor
         self._started = self.right  # u at the start of the last forward
-        self._forwards, self._version = 0, -1  # forwards with gradients since a backward; the weight's version then
+        self._forwards, self._version = 0, -1  # forwards with gradients since a backward; the weight's version in them
         sigma = self._sigma(weight.detach(), self.right)[0][None]  # one dimension, since fully_shard accepts no scalars
         # γ starts at σ exactly as the forward computes it, so γ/σ is 1 and the weight is unchanged bit for bit.
         self.gamma = nn.Parameter(sigma if init == "keep" else torch.ones_like(sigma))
@@ -55,8 +55,7 @@ class SpectralScale(nn.Module):
             raise RefusedError(
                 f"sigma_reparam: gradient checkpointing recomputes a layer that ran {self._forwards} times before "
                 "this backward pass, each time with a different vector. Call backward after each forward pass, or "
-                "leave "
-                "the layer out of checkpointing"
+                "leave the layer out of checkpointing"
             )
         sigma, right = self._sigma(weight, self._started if again else self.right)
         if again:
@@ -84,7 +83,7 @@ class SpectralScale(nn.Module):
 
 
 def _top_right(weight: Tensor) -> Tensor:
-    """Returns the first right singular vector, from the smaller Gram matrix, computed in double precision."""
+    """Returns the first right singular vector, computed from the smaller Gram matrix in double precision."""
     w = weight.to(device="cpu", dtype=torch.float64)
     if w.shape[0] < w.shape[1]:
         vector = w.mT @ torch.linalg.eigh(w @ w.mT).eigenvectors[:, -1]
@@ -96,10 +95,10 @@ def _top_right(weight: Tensor) -> Tensor:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SigmaReparam(Remedy):
-    """Ŵ = (γ/σ(W)) W for linear layers: all of them, or those of attention only (`on=attention`).
+    """Ŵ = (γ/σ(W)) W for all linear layers, or only for those in attention (`on=attention`).
 
-    init="keep" starts γ at σ(W), so nothing changes at first (the authors' vision code); "one" starts it at 1 (the
-    paper). γ joins the optimizer as gains do.
+    With init="keep", γ starts at σ(W), so that nothing changes at first (as in the authors' vision code); with "one" it
+    starts at 1 (as in the paper). γ is added to the optimizer in the same way as gains.
     """
 
     on: Literal["all", "attention"] = "all"
@@ -225,7 +224,9 @@ def _restored(cls: type[nn.Module], state: dict[str, object], weight: nn.Paramet
 
 @torch.no_grad()
 def folded(layer: nn.Module) -> bool:
-    """Writes Ŵ as in evaluation into the stored weight and makes the layer plain again; False for other layers."""
+    """Writes Ŵ, as computed in evaluation mode, into the stored weight and makes the layer an ordinary one again.
+
+    Returns False for other layers."""
     try:
         found = layer.get_submodule("parametrizations.weight")
     except AttributeError:

@@ -1,4 +1,4 @@
-"""Changes to trained models: inserting norms with fitted gains, folding factors into weights, exporting checkpoints."""
+"""Changes trained models: inserts norms with fitted gains, folds factors into weights, and exports checkpoints."""
 
 from qkeel.remedies.retrofit.export_model import SHAPES, convert, export
 from qkeel.remedies.retrofit.fit_gains import Folded, fold

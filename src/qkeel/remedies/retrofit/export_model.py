@@ -25,7 +25,7 @@ from qkeel.remedies.apply import active_remedies
 from qkeel.remedies.change_norm import HeadNorm
 from qkeel.safetensors_io import DTYPES, INDEX, PICKLES, Checkpoint, MappedFile, open_checkpoint
 
-# Target architectures in transformers: renamed or added tensors, and the config.
+# Target architectures in transformers: the tensors to rename or add, and the config.
 
 ModelConfigFields = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -38,10 +38,11 @@ _IGNORED = re.compile(r".*rotary_emb\.inv_freq|.*\.masked_bias")  # buffers that
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TargetArchitecture:
-    """A transformers architecture, the place of its norms, and the models that become it once q and k are normed.
+    """A transformers architecture with norms of q and k, and the models that can become it once q and k are normed.
 
-    `sources` are model types. `norms` maps a source block's norm names to the target's. `flat`: one norm over all heads
-    of a token. `one_plus`: gains are stored as w and used as 1 + w.
+    `sources` are the types of these models. `norms` maps the names of norms in a source block to those in the target.
+    `flat` is True if one norm covers all heads of a token. `one_plus` is True if gains are stored as w and used as
+    1 + w. `why` describes what the architecture computes, for error messages.
     """
 
     model_type: str
@@ -86,7 +87,7 @@ SHAPES: dict[str, TargetArchitecture] = {
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A tensor's new name, and the function that changes it, if any."""
+    """A tensor's new name, and the function that changes the tensor, if there is one."""
 
     name: str
     change: TensorChange | None = None
@@ -95,7 +96,9 @@ class Move:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MovePlan:
-    """Moves by old name, zeros to add (new name -> (a tensor in the same file, shape)), and the new config."""
+    """The moves, keyed by old name, the zeros to add, and the new config.
+
+    `zeros` maps a new name to a tensor in the same file and a shape."""
 
     moves: Mapping[str, Move]
     zeros: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -103,16 +106,16 @@ class MovePlan:
 
 
 def plan(to: str, config: ModelConfigFields, shapes: Shapes, *, norm_eps: float | None = None) -> MovePlan:
-    """Plans the changes that turn tensors of these shapes and this config.json into those of `to`.
+    """Plans the changes that turn tensors of these shapes and this config.json into those of the architecture `to`.
 
     Args:
         to: a name in SHAPES.
         config: the model's config.json.
-        shapes: shapes of its tensors, q_norm and k_norm included.
-        norm_eps: eps of the q/k norm if it differs from the config's rms_norm_eps.
+        shapes: the shapes of the model's tensors, including q_norm and k_norm.
+        norm_eps: the eps of the q/k norm, if it differs from the config's rms_norm_eps.
 
     Raises:
-        UnknownNameError: unknown architecture.
+        UnknownNameError: the architecture is unknown.
         RefusedError: the model computes something that the architecture does not.
     """
     check_known("architecture to export to", to, SHAPES)
@@ -147,7 +150,7 @@ def _sizes(config: ModelConfigFields, shapes: Shapes) -> _ModelSizes:
         heads, width, layers = (int(config[n]) for n in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     except (KeyError, TypeError, ValueError) as error:
         raise RefusedError(
-            f"config.json does not give {error}; expected the config.json of a transformers model"
+            f"config.json does not contain {error}; expected the config.json of a transformers model"
         ) from error
     key = shapes.get("model.layers.0.self_attn.k_proj.weight")
     if key is None or len(key) != 2:
@@ -158,8 +161,8 @@ def _sizes(config: ModelConfigFields, shapes: Shapes) -> _ModelSizes:
     head_dim = config.get("head_dim") or (width // heads if heads else 0)
     if not isinstance(head_dim, int) or min(heads, width, layers, head_dim) < 1:
         raise RefusedError(
-            f"config.json gives {heads} heads of {head_dim} numbers, hidden_size {width} and {layers} layers; expected "
-            "whole numbers of at least 1"
+            f"config.json specifies {heads} heads of dimension {head_dim}, hidden_size {width} and {layers} layers; "
+            "expected integers of at least 1"
         )
     tied = bool(config.get("tie_word_embeddings", "lm_head.weight" not in shapes))
     return _ModelSizes(layers=layers, heads=heads, kv_heads=key[0] // head_dim, head_dim=head_dim, tied=tied)
@@ -175,14 +178,15 @@ def _check_source(to: str, shape: TargetArchitecture, config: ModelConfigFields)
     for key, right in (("mlp_bias", (False, None)), ("attn_logit_softcapping", (None,))):
         if key in config and config[key] not in right:
             raise RefusedError(
-                f"config.json says {key} = {config[key]!r}, which {to} does not have; train the model without it first"
+                f"config.json has {key} = {config[key]!r}, which {to} does not support; train the model without "
+                "it first"
             )
     if to == "gemma3" and "attn_logit_softcapping" not in config:
         raise RefusedError(
-            "a config.json of Gemma 2 without attn_logit_softcapping means a cap of 50; gemma3 has no such cap"
+            "a config.json of Gemma 2 without attn_logit_softcapping means a cap of 50, but gemma3 has no such cap"
         )
     if to == "olmo2" and config.get("sliding_window"):
-        raise RefusedError("config.json asks for a sliding window, which olmo2 does not have")
+        raise RefusedError("config.json specifies a sliding window, which olmo2 does not have")
 
 
 def _move(to: str, shape: TargetArchitecture, sizes: _ModelSizes, name: str, size: tuple[int, ...]) -> Move:
@@ -206,7 +210,7 @@ def _move(to: str, shape: TargetArchitecture, sizes: _ModelSizes, name: str, siz
 def _flat(name: str, size: tuple[int, ...], heads: int, sizes: _ModelSizes) -> TensorChange:
     if math.prod(size) != heads * sizes.head_dim:
         raise RefusedError(
-            f"{name} has shape {size}; olmo2 normalises all heads of a token at once with a gain of "
+            f"{name} has shape {size}, but olmo2 normalises all heads of a token at once with a gain of "
             f"{heads * sizes.head_dim} numbers; use qk_norm:over=layer,gain=head_dim"
         )
     return lambda gain: gain.reshape(-1)
@@ -246,7 +250,7 @@ def _minus_one(name: str, change: TensorChange) -> TensorChange:
 
 
 def _other_eps(moves: dict[str, Move], factor: float) -> None:
-    """Scales the weights before a norm to match another eps: norm(x; eps) = norm(factor · x; eps · factor²)."""
+    """Scales the weights before a norm to match a different eps: norm(x; eps) = norm(factor · x; eps · factor²)."""
     power_of_two = math.frexp(factor)[0] == 0.5
 
     def change(weight: Tensor) -> Tensor:
@@ -263,7 +267,10 @@ def _other_eps(moves: dict[str, Move], factor: float) -> None:
 
 
 def _zeros(config: ModelConfigFields, sizes: _ModelSizes, shapes: Shapes) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns zero biases for the output projection: Qwen2 has biases on q, k, v only, Qwen3 on all four or none."""
+    """Returns zero biases for the output projection.
+
+    They are needed because Qwen2 has biases on q, k and v only, whereas Qwen3 has them on all four projections or on
+    none."""
     found = {}
     for i in range(sizes.layers):
         head = f"model.layers.{i}.self_attn."
@@ -318,7 +325,7 @@ def _config(shape: TargetArchitecture, config: ModelConfigFields, sizes: _ModelS
     if shape.model_type == "olmo2":
         new.pop("head_dim")  # OLMo 2 has no such field
         if sizes.head_dim * sizes.heads != int(config["hidden_size"]):
-            raise RefusedError(f"olmo2 has heads of hidden_size / n_heads numbers, but these have {sizes.head_dim}")
+            raise RefusedError(f"olmo2 has heads of size hidden_size / n_heads, but these have size {sizes.head_dim}")
     if shape.model_type == "gemma3_text":
         kinds = config.get("layer_types") or [("sliding", "full")[i % 2] + "_attention" for i in range(sizes.layers)]
         new |= {"layer_types": kinds, "rope_parameters": {"full_attention": rope, "sliding_attention": dict(rope)}}
@@ -326,7 +333,7 @@ def _config(shape: TargetArchitecture, config: ModelConfigFields, sizes: _ModelS
 
 
 def _windows(config: ModelConfigFields, sizes: _ModelSizes) -> dict[str, Any]:
-    """Returns Qwen3's window settings. A Mistral window applies to every layer; Qwen2 lists its layers."""
+    """Returns Qwen3's window settings. A Mistral window applies to every layer, whereas Qwen2 lists its layers."""
     if config["model_type"] == "mistral":
         default = 4096 if "sliding_window" not in config else None
         window = config.get("sliding_window", default)
@@ -347,20 +354,21 @@ _WEIGHTS = (".safetensors", ".index.json", ".py", ".gguf", ".h5", ".msgpack", *P
 def convert(checkpoint: str | Path, to: str, out: str | Path, *, norm_eps: float | None = None) -> Path:
     """Converts a Hugging Face checkpoint with q/k norms to the architecture `to`.
 
-    Weights are memory-mapped and written file by file; nothing is unpickled or run. `out` is written atomically, by a
-    single rename: it is either complete or absent. Other small files (tokenizer, generation config) are copied.
+    Weights are memory-mapped and written file by file, and nothing is unpickled or run. `out` is written atomically, by
+    a single rename, so that it is either complete or absent. Other small files (tokenizer, generation config) are
+    copied.
 
     Args:
-        checkpoint: a folder with config.json and safetensors.
+        checkpoint: a folder with config.json and safetensors files.
         to: "qwen3", "olmo2" or "gemma3".
         out: the folder to write.
-        norm_eps: eps of the q/k norms if it differs from the config's rms_norm_eps.
+        norm_eps: the eps of the q/k norms, if it differs from the config's rms_norm_eps.
 
     Returns:
-        The written folder.
+        The path of the written folder.
 
     Raises:
-        RefusedError: the model computes something that the architecture does not; the message names it.
+        RefusedError: the model computes something that the architecture does not. The message says what it is.
         DataError: the checkpoint is missing, incomplete or damaged.
         RunDirectoryError: `out` is not empty or not writable.
 
@@ -372,11 +380,11 @@ def convert(checkpoint: str | Path, to: str, out: str | Path, *, norm_eps: float
     source = Path(checkpoint)
     if source.exists() and not source.is_dir():
         raise DataError(
-            f"{source} is a file; expected a folder with config.json and safetensors, as save_pretrained writes"
+            f"{source} is a file; expected a folder with config.json and safetensors, as save_pretrained writes it"
         )
     found = open_checkpoint(source)
     if not found.config:
-        raise DataError(f"{source} has no config.json, which says what the tensors mean; restore it")
+        raise DataError(f"{source} has no config.json, which describes what the tensors mean; restore the file")
     planned = plan(to, found.config, {n: t.shape for n, t in found.tensors.items()}, norm_eps=norm_eps)
     with _whole(Path(out), source) as part:
         _copy_rest(source, part)
@@ -389,10 +397,10 @@ def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None
     """Writes a transformers model to which `qk_norm` was applied as a checkpoint of the architecture `to`.
 
     Args:
-        model: a transformers model, with its `config`.
+        model: a transformers model with its `config`.
         to: as for `convert`.
         out: as for `convert`.
-        norm_eps: eps of the q/k norms; by default that of the model's norms.
+        norm_eps: the eps of the q/k norms. By default it is read from the norms that `qk_norm` added.
 
     Raises:
         RefusedError, RunDirectoryError: as for `convert`.
@@ -436,14 +444,14 @@ def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None
     return Path(out)
 
 
-# Remedies that do not act in the forward pass, or that show in the names and shapes of the weights.
+# Remedies that do not change the forward pass, or that can be recognised by the names and shapes of the weights.
 _HARMLESS = frozenset(
     ("none", "qk_norm", "swin_norm", "lalr", "qk_lr", "qk_weight_decay", "qk_clip", "spectral_cap", "z_loss")
 )
 
 
 def _gains(model: nn.Module, to: str) -> dict[str, tuple[Tensor, float]]:
-    """Returns the gains of the norms that qk_norm added, as plain factors, with their eps."""
+    """Returns the gains of the norms that qk_norm added, each as a factor together with the norm's eps."""
     flat = to in SHAPES and SHAPES[to].flat
     found: dict[str, tuple[Tensor, float]] = {}
     for name, module in model.named_modules():
@@ -486,7 +494,7 @@ def _stored(checkpoint: Checkpoint, file: Path) -> dict[str, Tensor]:
     for tensor in inside:
         if tensor.dtype not in DTYPES:
             raise RefusedError(
-                f"{tensor.name} is stored as {tensor.dtype}, which torch cannot hold; dequantise it first"
+                f"{tensor.name} is stored as {tensor.dtype}, which torch does not support; dequantise it first"
             )
     return {t.name: mapped.view(t) for t in inside}
 
@@ -534,11 +542,11 @@ def _write(part: Path, planned: MovePlan, files: Iterable[tuple[str, Mapping[str
 def _whole(out: Path, source: Path | None) -> Iterator[Path]:
     """A temporary folder that becomes `out` on success and is deleted on failure."""
     if source is not None and source.exists() and out.exists() and out.samefile(source):
-        raise RunDirectoryError(f"{out} is the checkpoint itself; choose another place to write to")
+        raise RunDirectoryError(f"{out} is the checkpoint itself; choose a different folder to write to")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunDirectoryError(f"{out} already exists and is not overwritten; choose another place")
+        raise RunDirectoryError(f"{out} already exists and is not overwritten; choose a different folder")
     part: Path | None = None
-    advice = ". Expected a writable place with free space; existing files were not changed"
+    advice = ". Expected a writable folder with free space; existing files were not changed"
     try:
         with reported(f"cannot write {out}", advice):
             out.parent.mkdir(parents=True, exist_ok=True)

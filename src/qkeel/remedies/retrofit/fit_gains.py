@@ -1,4 +1,4 @@
-"""Gains of an inserted norm: fitting them, balancing q against k, and folding scale factors into weights."""
+"""Fits the gains of an inserted norm, balances q against k, and folds scale factors into weights."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from qkeel.spec import InverseSqrt, NoNorm
 from qkeel.spec.norm import Norm, NormedPart
 from qkeel.spec.slot import Parameter, ParameterSizes, Params
 
-# Fitting: gains of a new norm for which the logits come as close to the old model's as the norm allows.
+# Fitting: finds gains of a new norm with which the logits are as close to those of the old model as the norm allows.
 #
-# Derivation. With z the old logits of a row, p = softmax(z) and z' the new ones, to second order in z' - z
+# Derivation. Let z be the old logits of a row, p = softmax(z), and z' the new logits. To second order in z' - z,
 #
-#     KL(p ‖ softmax(z')) = ½ Var_p(z' - z):
+#     KL(p ‖ softmax(z')) = ½ Var_p(z' - z),
 #
-# a constant per row does not change a softmax, and keys count in proportion to their attention. With one factor a on
-# the normed logits ẑ (gains that multiply to a) this is a least-squares problem with the solution
+# since a constant per row does not change a softmax, and keys count in proportion to their attention. With one factor a
+# on the normed logits ẑ (gains whose product is a) this is a least-squares problem with the solution
 #
 #     a = Σ_rows Cov_p(z, ẑ) / Σ_rows Var_p(ẑ),
 #
-# per head if gains are per head, else over all heads. That is the start. A gain per dimension before RoPE turns with
-# its pair, so z' is no longer linear in the two gains; from the start, L-BFGS minimises the KL itself, summed over
-# rows, through the model's own rotation, whichever dimensions it pairs. There, attention that hardly affects the output
-# counts as much as attention that matters. All gains are therefore finally fitted together, by L-BFGS on the KL of the
-# model's output.
+# per head if gains are per head, or else over all heads. This is the starting point. A gain per dimension before RoPE
+# rotates with its pair, so that z' is no longer linear in the two gains. From the starting point, L-BFGS therefore
+# minimises the KL itself, summed over rows, through the model's own rotation, whichever dimensions it pairs. In this
+# sum, attention that hardly affects the output counts as much as attention that matters. In the end, all gains are
+# therefore fitted together, by L-BFGS on the KL of the model's output.
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlendedNorm(Norm):
-    """The norm slot of one of qkeel's own modules during blending: (1 - s) x + s norm(x), s the share."""
+    """The norm of one of qkeel's own modules during blending: (1 - s) x + s norm(x), where s is the share."""
 
     inner: Norm
     share: float
@@ -72,13 +72,13 @@ class BlendedNorm(Norm):
 
 @final
 class SiteNorm(Handle):
-    """The newly inserted norm of a site; `remove()` ends the blending and leaves the full norm active.
+    """The newly inserted norm of a site. `remove()` ends the blending and leaves the full norm active.
 
-    `gains` are the stored gains of q and of k. `one` is the number added to them before they multiply.
+    `gains` are the stored gains of q and of k. `one` is the number that is added to them before they are multiplied.
 
     Args:
         site: a site that has just been normed.
-        eps: the norm's new eps; None keeps its own.
+        eps: the norm's new eps, or None to keep its current eps.
 
     Raises:
         RefusedError: the norm lacks a gain of q or of k.
@@ -122,7 +122,7 @@ class SiteNorm(Handle):
 
     @torch.no_grad()
     def put(self, factors: Tensor) -> None:
-        """Sets constant gains whose products are `factors` [h] (all equal unless per_head)."""
+        """Sets constant gains whose products are `factors` [h], which must all be equal unless `per_head`."""
         query, key = self.gains
         if not self.per_head:
             root = float(factors[0].sqrt() - self.one)
@@ -137,14 +137,16 @@ class SiteNorm(Handle):
 
 @final
 class Best:
-    """The parameter values with the smallest gap so far, starting from the current ones."""
+    """The parameter values with the smallest gap so far, starting with the current values."""
 
     def __init__(self, parameters: Sequence[Tensor], measure: Callable[[], Gap]) -> None:
         self.parameters, self._measure = parameters, measure
         self.gap, self._values = measure(), copies(parameters)
 
     def offer(self) -> bool:
-        """Measures the current values; keeps them if they are better, else restores the best ones."""
+        """Measures the gap of the current values. Keeps them if it is smaller, or else restores the best values.
+
+        Returns whether the current values were kept."""
         gap = self._measure()
         better = gap.kl < (math.inf if math.isnan(self.gap.kl) else self.gap.kl)
         if better:
@@ -161,13 +163,13 @@ def copies(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def put_back(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copies values into parameters, bit for bit."""
+    """Copies values into parameters bit for bit."""
     for p, value in zip(parameters, values):
         p.copy_(value)
 
 
 def fit(norm: SiteNorm, replay: Replay, *, iterations: int) -> None:
-    """Fits the gains: least squares, then `iterations` of L-BFGS on the KL. The result is never worse than before."""
+    """Fits the gains by least squares, then by `iterations` of L-BFGS on the KL. It never makes the KL worse."""
 
     def loss() -> Tensor:
         return replay.divergence().mean()
@@ -187,7 +189,7 @@ def fit(norm: SiteNorm, replay: Replay, *, iterations: int) -> None:
 
 
 def least_squares(old: Sequence[QueryRows], new: Sequence[QueryRows], *, shared: bool) -> Tensor:
-    """Returns the factor a [h] of the derivation, or the ratio of spreads where the covariance is not positive."""
+    """Returns the factor a [h] of the derivation, or the ratio of the spreads if the covariance is not positive."""
     cov = var = spread = torch.zeros((), dtype=torch.float64)
     for one, two in zip(old, new):
         kind = widest(one.visible.device)
@@ -206,7 +208,7 @@ def least_squares(old: Sequence[QueryRows], new: Sequence[QueryRows], *, shared:
 
 
 def descend(parameters: Sequence[nn.Parameter], loss_of: Callable[[], Tensor], iterations: int) -> None:
-    """Minimises a loss over these parameters by L-BFGS and leaves no gradients on them."""
+    """Minimises a loss over these parameters by L-BFGS, and leaves no gradients on them."""
 
     def gradients() -> tuple[Tensor, Sequence[Tensor]]:
         loss = loss_of()
@@ -233,20 +235,20 @@ def descend_along(
         p.grad = None
 
 
-# Balancing queries against keys: an exact reparametrisation of the old model after which a norm costs less.
+# Balancing queries against keys: an exact reparametrisation of the old model that reduces the cost of a norm.
 #
 # A norm divides each q and k by its length, which the old model may have used. How much the length varies from token to
-# token depends on the relative scale of a head's dimensions, and that is free: with q_i · e^{t_i} and k_i · e^{-t_i}
-# every product q·k is unchanged, for any t per dimension, and under RoPE for any t per rotated pair. So t is fitted
-# together with the gains to the KL of the output, and is then multiplied into the rows of the q and k projections.
-# There is one t per dimension (or pair) and key head, shared by the query heads of a group.
+# token depends on the relative scale of a head's dimensions, which can be chosen freely: with q_i · e^{t_i} and
+# k_i · e^{-t_i} every product q·k is unchanged, for any t per dimension, and under RoPE for any t per rotated pair. So
+# t and the gains are fitted together to the KL of the output, and e^{±t} is then multiplied into the rows of the q and
+# k projections. There is one t per dimension (or pair) and key head, shared by the query heads of a group.
 
-_SAME = 1e-4  # relative to the largest output: above float32 rounding, far below the effect of a wrong pairing
+_SAME = 1e-4  # relative to the largest output: above float32 rounding, but far below the effect of a wrong pairing
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _ScaledRows:
-    """Rows of a weight or bias that site number `site` multiplies by e^{sign · t}."""
+    """Rows of a weight or bias that are multiplied by e^{sign · t}, where t belongs to site number `site`."""
 
     site: int
     heads: HeadSlice
@@ -255,7 +257,9 @@ class _ScaledRows:
 
 @final
 class Balance:
-    """The numbers t of all sites and the weights they scale. `put()` writes the weights, `restore()` undoes it."""
+    """The numbers t of all sites, and the weights that they scale.
+
+    `put()` writes the scaled weights, and `restore()` restores the old ones."""
 
     def __init__(self, model: nn.Module, sites: Sequence[AttentionSite]) -> None:
         self.sites = [site for site in sites if _plain(model, site)]
@@ -281,7 +285,7 @@ class Balance:
 
     @torch.no_grad()
     def _leaves(self, reference: Reference, pairs: Callable[[int], Tensor]) -> bool:
-        """True if random t, tied by this pairing, preserve the first batch's output."""
+        """True if random values of t, shared according to this pairing, preserve the first batch's output."""
         self._begin(pairs)
         generator = torch.Generator().manual_seed(0)
         for t in self.numbers:
@@ -325,7 +329,7 @@ class Balance:
         put_back(self.weights, self._old)
 
     def descend(self, gains: Sequence[nn.Parameter], loss_of: Callable[[], Tensor], iterations: int) -> None:
-        """Minimises a loss by L-BFGS over the numbers t and the gains together."""
+        """Minimises a loss by L-BFGS over the numbers t and the gains jointly."""
 
         def gradients() -> tuple[Tensor, Sequence[Tensor]]:
             self.put()
@@ -338,7 +342,7 @@ class Balance:
         self.put()
 
 
-# Which dimensions of a head share a number t: none without a rotation, else the two of a pair.
+# Which dimensions of a head share a number t: without a rotation none do, otherwise the two dimensions of a pair.
 _PAIRINGS: dict[str, Callable[[int], Tensor]] = {
     "none": torch.arange,
     "halves": lambda d: torch.arange(d) % max(d // 2, 1),
@@ -347,7 +351,7 @@ _PAIRINGS: dict[str, Callable[[int], Tensor]] = {
 
 
 def _plain(model: nn.Module, site: AttentionSite) -> bool:
-    """True if one weight makes all of q, one makes all of k, and nothing else uses these weights."""
+    """True if one weight produces all of q, one weight produces all of k, and nothing else uses these weights."""
     if len(site.terms) != 1 or len(site.query) != 1 or len(site.key) != 1 or site.reparametrised:
         return False
     query, key = site.query[0], site.key[0]
@@ -359,13 +363,13 @@ def _plain(model: nn.Module, site: AttentionSite) -> bool:
     return all(used[id(model.get_parameter(s.parameter))] == 1 for s in (query, key))
 
 
-# Folding: scale factors multiplied into plain weights where that is exact.
+# Folding: multiplies scale factors into ordinary weights where this is exact.
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """What `fold` did: the factors that it wrote into weights, and those that it kept, with the reasons."""
+    """The result of `fold`: the factors that it wrote into weights, and the factors that it kept, with the reasons."""
 
     written: tuple[str, ...]  #: one phrase per folded factor
     kept: tuple[str, ...]  #: one phrase per kept factor
@@ -376,17 +380,17 @@ class Folded:
 
 @torch.no_grad()
 def fold(model: nn.Module) -> Folded:
-    """Writes scale factors back into weights, in place; outputs stay the same up to rounding.
+    """Writes scale factors back into weights in place. Outputs stay the same up to rounding.
 
-    - Ŵ = (γ/σ) W of `sigma_reparam` becomes the weight of a plain layer again (any model).
-    - A logit scale other than 1/√d, constant or learned (`logit_scale`, a temperature), moves into W_q and its bias,
-      or, after a norm with a gain on q, into that gain. Position-dependent factors stay. (qkeel's own modules only.)
+    - In any model, Ŵ = (γ/σ) W of `sigma_reparam` becomes the weight of an ordinary layer again.
+    - In qkeel's own modules, a logit scale other than 1/√d, constant or learned (`logit_scale`, a temperature), is
+      moved into W_q and its bias, or, after a norm with a gain on q, into that gain. Position-dependent factors stay.
 
-    Gains of a q/k norm are not folded, since the norm lies between the weights and the gain. Folding is final: handles
-    of remedies that changed the spec of a folded site no longer have any effect.
+    The gains of a q/k norm are not folded, since the norm lies between the weights and the gain. Folding cannot be
+    undone: handles of remedies that changed the spec of a folded site no longer have any effect.
 
     Raises:
-        RefusedError: nothing can be folded; the message says why.
+        RefusedError: nothing can be folded. The message says why.
 
     Example:
         >>> from qkeel import apply
@@ -409,13 +413,13 @@ def fold(model: nn.Module) -> Folded:
     if not written:
         raise RefusedError(
             "nothing to fold: "
-            + ("; ".join(kept) or "no layer under sigma_reparam, and no scale of qkeel's own attention but 1/√d")
+            + ("; ".join(kept) or "no layer under sigma_reparam, and no scale other than 1/√d in qkeel's own attention")
         )
     return Folded(written=tuple(written), kept=tuple(kept))
 
 
 def _fold_scale(model: nn.Module, site: AttentionSite) -> str | None:
-    """Returns None if the scale is plain, "" if it was folded, else the reason why it was not."""
+    """Returns None if the scale is 1/√d, "" if it was folded, or else the reason why it was not folded."""
     module = site.module
     assert isinstance(module, SpecModule)
     spec, d = module.spec, module.head_dim
@@ -442,7 +446,9 @@ def _fold_scale(model: nn.Module, site: AttentionSite) -> str | None:
 
 
 def _into_weights(model: nn.Module, site: AttentionSite, ratio: Tensor) -> str:
-    """Multiplies q's last weight in each term, and its bias, by a factor per query head; returns any obstacle."""
+    """Multiplies q's last weight in each term, and its bias, by a factor per query head.
+
+    Returns the reason if this is not possible, or else ""."""
     pieces: list[HeadSlice] = [term.query[-1] for term in site.terms]
     if site.reparametrised:
         return "W_q is computed from another weight"
@@ -460,7 +466,7 @@ def _into_weights(model: nn.Module, site: AttentionSite, ratio: Tensor) -> str:
 
 
 def _into_gain(module: SpecModule, norm: Norm, ratio: Tensor) -> str:
-    """Multiplies the gain of q by a factor per query head; returns any obstacle."""
+    """Multiplies the gain of q by a factor per query head. Returns the reason if this is not possible, or else ""."""
     if norm.shared:
         return "q and k share one gain"
     per_head = norm.gain in ("head", "head_dim")

@@ -41,15 +41,16 @@ class RetrofitConfig:
     """Settings of a retrofit.
 
     Attributes:
-        iterations: L-BFGS iterations per site after the least-squares start; 0 keeps the start.
+        iterations: the number of L-BFGS iterations per site after the least-squares start; 0 keeps the start.
         balance: whether to rescale queries against keys in the weights, which leaves the old model's logits unchanged
             (see `fit_gains`). Ignored with `anneal`, which must start at the old model (bit for bit if the same kernel
             computes both).
-        distil: AdamW steps on the q and k weights and the gains towards the old model's predictions.
-        lr: learning rate of these steps.
-        anneal: optimizer steps over which the norm is blended in. Excludes `distil`, since the model trains meanwhile.
-        eps: eps of the norm; by default rms_norm_eps of the model's config, if present, so that the model can be
-            exported.
+        distil: the number of AdamW steps that train the q and k weights and the gains on the old model's predictions.
+        lr: the learning rate of these steps.
+        anneal: the number of optimizer steps over which the norm is blended in. It cannot be combined with `distil`,
+            since the model is trained during these steps.
+        eps: the eps of the norm. By default this is rms_norm_eps of the model's config, if present, so that the model
+            can be exported.
     """
 
     iterations: int = 20
@@ -65,19 +66,19 @@ class RetrofitConfig:
             check(whole, f"{name} to be a whole number of at least 0", repr(value))
         if self.distil and self.anneal:
             raise InvalidValueError(
-                "distilled q and k belong to the full norm, and a blended-in norm starts from the old q and k: pass "
-                "distil or anneal, not both"
+                "distilled q and k are fitted to the full norm, but a norm that is blended in starts from the old q "
+                "and k: pass either distil or anneal, not both"
             )
         check(self.lr > 0 and (self.eps is None or self.eps > 0), "lr and eps above 0", f"{self.lr} and {self.eps}")
 
 
 @final
 class Retrofit(Handle):
-    """A norm in a trained model, inserted by `retrofit`. `report` holds its cost; `remove()` restores the old model bit
-    for bit.
+    """A norm that `retrofit` has inserted into a trained model.
 
-    While the norm is blended in, `share` rises from 0 to 1 with the optimizer's steps. `state()` and `load()` save and
-    restore the progress of the blending.
+    `report` contains the cost of the norm, and `remove()` restores the old model bit for bit. While the norm is being
+    blended in, `share` rises from 0 to 1 with the optimizer's steps. `state()` and `load()` save and restore the
+    progress of the blending.
     """
 
     def __init__(self, undo: Callable[[], None], report: RetrofitReport, norms: list[SiteNorm], steps: int) -> None:
@@ -92,7 +93,7 @@ class Retrofit(Handle):
         return min(1.0, self.step / self._steps) if self._steps else 1.0
 
     def advance(self, steps: int = 1) -> None:
-        """Advances the blending by `steps`. With an optimizer, each of its steps advances the blending by one."""
+        """Advances the blending by `steps`. If `retrofit` got an optimizer, each of its steps does this by 1."""
         self.step += steps
         for norm in self._norms:
             if norm.active:
@@ -115,20 +116,21 @@ def retrofit(
 ) -> Retrofit:
     """Inserts a q/k norm into a *trained* model so that its outputs stay as close to the old ones as the norm allows.
 
-    The gains are fitted site by site on the inputs of the old model (derivation in `retrofit.fit_gains`), and q and k
-    are optionally distilled. The gap to the old model is measured before, after, and layer by layer.
+    The gains are fitted site by site on the inputs of the old model (see `retrofit.fit_gains` for the derivation), and
+    q and k are optionally distilled. The gap to the old model is measured before and after fitting, and for each layer.
 
     Args:
         model: the trained model.
         named: "qk_norm" with its options, such as "qk_norm:gain=head_dim".
         batches: a tensor of tokens or a dict of arguments, or a list of several batches, which may also be tuples of
-            arguments. The gains are fitted and the gaps measured on these batches.
-        optimizer: the gains join it; with fitting.anneal, its steps blend the norm in.
-        fitting: settings; the defaults of RetrofitConfig if not given.
+            arguments. The gains are fitted and the gaps are measured on these batches.
+        optimizer: the optimizer to which the gains are added. With fitting.anneal, the norm is blended in gradually
+            with its steps.
+        fitting: the settings of the retrofit, by default RetrofitConfig().
 
     Raises:
         RefusedError: q and k are already normed, the norm has no gains, the attention cannot be read, or several
-            processes train the model and it is wrapped or split. The model is then unchanged.
+            processes train the model and it is already wrapped or split. The model is then unchanged.
 
     Example:
         >>> from qkeel.nn import Decoder, DecoderConfig
@@ -145,13 +147,13 @@ def retrofit(
     plain = unwrapped(model)
     if dist.world() > 1 and (wrapper := dist.wrapped_by(plain)):
         raise RefusedError(
-            f"retrofit fits gains on whole weights, and {wrapper} has already spread this model over processes. "
+            f"retrofit fits gains on complete weights, but {wrapper} has already spread this model over processes. "
             "Retrofit it before it is wrapped or split"
         )
     with evaluating(plain):
         reference = Reference(plain, given)
         found_sites = find_sites(plain, *given[0][0], **given[0][1])
-        # One site per module, the first.
+        # Only the first site of each module.
         sites = list({id(site.module): site for site in reversed(found_sites)}.values())[::-1]
         balance = Balance.of(reference, sites) if fitting.balance and not fitting.anneal else None
         replays = captured(plain, sites, given)
@@ -184,8 +186,9 @@ def _fit_all(
     known: tuple[Sequence[Replay], Balance | None],
     fitting: RetrofitConfig,
 ) -> tuple[RetrofitReport, Callable[[], None]]:
-    """Fits the norms in stages, keeping a stage only if it helps. Returns the report, and a function that restores
-    the weights."""
+    """Fits the norms in stages, and keeps the result of a stage only if it reduces the gap.
+
+    Returns the report, and a function that restores the weights."""
     replays, balance = known
     gains = [p for norm in norms for p in norm.gains]
     best = Best(gains, reference.gap)
@@ -220,7 +223,7 @@ def _per_head(replay: Replay) -> tuple[float, ...]:
 
 
 def _alone(reference: Reference, norms: Sequence[SiteNorm]) -> list[Gap]:
-    """Returns the gap on the first batch with each norm active alone."""
+    """Returns, for each norm, the gap on the first batch when only this norm is active."""
     found = []
     for one in norms:
         for other in norms:
@@ -238,7 +241,7 @@ def _distil(
     fitting: RetrofitConfig,
     undo: ExitStack,
 ) -> Gap:
-    """Distils KL(old ‖ new) into the q and k weights and the gains; keeps the result only if the KL fell."""
+    """Trains the q and k weights and the gains to reduce KL(old ‖ new), and keeps the result only if the KL fell."""
     model = reference.model
     names = dict.fromkeys(s.parameter for site in sites for s in (*site.query, *site.key))
     weights = [model.get_parameter(name) for name in names]

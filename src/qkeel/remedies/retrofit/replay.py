@@ -1,4 +1,4 @@
-"""Measures a retrofit: a trained model's predictions and attention weights with and without the norm.
+"""Measures the effect of a retrofit on a trained model's predictions and attention weights.
 
 Shapes: b batch, h heads, r compared query rows, s keys.
 """
@@ -22,16 +22,16 @@ from qkeel.nn.attention import SpecModule
 from qkeel.remedies.base import Args, Kwargs, where
 from qkeel.spec import AttentionCall
 
-# The cost of a retrofit: predictions before and after on the same batches, and the report of their distance.
+# The cost of a retrofit: predictions before and after it on the same batches, and a report of how far apart they are.
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """The distance of a changed model from the old one on the given batches."""
+    """The distance between a changed model and the old model on the given batches."""
 
     kl: float  #: mean over tokens of KL(old ‖ new) of the predicted distributions, in nats
-    loss: float | None  #: next-token loss, new minus old, in nats; None for models without such a loss
+    loss: float | None  #: change in the next-token loss, new minus old, in nats; None for models without such a loss
 
     def __str__(self) -> str:
         return f"KL {self.kl:.4g}" + ("" if self.loss is None else f", loss {self.loss:+.4g}")
@@ -40,12 +40,12 @@ class Gap:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGap:
-    """One site: KL divergence of its attention weights, and the model's gap if only this site has the norm."""
+    """The KL divergence of one site's attention weights, and the model's gap if only this site has the norm."""
 
     name: str  #: the site's name
     attention_kl_naive: tuple[float, ...]  #: KL per head in nats, with initial gains
     attention_kl: tuple[float, ...]  #: KL per head in nats, with fitted gains
-    alone: Gap  #: gap of the model with a norm at this site only
+    alone: Gap  #: gap of the model if only this site has a norm
 
     def __str__(self) -> str:
         before, after = (sum(v) / len(v) for v in (self.attention_kl_naive, self.attention_kl))
@@ -88,14 +88,14 @@ def predictions(model: nn.Module, batch: Arguments) -> Tensor:
     found = next((x for x in tensors(plain) if x.is_floating_point() and x.ndim > 1), None)
     if found is None:
         raise RefusedError(
-            f"expected a {type(model).__name__} that returns logits [batch tokens vocabulary], to compare before and "
-            "after; its output holds no such tensor"
+            f"expected a {type(model).__name__} that returns logits [batch tokens vocabulary], to compare them before "
+            "and after; its output contains no such tensor"
         )
     return found
 
 
 def divergence(old: Tensor, new: Tensor, batch: Arguments) -> Tensor:
-    """Returns the mean over tokens of KL(old ‖ new), without tokens that an attention_mask marks as padding."""
+    """Returns the mean over tokens of KL(old ‖ new), excluding tokens that an attention_mask marks as padding."""
     p, q = (torch.log_softmax(z.to(wide(z.dtype)), -1) for z in (old, new))
     kl = (p.exp() * (p - q)).sum(-1)
     mask = batch[1].get("attention_mask")
@@ -105,7 +105,7 @@ def divergence(old: Tensor, new: Tensor, batch: Arguments) -> Tensor:
 
 
 def next_token_loss(logits: Tensor, batch: Arguments) -> float | None:
-    """Returns the next-token cross-entropy on the batch's own tokens; None if the batch has no tokens."""
+    """Returns the next-token cross-entropy on the batch's own tokens, or None if the batch has no tokens."""
     tokens = next((x for x in tensors(batch) if not x.is_floating_point() and x.ndim == 2), None)
     if tokens is None or logits.shape[:2] != tokens.shape or tokens.shape[1] < 2 or logits.ndim != 3:
         return None
@@ -118,7 +118,7 @@ def next_token_loss(logits: Tensor, batch: Arguments) -> float | None:
 
 
 class Reference:
-    """The old model's predictions on the batches, against which a new model is measured."""
+    """The old model's predictions on the batches, with which a changed model is compared."""
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, batches: Sequence[Arguments]) -> None:
@@ -132,7 +132,7 @@ class Reference:
         return _mean(self.losses)
 
     def divergence(self) -> Tensor:
-        """Returns the mean over the batches of KL(old ‖ new) for the model's current state, with gradients."""
+        """Returns KL(old ‖ new) for the model's current state, averaged over the batches, with gradients."""
         pairs = zip(self.old, self.batches)
         return torch.stack([divergence(old, predictions(self.model, b), b) for old, b in pairs]).mean()
 
@@ -161,21 +161,23 @@ ROWS = 256  # query rows compared per sequence, evenly spaced
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QueryRows:
-    """Logits [b h r s] of some query rows, their visible keys, and `counted` [b h r]: rows that see two or more."""
+    """Logits [b h r s] of some query rows and their visible keys.
+
+    `counted` [b h r] is True for rows in which two or more keys are visible."""
 
     logits: Tensor
     visible: Tensor
     counted: Tensor
 
     def log_weights(self) -> Tensor:
-        """Returns ln softmax over the visible keys; 0 for hidden keys and uncounted rows."""
+        """Returns ln softmax over the visible keys, with 0 for hidden keys and for rows that are not counted."""
         z = self.logits.masked_fill(~self.visible, -torch.inf)
         return torch.where(self.visible, torch.log_softmax(z.masked_fill(~self.counted[..., None], 0.0), -1), 0.0)
 
 
 @final
 class Replay:
-    """The logits of one attention call in the old model, and those that its module now computes from the same
+    """The logits of one attention call in the old model, and the logits that its module now computes from the same
     inputs."""
 
     def __init__(self, site: AttentionSite, inputs: Sequence[Arguments]) -> None:
@@ -188,12 +190,12 @@ class Replay:
         return [rows_of(self._site, one) for one in self._inputs]
 
     def divergence(self) -> Tensor:
-        """Returns the mean over the batches of KL(old weights ‖ current weights) per head [h], in nats."""
+        """Returns KL(old weights ‖ current weights) per head [h], averaged over the batches, in nats."""
         return torch.stack([layer_divergence(a, b) for a, b in zip(self.old, self.rows())]).mean(0)
 
 
 def captured(model: nn.Module, sites: Sequence[AttentionSite], batches: Sequence[Arguments]) -> list[Replay]:
-    """Returns a replay of each site from its module's first arguments in a pass on each batch."""
+    """Returns a replay of each site, using the arguments of the first call of its module in a pass on each batch."""
     kept: list[dict[int, Arguments]] = []
 
     def note(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -266,13 +268,13 @@ def _rows(z: Tensor, visible: Tensor) -> QueryRows:
 
 
 def _spread(x: Tensor) -> Tensor:
-    """Returns the indices of the compared rows among the queries of x [b h t …]."""
+    """Returns the indices of the rows that are compared, among the queries of x [b h t …]."""
     t = x.shape[2]
     return torch.linspace(0, t - 1, min(t, ROWS), device=x.device).round().long()
 
 
 def layer_divergence(old: QueryRows, new: QueryRows) -> Tensor:
-    """Returns the mean over the counted rows of KL(old weights ‖ new weights) per head [h], in nats."""
+    """Returns KL(old weights ‖ new weights) per head [h], averaged over the counted rows, in nats."""
     p, q = old.log_weights(), new.log_weights()
     kl = (p.exp() * (p - q)).masked_fill(~old.visible, 0.0).sum(-1)
     count = old.counted.sum((0, 2)).clamp_min(1)
