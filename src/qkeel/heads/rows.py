@@ -298,7 +298,7 @@ def _rows(x: Tensor, projection: Projection, what: str, *, inner: bool) -> Tenso
         raise UnknownRowsError(f"{what} does not depend on {projection.parameter} here: its gradient is zero")
     if len(sizes) > 1:
         raise UnknownRowsError(
-            f"heads of {what} take unequal numbers of rows of {projection.parameter}: {sorted(sizes)}"
+            f"heads of {what} use unequal numbers of rows of {projection.parameter}: {sorted(sizes)}"
         )
     index = torch.stack(heads)
     if bool((index == index[:1]).all()):
