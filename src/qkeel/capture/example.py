@@ -442,8 +442,7 @@ class LastPass:
     """The arguments of a pass, without the graph that produced them, and whether the pass ran under autocast.
 
     The tensors are kept rather than copied, so the tensors of one batch stay alive until the next training pass begins
-        or the tap is removed. A loop that keeps its batch until it has the next one needs no additional memory for
-        that.
+    or the tap is removed. A loop that keeps its batch until it has the next one needs no additional memory for that.
     """
 
     def __init__(self, device: str, args: Args, kwargs: Mapping[str, object]) -> None:
@@ -491,7 +490,7 @@ def describe(
     """Describes a site whose attention cannot be observed: where its q and k come from, and what is computed from them.
 
     The statistics of the site are those of the attention as described, in which every query sees every key that
-        `causal` and `mask` allow, even where the module itself skips some of these keys.
+    `causal` and `mask` allow, even where the module itself skips some of these keys.
 
     Args:
         model: the model that contains the site.

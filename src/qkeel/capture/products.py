@@ -23,10 +23,10 @@ class ProductOperand:
     """A factor of a product: the tensor `x`, of which the dimensions `summed` are summed over in the product.
 
     `index` has the shape of the scores. It gives the index, among the vectors of x (counted over its dimensions that
-        are not summed), of the vector from which each score is computed, or -1 in columns that are not keys. Along
-        dimensions in which the vector stays the same, it is an expanded view. It is on the CPU unless scores were
-        picked by indices, so reading it does not wait for another device. It is None if an operation on the scores has
-        made the vectors unknown.
+    are not summed), of the vector from which each score is computed, or -1 in columns that are not keys. Along
+    dimensions in which the vector stays the same, it is an expanded view. It is on the CPU unless scores were picked by
+    indices, so reading it does not wait for another device. It is None if an operation on the scores has made the
+    vectors unknown.
     """
 
     x: Tensor
@@ -305,10 +305,10 @@ class Lost:
     attention.
 
     `rows` and `columns` are the numbers of queries and keys of the scores; a tensor without dimensions of these sizes
-        is something else. `others` are further possible numbers of queries, because a product does not distinguish
-        heads from queries if all heads share their keys. `doubtful` is True if only a size in `others` still occurs, so
-        that a softmax over the tensor is not certain to be attention. `frame` is the module call in which the product
-        was made, `parts` are the products, and `factors` are tensors by which their sum was multiplied.
+    is something else. `others` are further possible numbers of queries, because a product does not distinguish heads
+    from queries if all heads share their keys. `doubtful` is True if only a size in `others` still occurs, so that a
+    softmax over the tensor is not certain to be attention. `frame` is the module call in which the product was made,
+    `parts` are the products, and `factors` are tensors by which their sum was multiplied.
     """
 
     operation: str

@@ -76,8 +76,8 @@ class CallObserver(FunctionMode, abc.ABC):
     """A function mode that also receives the calls of functions that are not torch functions.
 
     probing: whether gradients are traced from q and k. logsumexps: whether the observer reads only what flash-attn's
-        functions return, which must then include the logsumexps of the rows. maxima: whether flex_attention must also
-        return the largest logit of each row, if its kernel supports this.
+    functions return, which must then include the logsumexps of the rows. maxima: whether flex_attention must also
+    return the largest logit of each row, if its kernel supports this.
     """
 
     probing = False

@@ -95,7 +95,7 @@ def mixed(name: str, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Te
     """The tag of scores whose heads were mixed by a weight, or None if `name` does something else.
 
     Both factors of the product vary along heads, but only one of them varies along queries or keys. If a weight mixes
-        along queries or keys, or across concatenated heads, the result consists of features and no longer of scores.
+    along queries or keys, or across concatenated heads, the result consists of features and no longer of scores.
     """
     others = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a is not x]
     if name not in MIXTURES or not others or out.ndim != x.ndim or not is_weight(others[0]):

@@ -465,7 +465,7 @@ def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None
     """The split of a dimension of x into its parts and heads, or (m, 1, 1) if all slices use the same features.
 
     None if this cannot be decided, because no feature is reached or because features are shared by some slices but not
-        by others.
+    by others.
     """
     size = x.shape[dim]
     splits: set[Split] = set()

@@ -180,10 +180,10 @@ class Reading:
     """A rule for reading q or k from the output of a submodule of the site's module.
 
     `layout` names the dimensions of the output: b batch, h heads, t tokens, d head_dim. Letters that share a dimension
-        are in parentheses, slowest first. The letter n stands for adjacent parts, as in a fused projection; there are
-        `parts` of them, and this reading uses number `part`. For example, "b t (n h d)" has q, k and v one after the
-        other, and "b t (h n d)" has them interleaved. `then` is the function that the module applies to [b h t d]
-        before the scores; `normed` says whether that function includes a norm.
+    are in parentheses, slowest first. The letter n stands for adjacent parts, as in a fused projection; there are
+    `parts` of them, and this reading uses number `part`. For example, "b t (n h d)" has q, k and v one after the other,
+    and "b t (h n d)" has them interleaved. `then` is the function that the module applies to [b h t d] before the
+    scores; `normed` says whether that function includes a norm.
     """
 
     module: str

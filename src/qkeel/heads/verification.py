@@ -5,10 +5,10 @@ the model is changed or run again, and anything else that depends on the same we
 module) does not change.
 
 Most layers of a model run the same operators on tensors of the same shapes. Whether a row changes a logit depends on
-    these operators and on what is zero or hidden, but not on the other values. The experiment is therefore made on the
-    first site of each kind. Every further site of that kind is compared with the first one operator by operator,
-    including its zeros, its indices and its hidden pairs; if anything differs, a separate experiment is made on it. The
-    values needed for the comparison are computed for all sites of a kind at once.
+these operators and on what is zero or hidden, but not on the other values. The experiment is therefore made on the
+first site of each kind. Every further site of that kind is compared with the first one operator by operator, including
+its zeros, its indices and its hidden pairs; if anything differs, a separate experiment is made on it. The values needed
+for the comparison are computed for all sites of a kind at once.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class _Experiment:
         times another constant.
 
         A clip multiplies rows of q and of k, and the bound on a step relies on the same assumption, namely that logits
-            are a product. `after` holds the logits after multiplication by 4, for each of the factors, and then by 16.
+        are a product. `after` holds the logits after multiplication by 4, for each of the factors, and then by 16.
         """
         if not factors:
             return
@@ -386,7 +386,7 @@ def _patterns(slices: Sequence[HeadSlice], site: AttentionSite) -> Iterator[tupl
     whether this side has several weights.
 
     This is group testing: every head is in half of the changes, and no two heads are in the same half. If a row also
-        affects another head, there is therefore a change that contains the row but not that head.
+    affects another head, there is therefore a change that contains the row but not that head.
     """
     per_head = [s for s in slices if s.n > 1]
     for n in sorted({s.n for s in per_head}):

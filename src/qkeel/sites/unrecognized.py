@@ -155,9 +155,7 @@ class _Search:
         fused: Sequence[tuple[int, int]],
     ) -> None:
         self.record, self.dynamic, self.frames, self.known = record, dynamic, frames, known
-        self._inner: list[ModuleCall | None] = [None] * len(
-            record.operations
-        )  # the innermost call around each operator
+        self._inner: list[ModuleCall | None] = [None] * len(record.operations)  # the innermost call of each operator
         for frame in frames:  # calls inside others begin later
             until = self._last(frame)
             self._inner[frame.since : until] = [frame] * (until - frame.since)
@@ -401,9 +399,9 @@ class _Search:
         different position.
 
         If that does not separate the entries, two more things are held fixed: other weights that may have been
-            multiplied with these, as in a dual softmax, and standard deviations, through which every score depends on
-            all positions. Weights that are zero are then replaced by nonzero ones, so that weights which choose a
-            single position reveal all positions.
+        multiplied with these, as in a dual softmax, and standard deviations, through which every score depends on all
+        positions. Weights that are zero are then replaced by nonzero ones, so that weights which choose a single
+        position reveal all positions.
         """
         operations = self.record.operations
         sums = [next(iter(tensors(operations[end].out))) for end in ends]
@@ -628,8 +626,8 @@ def _joins_positions(base: _State, states: Mapping[int, _State], shape: Sequence
     of the input to one position of the module's output, and one value has several of them.
 
     This is true whether the scores are computed from two tokens, from one of them, or from all. Features of linear
-        attention and what a recurrence writes reach many positions of the output, a gate belongs to one value, and the
-        weights that a router assigns to a token multiply only values of this token.
+    attention and what a recurrence writes reach many positions of the output, a gate belongs to one value, and the
+    weights that a router assigns to a token multiply only values of this token.
 
     Args:
         base: the state with the recorded input.

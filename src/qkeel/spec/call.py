@@ -514,9 +514,7 @@ def _check(call: AttentionCall, *ends: object) -> None:
             raise ShapeError(f"expected cu_seqlens of shape [sequences + 1], for queries and for keys, got {x.shape}")
         if x.device != call.q.device:
             raise InvalidValueError(f"expected cu_seqlens on {call.q.device} like q, but it is on {x.device}")
-        wrong = (
-            x.device.type == "cpu" and not torch.compiler.is_compiling()
-        )  # on a GPU, reading would wait for the device
+        wrong = x.device.type == "cpu" and not torch.compiler.is_compiling()  # reading from a GPU would wait for it
         if wrong and (int(x[0]) or int(x[-1]) > total or bool((x[1:] < x[:-1]).any())):
             raise InvalidValueError(
                 f"expected cu_seqlens to ascend from 0 to at most the {total} tokens of its tensor, got {x.tolist()}"

@@ -220,10 +220,10 @@ class LogN(PositionFactor):
     at 1 or more.
 
     If `learned` is "layer" or "head", the scale is inner · s · ln(n), where s is the parameter `log_n_scale`, which
-        starts at 1/ln(train_length).
+    starts at 1/ln(train_length).
 
     Source: Su 2021, kexue.fm 8823; learned: scalable softmax, Nakanishi 2025, arXiv 2501.19399. The initial value of s
-        is qkeel's choice; with it, the scale starts out equal to the form that is not learned.
+    is qkeel's choice; with it, the scale starts out equal to the form that is not learned.
     """
 
     train_length: int  #: the training length in tokens, at least 2
