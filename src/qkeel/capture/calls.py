@@ -245,7 +245,7 @@ def _merged(size: int, hints: frozenset[int], batch: int) -> tuple[list[str], tu
 def fewest_keys(k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
     """Returns the distinct keys [b g s d] of keys [b h s d] that are repeated in blocks for grouped queries."""
     h = k.shape[1]
-    with no_operators_seen():  # these comparisons make no number of the pass
+    with no_operators_seen():  # these comparisons are not part of the pass
         if h < 2 or not torch.equal(k[:, 0], k[:, 1]) or not bool(k.any()):
             return k
         each = (r for r in range(h, 1, -1) if h % r == 0)
@@ -262,7 +262,7 @@ def known_keys(heads: tuple[int, int], k: Float[Tensor, "b h s d"]) -> Float[Ten
 
 
 def key_heads(k: Float[Tensor, "b h s d"]) -> tuple[int, ...] | None:
-    """The key head of each query head if keys are repeated in an order other than blocks; else None.
+    """The key head of each query head if keys are repeated in an order other than blocks, otherwise None.
 
     Key heads are numbered in the order in which the query heads use them; each must serve the same number of query
     heads.

@@ -169,7 +169,7 @@ class CaptureMode(CallObserver):
             model, keep_inputs=probing, guard=guard, hooked=only_in is None, clock=self._operators if record else None
         )
         # Called with q, k, scale and causality of an SDPA call without a mask in a known module; returns whether no
-        # further reading of the call is needed. None if nobody reads calls in this way.
+        # further reading of the call is needed. None if calls are not read in this way.
         self.plain: Callable[[ModuleCall, int, Tensor, Tensor, float, bool], bool] | None = None
         self.called_in: list[ModuleCall] = []  # the calls of the modules in `only_in`
         self._only_in = only_in

@@ -22,11 +22,11 @@ PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 class ProductOperand:
     """A factor of a product: the tensor `x`, of which the dimensions `summed` are summed over in the product.
 
-    `index` has the shape of the scores. It gives the index, among the vectors of x (counted over its dimensions that
-    are not summed), of the vector from which each score is computed, or -1 in columns that are not keys. Along
-    dimensions in which the vector stays the same, it is an expanded view. It is on the CPU unless scores were picked by
-    indices, so reading it does not wait for another device. It is None if an operation on the scores has made the
-    vectors unknown.
+    `index` has the shape of the scores. For each score, it holds the index of the vector of x from which the score is
+    computed, or -1 in columns that are not keys. Vectors are counted over the dimensions of x that are not summed.
+    Along dimensions in which the vector stays the same, `index` is an expanded view. It is on the CPU unless scores
+    were picked by indices, so reading it does not wait for another device. It is None if an operation on the scores has
+    made the vectors unknown.
     """
 
     x: Tensor

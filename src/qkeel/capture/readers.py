@@ -199,7 +199,7 @@ def _as_asked(asked: AuxRequest | None, out: Any) -> object:
 
 
 def _suspended(observers: tuple[CallObserver, ...]) -> ExitStack:
-    """Returns a stack; until it is closed, nobody observes the calls inside an observed function."""
+    """Returns a stack. Until it is closed, no calls inside an observed function are observed."""
     with ExitStack() as undo:
         _observe(())
         undo.callback(_observe, observers)
@@ -469,7 +469,7 @@ def flash(given: Kwargs) -> AttentionCall:
     if ends is None:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     elif not (len(q) and len(k)):
-        raise UnreadError("no sequence that contains a token")
+        raise UnreadError("packed sequences without any tokens")
     else:
         of_keys = _first(given, ("cu_seqlens_k", "cu_seq_k"))
         longest = given.get("max_seqlen", given.get("max_seqlen_k", given.get("max_k")))
@@ -496,7 +496,7 @@ def _q_and_k(given: Kwargs) -> tuple[Tensor, Tensor]:
     k = given["kv"].unbind(-3)[0] if "kv" in given else _first(given, ("k", "key"))
     if torch.is_tensor(q) and torch.is_tensor(k) and q.is_floating_point():
         return q, k
-    raise UnreadError("q and k of its arguments")
+    raise UnreadError("arguments q and k of an unexpected form")
 
 
 def _window(size: object) -> tuple[int, int]:

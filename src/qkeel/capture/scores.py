@@ -615,8 +615,8 @@ def _queries(tag: Scores, x: Tensor) -> frozenset[int]:
 
 
 def is_index(tags: Tags, tag: object, x: Tensor) -> bool:
-    """True if a tensor with this tag scores keys for queries, as a product of activations or as a result computed from
-    one."""
+    """True if a tensor with this tag holds scores of keys for queries, as a product of activations or as a result
+    computed from one."""
     if isinstance(tag, Lost):
         return tag.may_pass_to(x) and x.shape[-1] == tag.columns
     if not isinstance(tag, Scores) or tag.table:

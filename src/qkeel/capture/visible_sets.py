@@ -233,8 +233,7 @@ def _rows(call: Seen, kept: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 def _is_grouped(call: Seen, kept: Tensor, first: Tensor) -> bool:
-    """True if the first key that a token sees assigns every token to one group, and each token sees exactly its
-    group."""
+    """True if tokens with the same first visible key form a group, and every token sees exactly its own group."""
     alike = [
         ((visible == (first[:, rows, None] == first[:, None])) | ~kept[:, None]).all()
         for rows, visible in _blocks(call)

@@ -114,7 +114,7 @@ def within(model: str, name: str) -> str:
 
 
 def site_label(name: str, root: str) -> str:
-    """The label of a site in tables: its name or, if the attention is the whole model, the model's class.
+    """The label of a site in tables: its name or, if the attention module is the model itself, the model's class.
 
     >>> site_label("layers.0", "Net"), site_label("", "Net"), site_label("#1", "Net")
     ('layers.0', 'Net', 'Net#1')
@@ -206,7 +206,7 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
             if rows < n:
                 raise RefusedError(
                     f"the site {site.name} was found in a model with other weights: expected {part.parameter} with at "
-                    f"least {n} rows, got {rows if rows else 'none of this name'}"
+                    f"least {n} rows, got {rows if rows else 'no weight of this name'}"
                 )
         found.append(dataclasses.replace(site, module=module))
     if not found:
@@ -262,7 +262,7 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
 
     Raises:
         InvalidTypeError: the model is not a torch.nn.Module.
-        RefusedError: there is no attention, or none that can be seen; the message says what was tried.
+        RefusedError: there is no attention, or none that can be observed; the message says what was tried.
         InvalidValueError: the forward pass with this example fails, or the example is on another device.
         ApartError: the model is split, and another process has failed, or has not reached the search within the process
             group's timeout; after 8 seconds, a warning names the missing processes.

@@ -689,9 +689,9 @@ def _common(changed: tuple[_State, _State], before: Tensor, number: int, mine: l
 def _of_pairs(
     base: _State, one: _State, number: int, before: Tensor, alone: Tensor, scored: Sequence[Tensor], common: float
 ) -> bool:
-    """True if some but not all of the weights that multiply one position's value depend on the other position, and if,
-    in addition, all of them depend on the first position or another weight multiplies the same value for another
-    output."""
+    """True if two conditions hold. Some but not all of the weights that multiply one position's value depend on the
+    other position. In addition, all of them depend on the first position, or another weight multiplies the same value
+    for another output."""
     if scored[0].shape != base.weights.shape:
         return False
     numbers = base.numbers()

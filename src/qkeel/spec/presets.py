@@ -131,13 +131,14 @@ def layer_specs(spec: AttentionSpec, n_layers: int, positions: str = "", train_l
 
     Args:
         spec: the attention of every layer.
-        n_layers: number of layers.
-        positions: a name from POSITIONS or from `qkeel.spec.METHODS` with options, like "alibi" or "hwfa:window=16";
-            several joined by "/" alternate over the layers, like "window:window=64/rope". Empty: `spec` unchanged.
-        train_length: in tokens, for positions that depend on it, unless their options give it.
+        n_layers: the number of layers.
+        positions: a name from POSITIONS or from `qkeel.spec.METHODS`, with options if needed, such as "alibi" or
+            "hwfa:window=16". Several names joined by "/", such as "window:window=64/rope", alternate over the layers.
+            If it is empty, `spec` is used unchanged.
+        train_length: the training length in tokens, for positions that depend on it and whose options do not give it.
 
     Raises:
-        UnknownNameError: unknown position or option.
+        UnknownNameError: the position or an option is unknown.
         InvalidValueError: an option is out of range.
         RefusedError: the spec cannot have this position.
 
@@ -387,11 +388,11 @@ def preset(name: str, **options: float | int | bool) -> AttentionSpec:
     """Returns the spec of a published recipe.
 
     Args:
-        name: a name of `presets()`.
-        options: the recipe's own constants (train_length, base, eps, …).
+        name: a name from `presets()`.
+        options: values for the constants of the recipe (train_length, base, eps, …).
 
     Raises:
-        UnknownNameError: unknown preset or option; the message names the nearest.
+        UnknownNameError: the preset or an option is unknown; the message names the nearest known one.
         InvalidTypeError: an option has the wrong type.
 
     Example:

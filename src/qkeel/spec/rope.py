@@ -1,6 +1,6 @@
 """Rotary position embeddings: RoPE, its context extensions (stretches), windows and xPos, and the cache of tables.
 
-Shapes: b batch, t queries, s keys, h heads, d head size, half number of rotated pairs.
+Shapes: b batch, t queries, s keys, h heads, d head size; `half` is the number of rotated pairs.
 """
 
 from __future__ import annotations
