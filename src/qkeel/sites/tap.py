@@ -523,9 +523,7 @@ class Tap(Handle):
             try:
                 with watcher:
                     self.model(*copied(args), **copied(dict(kwargs)))
-            except (
-                Exception
-            ):  # an error of the model, which its own pass will raise too, or of observing it in this way
+            except Exception:  # the model fails, as its own pass will too, or it can't be observed in this way
                 below.clear()
         self._below = any(below)
 
