@@ -343,8 +343,8 @@ BAD: dict[str, tuple[dict[str, Any], type[QkeelError], str]] = {
     "list": ({"q": [1.0]}, InvalidTypeError, "expected q to be a tensor, got list"),
     "rank": ({"q": Q[0]}, ShapeError, "expected q of shape [batch heads tokens dim], got (4, 5, 8)"),
     "integers": ({"k": K.long()}, InvalidTypeError, "expected a floating-point k, got torch.int64"),
-    "fp8": ({"k": K.to(torch.float8_e4m3fn)}, InvalidTypeError, "expected k in 16 bits or more"),
-    "dtypes": ({"v": V.float()}, InvalidTypeError, "expected q, k, v of one dtype"),
+    "fp8": ({"k": K.to(torch.float8_e4m3fn)}, InvalidTypeError, "expected k with at least 16 bits"),
+    "dtypes": ({"v": V.float()}, InvalidTypeError, "expected q, k and v of the same dtype"),
     "batch": ({"q": Q[:1]}, ShapeError, "with the same b, g, s, d"),
     "keys": ({"v": V[:, :, :4]}, ShapeError, "with the same b, g, s, d"),
     "dim": ({"q": Q[..., :4]}, ShapeError, "with the same b, g, s, d"),
@@ -442,7 +442,7 @@ def test_which_numbers_and_devices_positions_masks_and_parameters_may_have() -> 
         pos = torch.arange(5).to(kind)
         assert make_call(AttentionSpec(), Q, K, V, pos_q=pos, pos_k=pos[None]).pos_k.dtype == kind
     for kind in (torch.bool, torch.float8_e4m3fn, torch.complex64):
-        with pytest.raises(InvalidTypeError, match=f"expected pos_q as whole numbers .* got {kind}"):
+        with pytest.raises(InvalidTypeError, match=f"expected pos_q as integers .* got {kind}"):
             make_call(AttentionSpec(), Q, K, V, pos_q=torch.ones(5).to(kind))
     for kind in (torch.float8_e4m3fn, torch.complex64, torch.uint8):
         with pytest.raises(InvalidTypeError, match=f"a boolean mask .* got {kind}"):
@@ -458,7 +458,7 @@ def test_which_numbers_and_devices_positions_masks_and_parameters_may_have() -> 
     with pytest.raises(InvalidValueError, match="expected parameter 'q_norm' on meta like q, but it is on cpu"):
         make_call(preset("qwen3"), *far, params=gain)
     for i in range(3):
-        with pytest.raises(InvalidValueError, match="expected q, k, v on one device"):
+        with pytest.raises(InvalidValueError, match="expected q, k and v on the same device"):
             make_call(AttentionSpec(), *(x.to("meta") if i == j else x for j, x in enumerate((Q, K, V))))
     half = {"q_norm": torch.ones(8).half(), "k_norm": torch.ones(8).half()}
     assert make_call(preset("qwen3"), Q, K, V, params=half).params["q_norm"].dtype == torch.float16
@@ -511,5 +511,5 @@ def test_parameters_are_floating_point_numbers_of_16_bits_or_more(dtype: torch.d
     assert params
     attention(q, q, q, spec=spec, params=params)
     name = next(iter(params))
-    with pytest.raises(InvalidTypeError, match=r"floating-point numbers of 16 bits or more"):
+    with pytest.raises(InvalidTypeError, match=r"floating-point numbers of at least 16 bits"):
         attention(q, q, q, spec=spec, params={**params, name: params[name].to(dtype)})

@@ -1,4 +1,4 @@
-"""Attention calls as they were captured: heads, masks and scale; and the statistics of their logits."""
+"""The attention calls that are captured, with their heads, masks and scale, and the statistics of their logits."""
 
 from __future__ import annotations
 
@@ -46,24 +46,26 @@ from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import fields_of, make_call
 from qkeel.spec.slot import PerRow
 
-# An attention call as it was seen: its layout, the pairs that are hidden, calls whose masks are functions, scores
-# that are written out, and the statistics of each.
+# Captured attention calls with their layout and hidden pairs, calls whose masks are functions, scores that are written
+# out by hand, and the statistics of each.
 
-HIDES = -9e3  # a number this low hides by itself; published masks start at -1e4
-APART = 60.0  # nats from the lower level of a mask of smaller numbers up to the upper one; published: 100
+HIDES = -9e3  # an added value this low hides a pair regardless of other values; published masks start at -1e4
+APART = 60.0  # minimum gap in nats between the two levels of a mask with values above HIDES; published masks: 100
 
 
 @torch.no_grad()
 def hides(added: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
-    """Returns True where a number that one call adds to its logits hides the pair.
+    """Returns True where a value that a call adds to its logits hides the pair.
 
-    a <= -9000, or a lies on the lower of two levels. There are two levels if the numbers above -9000 fall into two
-    groups with a gap of at least 60 nats between them that is wider than either group, the lower one at -60 or less. At
-    equal q·k a pair of the lower level then weighs at most e⁻⁶⁰ of one of the upper level, which no sum in float64
-    shows. A bias that falls with the distance (ALiBi, T5) has a ramp of numbers and no such gap: it hides nothing.
+    A value a hides the pair if a <= -9000, or if it lies on the lower of two levels. There are two levels if the values
+    above -9000 fall into two groups, separated by a gap of at least 60 nats that is wider than either group, with the
+    lower group at -60 or less. At equal q·k, a pair on the lower level then weighs at most e⁻⁶⁰ times as much as a pair
+    on the upper level, which is lost to rounding in any float64 sum. A bias that decreases with the distance (ALiBi,
+    T5) forms a ramp of values without such a gap, so it hides nothing.
 
     Args:
-        added: the added numbers of all rows and heads of the call, since one row may hold one level only.
+        added: the added values of all rows and heads of the call, because a single row may contain only one of the
+            levels.
 
     >>> hides(torch.tensor([0.3, -0.2, -99.8, -1e4])).tolist()
     [False, False, True, True]
@@ -75,33 +77,34 @@ def hides(added: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
     if not added.numel():
         return low
     least, most = added.masked_fill(low, torch.inf).amin(), added.masked_fill(low, -torch.inf).amax()
-    # A gap that is wider than what lies on either side of it holds the middle of the whole range.
+    # A gap that is wider than both groups beside it contains the middle of the full range.
     below = ~low & (added <= (least + most) / 2)
     lower, upper = added.masked_fill(~below, -torch.inf).amax(), added.masked_fill(low | below, torch.inf).amin()
     gap = upper - lower
-    # Numbers that are all alike are one level, with nothing above it.
+    # Values that are all equal form a single level, with no level above it.
     levels = upper.isfinite() & (gap >= APART) & (gap > lower - least) & (gap > most - upper) & (lower <= -APART)
     return low | (below & levels)
 
 
 def is_low(value: object) -> bool:
-    """True if a constant that replaces logits hides the pair. No q·k is left in such a logit, so being low is enough:
-    no higher level is needed to compare it with."""
+    """True if a constant that replaces logits hides the pair. Nothing of q·k remains in such a logit, so a low value is
+    sufficient, and no higher level is needed for comparison."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and float(value.detach()) <= -APART
     return isinstance(value, (int, float)) and value <= -APART
 
 
-# --- The place of the heads in a tensor of scores: a dimension of their own, several, or one merged with the batch
+# --- Where the heads are in a tensor of scores: in one dimension, in several, or in one merged with the batch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeadLayout:
-    """The dimensions of scores in letters: b batch, h heads, t queries, s keys; "bh" is batch and heads merged.
+    """The meaning of each dimension of the scores, in letters: b batch, h heads, t queries, s keys, and "bh" for batch
+    and heads merged.
 
-    `sizes` are those of the dimensions h, in order; any number of dimensions may be b. `headless`: these are the scores
-    of a single head out of several. `guess` says why the layout is a guess from the shape of the scores, or "" if it is
-    not a guess.
+    `sizes` are the sizes of the h dimensions, in order; any number of dimensions may be b. `headless` is True if these
+    are the scores of a single head out of several. `guess` says why the layout was guessed from the shape of the
+    scores, or is "" if it was not guessed.
     """
 
     groups: tuple[str, ...]
@@ -118,7 +121,7 @@ class HeadLayout:
         return next(i for i, group in enumerate(self.groups) if "s" in group)
 
     def fitted(self, shape: torch.Size) -> HeadLayout | None:
-        """The layout of other scores of the same site, with this shape; None if it does not fit them.
+        """The layout of other scores of this shape at the same site, or None if the layout does not fit them.
 
         Heads that looked like a separate dimension on one sequence may in fact be merged with the batch.
         """
@@ -134,7 +137,7 @@ class HeadLayout:
         return self if groups == list(self.groups) else dataclasses.replace(self, groups=tuple(groups))
 
     def apply(self, x: Shaped[Tensor, ...]) -> Shaped[Tensor, "b h t s"]:
-        """Returns a tensor with the scores' dimensions as [b h t s]."""
+        """Returns a tensor whose dimensions are those of the scores, rearranged to [b h t s]."""
         if self.groups == ("b", "h", "t", "s"):
             return x
         sizes, order = self._single(x.shape)
@@ -143,7 +146,8 @@ class HeadLayout:
         return x.reshape(sizes).permute(order).reshape(shape)
 
     def undo(self, x: Shaped[Tensor, "b h t s"], shape: Sequence[int]) -> Shaped[Tensor, ...]:
-        """Returns a tensor [b h t s] in the scores' own dimensions and this shape: the inverse of `apply`."""
+        """Returns a tensor [b h t s] rearranged to this shape, the layout of the scores. This is the inverse of
+        `apply`."""
         if self.groups == ("b", "h", "t", "s"):
             return x
         sizes, order = self._single(shape)
@@ -151,7 +155,8 @@ class HeadLayout:
         return x.reshape([sizes[i] for i in order]).permute(back).reshape(list(shape))
 
     def _single(self, shape: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The sizes of single letters in a tensor of this shape, and their places in the order b, h, t, s."""
+        """The size of each single letter in a tensor of this shape, and the indices that sort the letters as b, h, t,
+        s."""
         heads, sizes = iter(self.sizes), []
         for n, group in zip(shape, self.groups):
             parts = [next(heads) if letter == "h" else 1 for letter in group]
@@ -162,7 +167,8 @@ class HeadLayout:
 
 
 def head_counts(module: nn.Module) -> frozenset[int]:
-    """Numbers that the module, or its configuration, calls head counts: a hint where a shape alone is ambiguous."""
+    """The numbers that the module or its configuration names as head counts, which serve as hints where a shape alone
+    is ambiguous."""
     holders = [vars(module)]
     config = vars(module).get("config")
     if config is not None and not isinstance(config, (dict, str, int, float)):
@@ -178,13 +184,13 @@ def head_counts(module: nn.Module) -> frozenset[int]:
 def layout(
     shape: Sequence[int], hints: frozenset[int], batch: int, keys: int | None = None, rows: int | None = None
 ) -> HeadLayout:
-    """The layout of scores of this shape, guessed from numbers that are called heads and from the batch size.
+    """The layout of scores of this shape, guessed from the known head counts and the batch size.
 
     Args:
-        shape: of the scores.
-        hints: see `head_counts`.
-        batch: first size of the module's input, 0 if unknown.
-        keys: the dimension of the softmax, by default the last.
+        shape: the shape of the scores.
+        hints: the possible numbers of heads; see `head_counts`.
+        batch: the first size of the module's input, or 0 if unknown.
+        keys: the dimension that the softmax normalises, by default the last.
         rows: the dimension of the queries, by default the last one other than `keys`.
     """
     n = len(shape)
@@ -203,7 +209,8 @@ def layout(
 
 
 def _lead(lead: Sequence[int], hints: frozenset[int], batch: int) -> tuple[list[str], tuple[int, ...], bool]:
-    """The letters of the dimensions before those of queries and keys, the sizes of heads, and whether it is sure."""
+    """The letters of the dimensions before the query and key dimensions, the sizes of the head dimensions, and whether
+    this is certain."""
     n = len(lead)
     if n == 0:
         return [], (), True
@@ -236,10 +243,9 @@ def _merged(size: int, hints: frozenset[int], batch: int) -> tuple[list[str], tu
 
 
 def fewest_keys(k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
-    """Returns keys [b g s d] without repetition, from keys [b h s d] that are repeated in blocks for grouped
-    queries."""
+    """Returns the distinct keys [b g s d] of keys [b h s d] that are repeated in blocks for grouped queries."""
     h = k.shape[1]
-    with no_operators_seen():  # these comparisons make no number of the pass
+    with no_operators_seen():  # these comparisons are not part of the pass
         if h < 2 or not torch.equal(k[:, 0], k[:, 1]) or not bool(k.any()):
             return k
         each = (r for r in range(h, 1, -1) if h % r == 0)
@@ -249,15 +255,17 @@ def fewest_keys(k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
 
 
 def known_keys(heads: tuple[int, int], k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
-    """The key heads [b g s d] where the numbers of query and key heads are known, so that nothing is compared."""
+    """The key heads [b g s d] when the numbers of query and key heads are known, so that no keys need to be
+    compared."""
     n, groups = heads
     return k.unflatten(1, (groups, n // groups))[:, :, 0] if k.shape[1] == n != groups else k
 
 
 def key_heads(k: Float[Tensor, "b h s d"]) -> tuple[int, ...] | None:
-    """The key head of each query head if keys are repeated in an order other than blocks; else None.
+    """The key head of each query head if keys are repeated in an order other than blocks, otherwise None.
 
-    Key heads are numbered in the order in which the query heads use them; each must serve equally many.
+    Key heads are numbered in the order in which the query heads use them; each must serve the same number of query
+    heads.
     """
     h = k.shape[1]
     if h < 3 or not bool(k.any()):
@@ -269,7 +277,7 @@ def key_heads(k: Float[Tensor, "b h s d"]) -> tuple[int, ...] | None:
     return found if 1 < len(order) < h and len(counts) == 1 and list(found) != sorted(found) else None
 
 
-# --- Attention calls whose masks are functions of positions, evaluated block by block and never T×T
+# --- Attention calls whose masks are functions of positions, evaluated block by block without ever forming T×T
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -277,13 +285,13 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlexCall(AttentionCall):
-    """A call of flex_attention: score_mod and block_mask as they were given.
+    """A call of flex_attention, with score_mod and block_mask as they were passed.
 
-    The logit is what comes out of score_mod. A tanh cap in score_mod is one operation of many in a function and can't
-    be separated from the rest, so the cap counts as part of the logit. A pair is hidden by the block mask, by a score
-    of -inf, or by one that score_mod lowered by 9000 or more to a negative number, as additive masks do.
+    The logit is the output of score_mod. A tanh cap inside score_mod is one of many operations in a function and cannot
+    be separated from the others, so it counts as part of the logit. A pair is hidden by the block mask, by a score of
+    -inf, or by a negative score that score_mod lowered by 9000 or more, as additive masks do.
 
-    largest: each row's largest logit, where flex_attention's own kernel returned it; -inf of rows that see no key.
+    largest: each row's largest logit, if flex_attention's own kernel returned it, or -inf for rows that see no key.
     """
 
     score_mod: ScoreMod | None
@@ -306,7 +314,8 @@ class FlexCall(AttentionCall):
 
 
 def _modified(score_mod: ScoreMod, z: Tensor, rows: slice, keys: slice) -> Tensor:
-    """Passes z [b h rows keys] through score_mod as torch does: element by element, at the whole call's indices."""
+    """Passes z [b h rows keys] through score_mod as torch does, element by element and with the indices of the full
+    call."""
 
     def at(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score_mod(z[b, h, i, j], b, h, i + rows.start, j + keys.start)
@@ -315,7 +324,8 @@ def _modified(score_mod: ScoreMod, z: Tensor, rows: slice, keys: slice) -> Tenso
 
 
 def _block_visible(mask: BlockMask, rows: slice, keys: slice) -> Tensor:
-    """[b|1 h|1 rows keys]: the keys that the mask's function lets be seen, within the blocks that the mask has."""
+    """Returns a mask [b|1 h|1 rows keys] of the keys that the mask function allows, within the blocks that the mask
+    contains."""
 
     def at(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return mask.mask_mod(b, h, i + rows.start, j + keys.start)
@@ -337,19 +347,20 @@ def flex_call(
     block_mask: BlockMask | None,
 ) -> FlexCall:
     """The call of flex_attention on q [b h t d] and k [b g s d]."""
-    # Its mask neither hides nor adds anything, but says that there is one: visibility has to be asked for, and, where
-    # something is added, the logit is not the product alone.
+    # The mask of this spec hides and adds nothing. It only declares that there is a mask, so that visibility is asked
+    # for, and that, if something is added, the logit is not the product alone.
     mask = q.new_ones((1, 1, 1, 1), dtype=torch.bool) if score_mod is None else q.new_zeros(1, 1, 1, 1)
     call = make_call(spec, q, k, k, causal=False, mask=mask)
     return FlexCall(**fields_of(call), score_mod=score_mod, block_mask=block_mask)
 
 
-# --- ScoresCall: a hand-written attention as it was seen, and the statistics of what went into its softmax
+# --- ScoresCall: a captured call of hand-written attention, and the statistics of the scores its softmax received
 
 
 class IndexVectors(NamedTuple):
-    """What an indexer's scores were made of: queries and keys, whose vectors are the last dimension and which have the
-    scores' other dimensions, of size 1 where they are the same; and the factors of its heads."""
+    """The tensors from which an indexer's scores were computed: queries and keys, and the factors of its heads. The
+    last dimension of queries and keys is that of the vectors; the others match the scores' dimensions, with size 1
+    where the vectors are shared."""
 
     queries: Tensor
     keys: Tensor
@@ -358,16 +369,16 @@ class IndexVectors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoresCall:
-    """Logits [b h t s] before the cap, `capped` ones as the softmax took them, and which pairs are hidden.
+    """The logits [b h t s] before the cap, the `capped` logits that the softmax received, and which pairs are hidden.
 
-    Without a cap both are the same tensor. `hidden` [b|1 h|1 t|1 s] is True where a query may not see a key. q [b h t
-    d] and k [b g s d] are those that were multiplied, or None if unknown: norms, angles and weights are read from them,
-    the logits never. Both are None for a logit that is a sum of products. `layout` is that of the scores in the module.
-    In a probe `products` are q and k of every product of the sum, and `lost` says what else is in it. `query_mask` [b
-    t]: False leaves a query row out of the statistics; `classes` splits them. `gathered`: the keys were picked for each
-    query, so a column belongs to no single key, and the first key of a row is unknown: sink_share is NaN. `sink` is the
-    logsumexp of the attached columns that are not keys, if there are any. `index` tells of an
-    indexer's scores what they are made of.
+    Without a cap, both are the same tensor. `hidden` [b|1 h|1 t|1 s] is True where a query may not see a key. q [b h t
+    d] and k [b g s d] are the factors that were multiplied, or None if unknown; norms, angles and weights are computed
+    from them, but the logits never are. Both are None for a logit that is a sum of products. `layout` is the layout of
+    the scores in the module. In a probe, `products` holds q and k of every product in the sum, and `lost` says what
+    else the sum contains. `query_mask` [b t] is False for query rows that are left out of the statistics; `classes`
+    splits the statistics. If `gathered` is True, the keys were picked for each query, so a column does not belong to a
+    single key and the first key of a row is unknown; sink_share is then NaN. `sink` is the logsumexp of the attached
+    columns that are not keys, if there are any. `index` holds the tensors from which an indexer's scores were computed.
     """
 
     spec: AttentionSpec
@@ -403,15 +414,16 @@ class ScoresCall:
 
 @torch.no_grad()
 def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitStats:
-    """Exact LogitStats of a hand-written call; weights are those of the softmax over the visible keys and a sink.
+    """The exact LogitStats of a hand-written call, with the weights of the softmax over the visible keys and a sink.
 
-    What needs q or k (norms, angles, qk_frobenius) is not measured where they are unknown: n_keys or n_products is 0.
+    Statistics that need q or k (norms, angles, qk_frobenius) are not measured if these are unknown; n_keys or
+    n_products is then 0.
     """
     return find_score_rows(call, threshold).with_others(())
 
 
 def find_score_rows(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> FoundRows:
-    """Finds the rows that `scores_stats` reduces; the caller has turned gradients and autocast off."""
+    """Finds the rows that `scores_stats` reduces. Gradients and autocast must be off already."""
     kind = wide(call.logits.dtype)
     q, k = (None if x is None else x.to(kind) for x in (call.q, call.k))
     q_norm, k_norm = (None if x is None else x.norm(dim=-1) for x in (q, k))
@@ -429,7 +441,7 @@ def find_score_rows(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> Fou
             z = seen.lower_(seen.blank_(call.capped[:, :, rows].to(kind, copy=True)))
         sink = None if call.sink is None else call.sink[:, :, rows]
         weights = softmax_rows(z, seen, classes, sink)
-        if call.gathered:  # the first column is the first that was picked, and not the first key of the sequence
+        if call.gathered:  # the first column is the key that was picked first, not the first key of the sequence
             weights["first_weight"] = torch.full_like(weights["first_weight"], torch.nan)
         parts.append(RowStats(**angle, **found, **weights))
     rows = parts[0] if len(parts) == 1 else RowStats.cat(parts)
@@ -439,8 +451,8 @@ def find_score_rows(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> Fou
 
 @torch.no_grad()
 def scores_change(before: ScoresCall, after: ScoresCall) -> LogitChange:
-    """The change of the logits before the cap between two calls of the same batch; see logit_change of the kernels. It
-    is a difference of logits and contains their rounding."""
+    """The change of the logits before the cap between two calls on the same batch; see logit_change of the kernels. It
+    is computed as a difference of logits, so it includes their rounding errors."""
     if before.logits.shape != after.logits.shape:
         raise ShapeError(
             f"expected two calls on the same batch, got scores {tuple(before.logits.shape)} and then "
@@ -455,7 +467,7 @@ def scores_change(before: ScoresCall, after: ScoresCall) -> LogitChange:
 
 @torch.no_grad()
 def scores_maxima(call: ScoresCall) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]]:
-    """The max_logit and min_logit [h] of `scores_stats`, and nothing else."""
+    """Only the max_logit and min_logit [h] of `scores_stats`."""
     extrema = []
     for rows in _blocks(call):
         z, seen = _logits(call, rows)
@@ -479,17 +491,18 @@ def call_logsumexp(call: Seen) -> Float[Tensor, "b h t"]:
         return torch.cat(parts, 2)
 
 
-_ROUNDING = 1 / 64  # a logit may differ from its product by this share of the largest, as in half precision
+_ROUNDING = 1 / 64  # a logit may differ from its product by this fraction of the largest, as in half precision
 
 
 @torch.no_grad()
 def dense_rows(call: Seen, rows: slice) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns what some rows of a call would be without hidden pairs, for sparse attention.
+    """Returns the logits that some rows of a call would have if no pairs were hidden, for use with sparse attention.
 
     Returns:
         The logits of all pairs after the cap [b h r s], in float32 or wider; which keys the rows reach [b h r s]; and
-        which rows count [b h r]: a row does not where something besides the product of q and k is in its logits. None
-        if keys were gathered for each query, q and k are unknown, or their numbers differ.
+        which rows count [b h r], where a row does not count if its logits contain anything besides the product of q and
+        k. The result is None if keys were gathered for each query, if q and k are unknown, or if the numbers of queries
+        and keys differ.
     """
     if isinstance(call, ScoresCall):
         if call.gathered or call.q is None or call.k is None or call.logits.shape[2] != call.logits.shape[3]:
@@ -529,7 +542,7 @@ def _blocks(call: ScoresCall) -> Iterator[slice]:
 
 
 def _logits(call: ScoresCall, rows: slice) -> tuple[Tensor, VisibleKeys]:
-    """A blanked copy of the logits of some rows, and which keys are visible there."""
+    """A copy of the logits of some rows with the hidden pairs blanked out, and which keys are visible in them."""
     n = call.logits.shape[3]
     hidden = call.hidden
     if hidden is not None and hidden.shape[2] > 1:
@@ -539,7 +552,7 @@ def _logits(call: ScoresCall, rows: slice) -> tuple[Tensor, VisibleKeys]:
 
 
 def _keys_seen(call: ScoresCall) -> Tensor:
-    """A mask of the keys [b g s] that some counted row sees; [b h s] where the keys are unknown."""
+    """A mask of the keys [b g s] that are visible to at least one counted row, or [b h s] if the keys are unknown."""
     b, h, _, s = call.logits.shape
     groups = h if call.k is None else call.k.shape[1]
     visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=call.logits.device)
@@ -551,39 +564,39 @@ def _keys_seen(call: ScoresCall) -> Tensor:
 
 
 def cat_heads(parts: list[LogitStats]) -> LogitStats:
-    """Joins the statistics of one-head calls into those of one site."""
+    """Joins the statistics of single-head calls into the statistics of one site."""
     whole = {name: torch.cat([getattr(p, name) for p in parts]) for name in TENSORS}
     return LogitStats(**whole, classes=joined_classes([p.classes for p in parts]))
 
 
-# The per-head statistics of attention calls that were seen: of one call, and of a pass, all of its sites in one
+# The per-head statistics of captured attention calls, for one call or for a pass, with all sites of the pass in one
 # tensor per field.
 
 Seen = AttentionCall | ScoresCall
-WAITING = 1 << 22  # numbers of calls that wait to be reduced together: 16 MB in float32
+WAITING = 1 << 22  # elements of calls that wait to be reduced together: 16 MB in float32
 
 
 def statistics(call: Seen, threshold: float = ALARM_THRESHOLD) -> LogitStats:
-    """Exact statistics of a captured call, in its own precision even under autocast."""
+    """The exact statistics of a captured call, computed in the call's precision even under autocast."""
     with torch.no_grad():
         return find(call, threshold).with_others(())
 
 
 def find(call: Seen, threshold: float = ALARM_THRESHOLD) -> Found:
-    """Finds the numbers that `statistics` reduces."""
+    """Finds the values that `statistics` reduces."""
     with torch.no_grad(), torch.autocast(_device(call), enabled=False):
         return find_score_rows(call, threshold) if isinstance(call, ScoresCall) else find_rows(call, threshold)
 
 
 def maxima(call: Seen) -> LogitStats:
-    """Like `statistics` with max_logit and min_logit only, for less than half its cost; other fields are neutral. If
-    flex_attention returned the largest logits, only these are read, by one operation."""
+    """Like `statistics`, but with max_logit and min_logit only and neutral values in the other fields, at less than
+    half the cost. If flex_attention returned the largest logits, only these are read, in a single operation."""
     with torch.no_grad():
         return find_maxima(call).with_others(())
 
 
 def find_maxima(call: Seen) -> Found:
-    """Finds the numbers that `maxima` reduces."""
+    """Finds the values that `maxima` reduces."""
     with torch.no_grad(), torch.autocast(_device(call), enabled=False):
         if isinstance(call, FlexCall) and call.largest is not None and call.query_mask is None:
             return FoundStats(only_extremes(call.largest.amax((0, 2))))
@@ -597,12 +610,12 @@ def _device(call: Seen) -> str:
 
 
 class ScoreBlock(NamedTuple):
-    """The statistics of several sites in joint tensors: their heads one after the other.
+    """The joint statistics of several sites, in tensors that hold the heads of all sites one after the other.
 
     Args:
-        names: of the sites.
-        heads, kv_heads: how many each has.
-        joint: the statistics of all their heads.
+        names: the names of the sites.
+        heads, kv_heads: the number of query heads and of key heads of each site.
+        joint: the statistics of all heads.
     """
 
     names: tuple[str, ...]
@@ -612,7 +625,7 @@ class ScoreBlock(NamedTuple):
 
     @property
     def layout(self) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
-        """A key that two blocks share if their heads belong to the same sites."""
+        """A key that is equal for two blocks whose heads belong to the same sites."""
         return self.names, self.heads, self.kv_heads
 
     def split(self) -> Iterator[tuple[str, LogitStats]]:
@@ -630,17 +643,18 @@ class ScoreBlock(NamedTuple):
 
 @final
 class SiteStats(Mapping[str, LogitStats]):
-    """Statistics by site. Statistics are kept in blocks of sites; those of a single site are extracted on request."""
+    """Statistics keyed by site. They are kept in blocks of several sites, and those of a single site are extracted on
+    request."""
 
     def __init__(self, blocks: Iterable[ScoreBlock] = (), order: Iterable[str] | None = None) -> None:
-        """Takes the blocks, and the order of the sites where it is another than theirs."""
+        """Takes the blocks, and the order of the sites if it differs from their order in the blocks."""
         self.blocks = tuple(blocks)
         known = itertools.chain.from_iterable([block.names for block in self.blocks])
         self.names = tuple(known if order is None else order)
 
     @classmethod
     def of(cls, sites: Mapping[str, LogitStats]) -> SiteStats:
-        """Makes SiteStats from statistics by site."""
+        """Builds SiteStats from a mapping of sites to statistics."""
         if type(sites) is SiteStats:
             return sites
         return cls(ScoreBlock((n,), (len(s.max_logit),), (len(s.key_norm),), s) for n, s in sites.items())
@@ -659,7 +673,7 @@ class SiteStats(Mapping[str, LogitStats]):
         return len(self.names)
 
     def field(self, name: str) -> dict[str, Tensor]:
-        """One field of each site, per query head."""
+        """The values of one field for each site, per query head."""
         found: dict[str, Tensor] = {}
         for block in self.blocks:
             x = block.joint.tensors()[name]
@@ -668,7 +682,7 @@ class SiteStats(Mapping[str, LogitStats]):
         return found
 
     def merged(self, other: SiteStats) -> SiteStats:
-        """The statistics of both data sets."""
+        """The statistics of both data sets combined."""
         if not self.blocks or not other.blocks:
             return self if self.blocks else other
         if [block.layout for block in self.blocks] == [block.layout for block in other.blocks]:
@@ -682,27 +696,27 @@ class SiteStats(Mapping[str, LogitStats]):
         return SiteStats.of(found)
 
     def renamed(self, rename: Callable[[str], str]) -> SiteStats:
-        """Returns the statistics with other names of sites."""
+        """Returns the statistics with the sites renamed."""
         blocks = [block._replace(names=tuple(map(rename, block.names))) for block in self.blocks]
         return SiteStats(blocks, map(rename, self.names))
 
 
 @final
 class SiteStatistics:
-    """Collects the findings on calls by site, and which names are single heads of one site."""
+    """Collects the findings of calls by site, and records which names are single heads of one site."""
 
     def __init__(self) -> None:
         self.heads: dict[str, list[str]] = {}
         self._stats = SiteStats()
-        self._waiting: dict[tuple[object, ...], dict[str, Found]] = {}  # by what is alike
-        self._order: dict[str, None] = {}  # of those that wait
+        self._waiting: dict[tuple[object, ...], dict[str, Found]] = {}  # keyed by the properties that they share
+        self._order: dict[str, None] = {}  # the names of the waiting findings, in order
         self._size = 0
 
     def add(self, name: str, new: Found | LogitStats, part_of: str | None) -> None:
-        """Adds the findings of a call; `part_of` names the site of which it is a single head."""
+        """Adds the findings of a call; `part_of` names the site if the call is one of that site's heads."""
         found = new if isinstance(new, Found) else FoundStats(new)
         group = self._waiting.setdefault(found.alike or (name,), {})
-        if name in group:  # a layer that is called again
+        if name in group:  # a layer that is called more than once
             self._reduce()
             group = self._waiting.setdefault(found.alike or (name,), {})
         group[name] = found
@@ -737,7 +751,7 @@ class SiteStatistics:
             mine += [part for part in parts if part not in mine]
 
     def joined(self) -> SiteStats:
-        """The statistics of each site; heads that were computed one by one are joined to one site."""
+        """The statistics of each site, with heads that were computed one by one joined into a single site."""
         self._reduce()
         if not self.heads:
             return self._stats

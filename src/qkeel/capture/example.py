@@ -1,4 +1,5 @@
-"""The example that a model is traced with: its arguments, the state that is kept, and sites described by hand."""
+"""The example input with which a model is traced: its arguments, the state that is preserved, and sites described by
+hand."""
 
 from __future__ import annotations
 
@@ -44,16 +45,16 @@ from qkeel.patching.modes import (
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import make_call
 
-# The module that is running, known by forward hooks while a probe or a sampled forward runs.
+# The module that is currently running, tracked by forward hooks during a probe or a sampled forward pass.
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class ModuleCall:
-    """One running call of a module. `inputs` are its tensor arguments, kept on request only.
+    """A running call of a module. `inputs` holds its tensor arguments, which are kept only on request.
 
-    `batch` is the first size of its first tensor argument, `calls` how many attention calls it has made so far,
-    `indexes` how often it has chosen keys, `pads` whether it has filled up a dimension of a tensor with zeros, `since`
-    and `until` the numbers of operators that had run when it began and when it ended.
+    `batch` is the first size of its first tensor argument, `calls` the number of attention calls it has made so far,
+    `indexes` the number of times it has chosen keys, and `pads` whether it has padded a dimension of a tensor with
+    zeros. `since` and `until` are the numbers of operators that had run when it began and when it ended.
     """
 
     name: str
@@ -68,24 +69,25 @@ class ModuleCall:
     pads: bool = False
 
     def line(self) -> list[ModuleCall]:
-        """This frame and those that called it, innermost first."""
+        """This frame and all frames that enclose it, innermost first."""
         frames: list[ModuleCall] = [self]
         while (parent := frames[-1].parent) is not None:
             frames.append(parent)
         return frames
 
     def shared_with(self, other: ModuleCall) -> ModuleCall:
-        """The innermost frame around both, such as that of attention whose softmax is a separate module."""
+        """The innermost frame that encloses both, for example the frame of an attention module whose softmax is a
+        separate module."""
         mine = {id(f) for f in self.line()}
         return next((f for f in other.line() if id(f) in mine), self)
 
 
 class ModuleStack:
-    """The innermost running module of a model, between `__enter__` and `__exit__`.
+    """Tracks the innermost running module of a model between `__enter__` and `__exit__`.
 
-    Module calls are seen by per-module hooks, so that nothing outside the model is touched (scripted modules take no
-    hooks; where there is one, a global hook sees its calls). A module that runs inside compiled or scripted code
-    is not seen.
+    Module calls are observed by hooks on each module, so that nothing outside the model is changed. Scripted modules
+    accept no hooks; if the model contains one, a global hook observes their calls. A module that runs inside compiled
+    or scripted code is not observed.
     """
 
     def __init__(
@@ -97,9 +99,9 @@ class ModuleStack:
         hooked: bool = True,
         clock: Callable[[], int] | None = None,
     ) -> None:
-        """Hooks onto the modules; `guard` calls what the hooks do, `clock` counts the operators of a recorded pass.
+        """Prepares the hooks. `guard` calls what the hooks do, and `clock` counts the operators of a recorded pass.
 
-        Without `hooked` no module gets a hook: the caller knows which module runs.
+        If `hooked` is False, no module gets a hook, because the caller knows which module is running.
         """
         named = modules_of(model) if hooked else {}
         self._names = {id(module): name for name, module in named.items()}
@@ -128,12 +130,12 @@ class ModuleStack:
         return act if self._guard is unguarded else functools.partial(self._guard, act)
 
     def begun(self, args: Args, kwargs: Kwargs) -> None:
-        """Call this before `attach` if the model's own call has already begun; its end is then ignored."""
+        """Call this before `attach` if the model's own call has already begun; the end of that call is then ignored."""
         self._modules = [m for m in self._modules if m is not self.root.module]
         self.push(self.root.module, args, kwargs)
 
     def push(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """A call of this module begins."""
+        """Records that a call of this module begins."""
         plain = not kwargs and all([isinstance(x, Tensor) for x in args])  # noqa: C419
         inputs = args if plain else tuple(tensors((args, kwargs)))
         batch = 0
@@ -162,7 +164,7 @@ class ModuleStack:
             self._pop(module, args, output)
 
     def _pop(self, module: nn.Module, args: object, output: object) -> None:
-        # A frame above this one was left by an exception inside a module without hooks.
+        # A frame above this one remains if an exception ended a module without hooks.
         for frame in (self.top,) if self.top.module is module else self.top.line():
             if frame.module is module and frame.parent is not None:
                 self.top = frame.parent
@@ -185,23 +187,24 @@ def tensors(value: object) -> Iterator[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns the same nested plain tuples, lists and dicts, with every other value in them changed."""
+    """Returns the same nested tuples, lists and dicts with every other value in them replaced by `change(value)`."""
     kind = type(value)
     if kind is tuple or kind is list:
         return kind([mapped(x, change) for x in value])
     return {name: mapped(x, change) for name, x in value.items()} if kind is dict else change(value)
 
 
-# A user's example batch as arguments of the model's forward, the beginning of a few of its rows, and the state of a
-# model that a pass on it may change, restored afterwards.
+# A user's example batch as arguments of the model's forward, the first tokens of a few of its rows, and the state of
+# the model that a pass may change, which is restored afterwards.
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def arguments(batch: object, what: str = "example") -> Arguments:
-    """Arguments and keyword arguments from a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
+    """Converts a tensor, a tuple or list of arguments, or a mapping of keyword arguments to arguments and keyword
+    arguments.
 
-    Raises: InvalidTypeError if it is none of them; `what` names it.
+    Raises: InvalidTypeError if the batch is none of these; `what` names it in the message.
     """
     if isinstance(batch, Mapping):
         return (), {str(name): value for name, value in batch.items()}
@@ -214,7 +217,7 @@ def arguments(batch: object, what: str = "example") -> Arguments:
 
 
 ROWS, TOKENS = (1, 2), 32
-# Arguments with a number for each token that cutting the sequence leaves right.
+# Arguments with one value per token, which remain valid when the sequence is cut.
 OF_TOKENS = frozenset(
     {"input_ids", "attention_mask", "labels", "position_ids", "token_type_ids", "idx", "tokens", "targets", "x", "y"}
 )
@@ -223,7 +226,7 @@ _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShortExample:
-    """Arguments with this number of `rows`; `cut` says whether their sequences are shortened too."""
+    """Arguments with `rows` rows; `cut` says whether their sequences are shortened too."""
 
     args: Args
     kwargs: Kwargs
@@ -232,14 +235,17 @@ class ShortExample:
 
 
 def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
-    """Shorter examples, the shortest first: one row if that may suffice, else two, which distinguish heads from the
-    batch. It yields none if it is unclear what a batch is, or if the example has at most two short rows of tokens:
-    examining all of it takes less time than examining a part and then running a pass over all.
+    """Yields shorter examples, the shortest first: with one row if that may suffice, then with two rows, which make it
+    possible to tell heads from the batch. Yields nothing if it is unclear which dimension is the batch, or if the
+    example has at most two short rows of tokens, because examining the full example is then faster than examining a
+    part and running a pass over the full example afterwards.
 
-    Dimension 0 of every tensor is the batch, of the same size or 1. The next dimension of the first tensor that has one
-    is the sequence, unless the tensor has that size twice. An index beyond the end raises an exception on the CPU but
-    ends the process elsewhere. There, integers must have one shape [b t], as tokens have, and a sequence is cut only if
-    they are tokens, targets, masks or positions by name (OF_TOKENS), or the first one or two arguments.
+    Dimension 0 of every tensor is the batch dimension, whose size is the same for all tensors or 1. The next dimension
+    of the first tensor that has one is the sequence, unless another dimension of that tensor has the same size. An
+    index beyond the end raises an exception on the CPU but ends the process on other devices. On other devices, all
+    integer tensors must therefore have the same shape [b t], as tokens have, and a sequence is cut only if the integer
+    tensors are tokens, targets, masks or positions according to their names (OF_TOKENS), or if at most two are passed
+    by position.
     """
     given = [x for x in tensors((args, dict(kwargs))) if x.ndim]
     if not given or not _is_plain((args, dict(kwargs))) or any(x.is_nested for x in given):
@@ -258,12 +264,12 @@ def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
 
 
 def first_row(args: Args, kwargs: Kwargs) -> ShortExample:
-    """The first sequence of a batch, whole; all sequences if it is unclear what a batch is."""
+    """The first full sequence of a batch, or all sequences if it is unclear which dimension is the batch."""
     return _example(args, kwargs, _rows([x for x in tensors((args, dict(kwargs))) if x.ndim])[1][0], None)
 
 
 def _rows(given: Sequence[Tensor]) -> tuple[int, list[int]]:
-    """The size of the batch, and how many of its rows may do."""
+    """The size of the batch, and the numbers of rows that may suffice."""
     batch = max(map(len, given))
     return batch, [n for n in ROWS if n <= batch and {*map(len, given)} <= {1, batch}] or [batch]
 
@@ -281,24 +287,27 @@ def _example(args: Args, kwargs: Kwargs, rows: int, size: int | None) -> ShortEx
 
 
 def _of_tokens(args: Args, kwargs: Kwargs) -> bool:
-    """True if no whole number given is an index of a token, which a cut would leave beyond the end."""
+    """True if, judging by the names and the number of the arguments, no integer tensor holds indices of tokens, which
+    would point beyond the end after a cut."""
     whole = {name for name, x in kwargs.items() if isinstance(x, Tensor) and not x.is_floating_point()}
     placed = [x for x in tensors(tuple(args)) if not x.is_floating_point()]
     return whole <= OF_TOKENS and len(placed) <= 2
 
 
 def _is_plain(value: object) -> bool:
-    """True of tensors, numbers and names in tuples, lists and dicts: nothing that may hold the batch in its own way."""
+    """True for tensors, numbers and strings in tuples, lists and dicts, that is, for values that cannot hold the batch
+    in a form of their own."""
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
         return all(map(_is_plain, value))
     return all(map(_is_plain, value.values())) if type(value) is dict else isinstance(value, _PLAIN)
 
 
-# --- The state of a model that a forward pass may change, restored after it; its arguments, kept to make it again
+# --- The state of a model that a forward pass may change, restored afterwards; and its arguments, kept to repeat it
 
 
 def copied(value: Any) -> Any:
-    """Returns the arguments with copies of what a forward pass may change (caches), and the same tensors."""
+    """Returns the arguments with copies of everything that a forward pass may change (caches), and with the same
+    tensors."""
     return mapped(value, _copy)
 
 
@@ -310,7 +319,7 @@ def _copy(value: object) -> object:
 
 @contextmanager
 def same_random_streams(devices: Sequence[int] = ()) -> Iterator[None]:
-    """A context that restores the random generators of Python, NumPy and torch, on the CPU and these GPUs."""
+    """A context that restores the random generators of Python, NumPy and torch, on the CPU and on the given GPUs."""
     with ExitStack() as undo, torch.random.fork_rng(devices=devices):
         undo.callback(random.setstate, random.getstate())
         undo.callback(np.random.set_state, np.random.get_state())
@@ -322,9 +331,10 @@ Undo = Callable[[], None]
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[Undo]:
-    """A context that restores what a forward pass changes: random generators, buffers, attributes, required gradients.
+    """A context that restores what a forward pass changes: random generators, buffers, attributes and requires_grad
+    flags.
 
-    The function that it yields restores this state between two passes.
+    The context yields a function that restores this state, for use between two passes.
     """
     modules = [*modules_of(model).values()]
     parameters = parameters_in(modules)
@@ -332,7 +342,7 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
     with ExitStack() as undo:
         streams = undo.enter_context(ExitStack())
         streams.enter_context(same_random_streams(devices))
-        torchs_own = vars(nn.Module()).keys()  # its hooks, its parameters: sharded models exchange those in a pass
+        torchs_own = vars(nn.Module()).keys()  # such as hooks and parameters, which sharded models exchange in a pass
         kept = [restore for module in modules for restore in _keep(module, torchs_own)]
 
         def again() -> None:
@@ -341,19 +351,19 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
             for restore in reversed(kept):
                 restore()
 
-        for restore in kept:  # each by itself: one that fails does not keep the others from putting back
+        for restore in kept:  # each separately, so that a failure does not keep the remaining ones from restoring
             undo.callback(restore)
         for p in parameters:
             if not p.requires_grad and (p.is_floating_point() or p.is_complex()):
-                # The walk from q to its weights needs a graph, in frozen models too.
+                # Tracing q back to its weights needs a graph, in frozen models too.
                 p.requires_grad_(True)
                 undo.callback(p.requires_grad_, False)
         yield again
 
 
 def _keep(module: nn.Module, torchs_own: Collection[str]) -> Iterator[Callable[[], None]]:
-    """Functions that restore a module's own tensors and attributes, and what its lists, dicts, sets and generators
-    held; `torchs_own` are the names of attributes that every module has."""
+    """Yields functions that restore the module's tensors and attributes, and the contents of its lists, dicts, sets and
+    generators; `torchs_own` are the names of attributes that every module has."""
     if isinstance(module, torch.jit.ScriptModule):
         yield _keep_values(list(module.buffers(recurse=False)))
         return
@@ -370,8 +380,8 @@ def _keep(module: nn.Module, torchs_own: Collection[str]) -> Iterator[Callable[[
         plain = not (buffers or held or hooks_after(module) or buffers_of(module))
         if plain and [*state] == names and all(map(operator.is_, state.values(), objects)):
             return
-        # A model may register hooks in its first pass, and note that in an attribute (transformers does, to record
-        # hidden states): both go, else the next pass would register them a second time.
+        # A model may register hooks in its first pass and note that in an attribute (transformers does so to record
+        # hidden states). Both are removed, because otherwise the next pass would register the hooks a second time.
         drop_hooks_after(module, kept=hooks)
         for name in attributes_of(module).keys() - before.keys():
             del state[name]
@@ -405,7 +415,8 @@ _CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict
 
 
 def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:
-    """A function that puts values back. Tensors on the meta device have none, and inference tensors can't change."""
+    """Returns a function that restores the values. Tensors on the meta device have no values, and inference tensors
+    cannot change."""
     plain, others = [], []
     for x in tensors:
         if not (x.is_inference() or x.is_meta):
@@ -415,11 +426,11 @@ def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:
     @torch.no_grad()
     def restore() -> None:
         for x, value, _ in plain:
-            # Compared, not by version: batch norm's kernels write their averages without raising it.
+            # Compares values, not versions, because batch norm's kernels write their averages without raising them.
             if not torch.equal(x, value):
                 x.copy_(value)
         for x, value, version in others:
-            # Sparse, nested and other kinds of tensors can't be compared: what wrote to them raised their version.
+            # Sparse, nested and other kinds of tensors can't be compared, but a write to them raises their version.
             if version_of(x) != version:
                 x.copy_(value)
 
@@ -428,15 +439,15 @@ def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:
 
 @final
 class LastPass:
-    """The arguments of a pass, without the graph that made them, and whether it ran under autocast.
+    """The arguments of a pass, without the graph that produced them, and whether the pass ran under autocast.
 
-    They are kept, not copied: until the next training pass begins, or the tap is removed, the tensors of one batch stay
-    alive. A loop that keeps its batch until it has the next one needs no more memory for that.
+    The tensors are kept rather than copied, so the tensors of one batch stay alive until the next training pass begins
+    or the tap is removed. A loop that keeps its batch until it has the next one needs no additional memory for that.
     """
 
     def __init__(self, device: str, args: Args, kwargs: Mapping[str, object]) -> None:
-        """Takes the type of the device that the model is on, besides what it was called with."""
-        # In every training pass: tensors without a call of Python's for each.
+        """Takes the arguments of the call, and the type of the device that the model is on."""
+        # This runs in every training pass, so tensors are handled without a Python call for each.
         self.args = tuple([x.detach() if isinstance(x, Tensor) else mapped(x, _detached) for x in args])
         self.kwargs = {n: x.detach() if isinstance(x, Tensor) else mapped(x, _detached) for n, x in kwargs.items()}
         self._device = device if torch.amp.is_autocast_available(device) else "cpu"  # the meta device has none
@@ -444,7 +455,7 @@ class LastPass:
 
     @contextmanager
     def setting(self, model: nn.Module) -> Iterator[None]:
-        """A context with the model in training mode, under the autocast of the pass."""
+        """A context in which the model is in training mode, under the same autocast setting as the pass."""
         modes = [(module, module.training) for module in model.modules()]
         enabled, dtype = self._cast
         if not model.training:
@@ -461,7 +472,8 @@ def _detached(value: object) -> object:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-# Sites described by hand, for a new layout or attention that nothing can see: custom operators, sparse kernels.
+# Sites described by hand, for attention with a new layout or attention that cannot be observed, such as custom
+# operators and sparse kernels.
 
 
 def describe(
@@ -475,24 +487,25 @@ def describe(
     causal: bool = True,
     mask: Callable[..., Tensor | None] | None = None,
 ) -> AttentionSite:
-    """Describes a site whose attention cannot be observed: where its q and k are, and what is computed from them.
+    """Describes a site whose attention cannot be observed: where its q and k come from, and what is computed from them.
 
-    Its statistics are those of the attention that is described: every query against every key that `causal` and
-    `mask` let it see, even where the module itself skips some of them.
+    The statistics of the site are those of the attention as described, in which every query sees every key that
+    `causal` and `mask` allow, even where the module itself skips some of these keys.
 
     Args:
-        model: the whole model.
-        name: qualified name of the attention's module, as in `model.get_submodule(name)`.
-        query, key: a `Reading` of a submodule's output; or a function that is called as `f(module, *args, **kwargs)`
+        model: the model that contains the site.
+        name: the qualified name of the attention module, as in `model.get_submodule(name)`.
+        query, key: a `Reading` of a submodule's output, or a function that is called as `f(module, *args, **kwargs)`
             with the arguments of the module's forward and returns q [b h t d] or k [b g s d].
         heads: the number of heads, or (query heads, key heads).
-        spec: what is computed from q and k; by default softmax of q·k/√d. A norm or RoPE that the module applies
-            belongs here, or in `then` of a Reading. No learned parameters.
+        spec: what is computed from q and k; by default the softmax of q·k/√d. If the module applies a norm or RoPE, it
+            belongs here or in `then` of a Reading. The spec cannot have learned parameters.
         causal: whether later keys are hidden from a query; queries are aligned to the end of the keys.
-        mask: called like a function for q; returns a mask as `qkeel.attention` takes it, or None.
+        mask: a function that is called like those for `query` and `key` and returns a mask as accepted by
+            `qkeel.attention`, or None.
 
     Returns:
-        The site. The rows of each head are known if q and k are read from an nn.Linear.
+        The site. The rows of each head are known if q and k are outputs of an nn.Linear.
 
     >>> model = nn.ModuleDict({"attn": nn.ModuleDict({"qkv": nn.Linear(8, 24)})})
     >>> q, k = (Reading(module="qkv", layout="b t (n h d)", part=part, parts=3) for part in (0, 1))
@@ -540,13 +553,13 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def _slice(name: str, module: nn.Module, part: Reading | Callable[..., Tensor], n: int) -> HeadSlice | str:
-    """The rows of each head, or why they are unknown."""
+    """The rows of each head, or the reason why they are unknown."""
     if not isinstance(part, Reading):
         return f"{getattr(part, '__name__', 'a function')} computes it"
     layer = _submodule(module, part.module)
     if not isinstance(layer, nn.Linear) or "weight" not in parameters_of(layer):
         return f"{part.module} is a {type(layer).__name__}, not an nn.Linear with a weight of its own"
-    # Features that hold no h are those of every head.
+    # Features whose layout contains no h are shared by all heads.
     n = n if "h" in part.groups[-1] else 1
     numbers = torch.arange(layer.out_features)
     index = arranged(numbers.expand([1] * (part.dims - 1) + [-1]), part, n)[0, :, 0]
@@ -556,7 +569,7 @@ def _slice(name: str, module: nn.Module, part: Reading | Callable[..., Tensor], 
 
 
 def arranged(x: Shaped[Tensor, ...], reading: Reading, heads: int) -> Shaped[Tensor, "b h t d"]:
-    """Returns a module's output, laid out as the reading says, as [b h t d].
+    """Returns a module's output, which has the layout of the reading, rearranged to [b h t d].
 
     Raises:
         ShapeError: the output has another layout.
@@ -590,8 +603,8 @@ def arranged(x: Shaped[Tensor, ...], reading: Reading, heads: int) -> Shaped[Ten
 
 
 class DescribedSiteHooks:
-    """Hooks on a described site's modules, from `attach` on. After each call of the site's module they pass the site,
-    and a function that returns the call, to `report`."""
+    """Hooks on the modules of a described site, installed by `attach`. After each call of the site's module, they call
+    `report` with the site and a function that returns the attention call."""
 
     def __init__(
         self,

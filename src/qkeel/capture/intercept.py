@@ -1,10 +1,10 @@
 """Intercepts the attention calls of a forward pass, of any model.
 
-The CaptureMode is a torch function mode, so `torch.nn.TransformerEncoder`'s eval fast path is off while it is
-active: torch turns it off under any function mode. The results then are those of
-`torch.backends.mha.set_fastpath_enabled(False)`, which differ from the fast path's by rounding; training never takes
-the fast path. Seeing the attention matters more here than the last bits in evaluation: the fast path is one opaque
-operator. A Tap observes such models in an extra pass, so that the model's own passes keep the fast path.
+The CaptureMode is a torch function mode, and torch disables the eval fast path of `torch.nn.TransformerEncoder` while
+any function mode is active. The results are then those of `torch.backends.mha.set_fastpath_enabled(False)`, which
+differ from the results of the fast path only by rounding; training never takes the fast path. Observing the attention
+matters more here than the last bits of the results in evaluation, because the fast path is a single opaque operator. A
+Tap observes such models in an extra pass, so that the model's own passes keep the fast path.
 """
 
 from __future__ import annotations
@@ -61,24 +61,24 @@ from qkeel.patching.modes import (
 )
 from qkeel.patching.named_calls import SDPA_BY_NAME, begin_taking, end_taking, take_named_calls
 
-# Per thread: whether an interceptor computes something itself, which is nobody's attention.
+# Per thread: whether an interceptor is running a computation of its own, which must not be reported as attention.
 _READING: contextvars.ContextVar[bool] = contextvars.ContextVar("qkeel_reading", default=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CapturedCall:
-    """One attention call of a forward pass.
+    """An attention call of a forward pass.
 
     Args:
-        frame: the call of the module that made it.
-        ordinal: its number among the attention calls of that module call.
-        how: the function it was seen in, "softmax" for a hand-written one.
+        frame: the module call that made the attention call.
+        ordinal: the index of this call among the attention calls of that module call.
+        how: the function in which it was observed, or "softmax" for hand-written attention.
         call: the call as it was read.
-        below: whether only a CaptureMode with dispatch=True sees it, or what happened to its scores.
-        layout: the dimensions of its scores in the module, if these are not [b h t s] by contract.
-        added: in a probe the products that a fused function's additive mask is the sum of.
-        rows: the row statistics of its kernel, if requested.
-        named: whether it is a call of F.scaled_dot_product_attention that was made by that name.
+        below: whether the call is visible only to a CaptureMode with dispatch=True, or what happened to its scores.
+        layout: the dimensions of its scores in the module, if they are not [b h t s] by contract.
+        added: in a probe, the products whose sum is the additive mask of a fused function.
+        rows: the row statistics from its kernel, if requested.
+        named: whether it is a call of F.scaled_dot_product_attention made through that name.
     """
 
     frame: ModuleCall
@@ -93,22 +93,22 @@ class CapturedCall:
 
     @property
     def name(self) -> str:
-        """The site's name: that of the module, "#2" appended for its second call."""
+        """The name of the site, which is the module's name, with "#2" appended for its second call."""
         return name_of(self.frame, self.ordinal)
 
     @property
     def headless(self) -> bool:
-        """True if it is one of several heads that are computed one by one."""
+        """True if it is one of several heads that are computed in separate calls."""
         return isinstance(self.call, ScoresCall) and self.call.headless
 
 
 def _turns(function: Function, args: Args) -> bool:
-    """True of the getter of x.mT or x.mH, which transposes."""
+    """True for the getter of x.mT or x.mH, which transposes x."""
     return args[0].ndim > 2 and function.__self__.__name__ in ("mT", "mH")  # type: ignore[attr-defined]
 
 
 def _adds_zeros(args: Args, kwargs: Kwargs) -> bool:
-    """True of pad(x, sizes, mode, value) if it adds zeros along a dimension other than the last."""
+    """True if pad(x, sizes, mode, value) adds zeros along a dimension other than the last."""
     given = pad_arguments(args, kwargs)
     sizes = given.get("pad")
     others = isinstance(sizes, (tuple, list)) and any(sizes[2:])
@@ -116,35 +116,37 @@ def _adds_zeros(args: Args, kwargs: Kwargs) -> bool:
 
 
 def _in_own(frame: ModuleCall) -> bool:
-    """True inside one of qkeel's modules, whose statistics are of its observers: to follow them would be to wait."""
+    """True inside one of qkeel's modules. Their observers compute the statistics, so following them here would cause a
+    wait."""
     return any(isinstance(f.module, SpecModule) for f in frame.line())
 
 
 def name_of(frame: ModuleCall, ordinal: int) -> str:
-    """The name of the site of a module's call number `ordinal`, from 0."""
+    """The name of the site of attention call number `ordinal` (from 0) of a module."""
     return frame.name if ordinal == 0 else f"{frame.name}#{ordinal + 1}"
 
 
 class CaptureMode(CallObserver):
     """Reports every attention call of `model` between `__enter__` and `__exit__`.
 
-    It sees torch's fused functions, products of two activations that reach a softmax, flex_attention, varlen_attn and
-    flash-attn's functions. Calls inside qkeel's own modules are left to their observers.
+    It observes torch's fused functions, products of two activations that reach a softmax, flex_attention, varlen_attn
+    and the functions of flash-attn. Calls inside qkeel's own modules are left to the observers of these modules.
 
     Args:
-        model: the model.
-        report: gets every call.
-        probing: keep the graph behind q and k.
-        dispatch: see also what torch.jit.script and torch.func.vmap hide from a function mode, at the price of a
-            callback per operator.
-        record: with `dispatch`, keep every operator of the pass in `operations`, those by which calls are read too.
-        rows: have functional_attention report what its kernel finds for each row.
-        described: sites to be read as their descriptions say; nothing else is reported inside them.
-        layouts: the dimensions of scores at known sites, by name.
-        guard: calls every method here, and `report`, while the model runs.
-        only_in: the modules in which attention is looked for, by name, with the functions of torch that are of interest
-            there; None for all functions. None to look at the whole pass.
-        names: the names of the model's parameters by identity, where the caller has them.
+        model: the model whose calls are observed.
+        report: the function that is called with every attention call.
+        probing: whether to keep the graph behind q and k.
+        dispatch: whether to observe also what torch.jit.script and torch.func.vmap hide from a function mode, at the
+            cost of one callback per operator.
+        record: with `dispatch`, whether to keep every operator of the pass in `operations`, including those that run
+            when calls are read.
+        rows: whether functional_attention reports what its kernel computes for each row.
+        described: the sites that are read according to their descriptions; nothing else is reported inside them.
+        layouts: the dimensions of the scores at known sites, keyed by name.
+        guard: the function through which every method here, and `report`, is called while the model runs.
+        only_in: the modules in which to look for attention, keyed by name, each with the torch functions to observe
+            there, or None for all functions. If `only_in` is None, the full pass is observed.
+        names: the names of the model's parameters keyed by identity, if the caller has them.
     """
 
     def __init__(
@@ -166,8 +168,8 @@ class CaptureMode(CallObserver):
         self.stack = ModuleStack(
             model, keep_inputs=probing, guard=guard, hooked=only_in is None, clock=self._operators if record else None
         )
-        # Gets q, k, scale and causality of a call of SDPA without a mask in a module that is known, and returns whether
-        # that was enough; None where nobody takes it so.
+        # Called with q, k, scale and causality of an SDPA call without a mask in a known module; returns whether no
+        # further reading of the call is needed. None if calls are not read in this way.
         self.plain: Callable[[ModuleCall, int, Tensor, Tensor, float, bool], bool] | None = None
         self.called_in: list[ModuleCall] = []  # the calls of the modules in `only_in`
         self._only_in = only_in
@@ -180,16 +182,17 @@ class CaptureMode(CallObserver):
         self._described = {site.name for site in described}
         self._hooks = [DescribedSiteHooks(site, self._described_call, guard) for site in described]
         self._layouts = layouts or {}
-        # Numbers of query and key heads at sites that are known. At others keys are compared to find those that are
-        # repeated, which waits for a device.
+        # Numbers of query and key heads at known sites. At other sites, keys are compared to find repeated heads, which
+        # waits for the device.
         self.key_heads: Mapping[str, tuple[int, int]] = {}
-        self.values: dict[str, Tensor] | None = None  # by site, where they are asked for
-        # Gets the calls of modules that choose keys; a probe keeps the first of each, with what they are made of.
+        self.values: dict[str, Tensor] | None = None  # the values v by site, if requested
+        # Receives the calls of modules that choose keys; a probe keeps the first of each, with the tensors it was
+        # computed from.
         self.index: Callable[[ModuleCall, ScoresCall], None] | None = None
         self.index_layouts: Callable[[str], HeadLayout | None] = lambda name: None
         self._chosen: dict[str, tuple[ModuleCall, ScoresCall, Scores | Lost]] = {}
         self._names = (names_of(model) if names is None else names) if probing else None
-        self._by_name: Args = ()  # the arguments of the call of SDPA by its name that is under way
+        self._by_name: Args = ()  # the arguments of the current call of SDPA made through its name
         self.handwritten = EagerAttentionTracer(
             lambda frame, call, below: self._saw(frame, "softmax", call, below=below),
             lambda frame: self._layouts.get(name_of(frame, frame.calls)),
@@ -199,12 +202,14 @@ class CaptureMode(CallObserver):
         )
         if record:
             self.handwritten.tags.weights = []
-        self.fused: list[tuple[int, int]] = []  # the operators of each function that is attention, where they are kept
+        self.fused: list[
+            tuple[int, int]
+        ] = []  # the range of operators of each attention function, if they are recorded
         self._begun = 0
-        self._unseen = (0, 0)  # the operators that ran while this was suspended last
+        self._unseen = (0, 0)  # the range of operators that ran during the last suspension
 
     def take(self, func: Function, args: Args, kwargs: dict[str, object]) -> object:
-        """Makes the call, and has it read in the shortest way that there is for it."""
+        """Makes the call, and reads it in the fastest way available."""
         if self.only is None or self.plain is None or func not in SDPA_BY_NAME:
             return super().take(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -213,7 +218,7 @@ class CaptureMode(CallObserver):
         return out
 
     def _read_plain(self, func: Function, args: Args, kwargs: Kwargs, out: object) -> None:
-        """A call of SDPA in a module that is known: without a mask it is reported as it is."""
+        """Reads a call of SDPA in a known module; without a mask it is reported directly."""
         q, k, scale, top = None, None, kwargs.get("scale"), self.stack.top
         if 3 <= len(args) <= 5 and not transformed_now():
             q, k, mask = args[0], args[1], args[3] if len(args) > 3 else kwargs.get("attn_mask")
@@ -241,11 +246,11 @@ class CaptureMode(CallObserver):
 
     @property
     def whole(self) -> bool:
-        """True if the whole pass is looked at."""
+        """True if the full pass is observed."""
         return self._only_in is None
 
     def look(self, around: ExitStack) -> None:
-        """Observes the calls of the pass that begins, until `around` is closed."""
+        """Observes the calls of the pass that is about to run, until `around` is closed."""
         if self._only_in is None:
             if take_named_calls(around):
                 begin_taking(self._take_named)
@@ -256,7 +261,7 @@ class CaptureMode(CallObserver):
             ModeInModules(self, self._only_in, self._entered, self._left).attach(around)
 
     def _take_named(self, function: Function, types: object, args: Args, kwargs: dict[str, object]) -> object:
-        """Notes that a call of SDPA was made by its name."""
+        """Records that a call of SDPA was made through its name."""
         before, self._by_name = self._by_name, args
         try:
             return function(*args, **kwargs)
@@ -279,8 +284,8 @@ class CaptureMode(CallObserver):
     def wanted(
         self, function: Function, args: Args, kwargs: Kwargs
     ) -> bool | str | Callable[[], tuple[object, object]]:
-        """False for functions that play no part in attention. In a probe torch computes functional_attention, because a
-        probe follows gradient paths."""
+        """Returns False for functions that play no part in attention. In a probe, functional_attention is computed by
+        torch's operators, because a probe follows gradient paths."""
         if _READING.get():
             return False
         name = function_name(function)
@@ -311,7 +316,7 @@ class CaptureMode(CallObserver):
 
     @property
     def missed(self) -> list[UnrecognizedAttention]:
-        """The attention layers of this pass that were seen but not understood."""
+        """The attention layers of this pass that were observed but could not be read."""
         return [*self.handwritten.lost.missed, *self.unread]
 
     @contextmanager
@@ -332,7 +337,7 @@ class CaptureMode(CallObserver):
         frame.indexes += 1
         try:
             call = index_call(tag, x, frame, self.handwritten.tags, known=known, names=self._names)
-        except Exception as error:  # attention beside it is seen all the same
+        except Exception as error:  # the attention after it is still observed
             caution(f"the scores by which {frame.name or 'the model itself'} chooses keys cannot be read: {error}")
             return
         if self.index is not None:
@@ -342,7 +347,7 @@ class CaptureMode(CallObserver):
 
     @property
     def chosen(self) -> list[tuple[ModuleCall, ScoresCall]]:
-        """The scores of a probe by which keys were chosen, except those that a softmax also took."""
+        """The scores in a probe by which keys were chosen, except those that are also the input of a softmax."""
         weighed = self.handwritten.lost.weighed
         return [(frame, call) for frame, call, tag in self._chosen.values() if products_of(tag).isdisjoint(weighed)]
 
@@ -355,7 +360,8 @@ class CaptureMode(CallObserver):
         return len(self.operations)
 
     def _is_below(self) -> bool:
-        """True if an operator runs inside no torch function that a function mode saw, and reads no call."""
+        """True if an operator runs outside any torch function that a function mode observed, and not while a call is
+        read."""
         return not (self.inside or _READING.get())
 
     def called(self, name: str, arguments: Kwargs, out: object) -> None:
@@ -366,7 +372,7 @@ class CaptureMode(CallObserver):
 
     def apart(self, read: Callable[[], None]) -> None:
         """Calls `read` unobserved by this mode, with gradients if a probe's pass has them."""
-        # With gradients only where someone will walk from q and k back to the weights.
+        # Gradients are enabled only if q and k will be traced back to the weights.
         with self.suspended(), torch.set_grad_enabled(self.probing and torch.is_grad_enabled()):
             read()
 
@@ -378,7 +384,7 @@ class CaptureMode(CallObserver):
         if fused is None:
             self.handwritten.follow(name, top, args, kwargs, out)
         if known_weights is not None and (fused is not None or len(known_weights) > before):
-            # A softmax with a sink is one function of several operators: all of them belong to the known weights.
+            # A softmax with a sink is one function of several operators, and all of them belong to the known weights.
             self.fused.append((self._begun, self._operators()))
         if fused is not None and not self._elsewhere(top):
             found: list[HeadLayout] = []
@@ -392,7 +398,7 @@ class CaptureMode(CallObserver):
             keys = fewest_keys if known is None else functools.partial(known_keys, known)
             call, how = fused(args, kwargs, CallGeometry(layout_of, keys)), found[0] if found else None
             added = self._added(name, top, args, kwargs, how)
-            # Where somebody between has made another call of it, its name does not lead there.
+            # If another call was made in between, that name does not lead to this call.
             named = bool(args) and [*map(id, args)] == [*map(id, self._by_name)]
             site = self._saw(top, name, call, how, added, below=self.handwritten.below, rows=rows, named=named)
             if site is not None and name == "scaled_dot_product_attention":
@@ -405,7 +411,7 @@ class CaptureMode(CallObserver):
     def _added(
         self, name: str, top: ModuleCall, args: Args, kwargs: Kwargs, how: HeadLayout | None
     ) -> ScoresCall | None:
-        """The products that the mask of a fused function is the sum of: positions that queries are multiplied by."""
+        """The products whose sum is the mask of a fused function, such as positions that are multiplied by queries."""
         if self._names is None or name != "scaled_dot_product_attention":
             return None
         mask = sdpa_arguments(args, kwargs)["attn_mask"]
@@ -479,11 +485,11 @@ class CaptureMode(CallObserver):
         self.apart(report)
 
     def accounts_for(self, module: str) -> bool:
-        """True for the name of a module whose attention is reported in another way: qkeel's own, or described by
-        hand."""
+        """True for the name of a module whose attention is reported in another way, because it is one of qkeel's own
+        modules or is described by hand."""
         frames = (frame for frame in self.stack.frames if frame.name == module)
         return any(self._elsewhere(frame) for frame in frames)
 
     def _elsewhere(self, frame: ModuleCall) -> bool:
-        """True if this is inside attention that is reported otherwise."""
+        """True inside a module whose attention is reported in another way."""
         return _in_own(frame) or any(f.name in self._described for f in frame.line())

@@ -1,4 +1,4 @@
-"""Products that may be scores, and the tags by which they are followed to a softmax."""
+"""Products that may be attention scores, and the tags by which they are tracked from q kᵀ to a softmax."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProductOperand:
-    """A factor of a product: `x`, whose dimensions `summed` the product sums over.
+    """A factor of a product: the tensor `x`, of which the dimensions `summed` are summed over in the product.
 
-    `index` has the shape of the scores: the number of the vector that each score is made of, counted over the other
-    dimensions of x, -1 in columns that are not keys. It is an expanded view along dimensions in which the vector stays
-    the same. It is on the CPU unless scores were picked by indices, so reading it does not wait for another device.
-    None if an operation on the scores has lost it.
+    `index` has the shape of the scores. For each score, it holds the index of the vector of x from which the score is
+    computed, or -1 in columns that are not keys. Vectors are counted over the dimensions of x that are not summed.
+    Along dimensions in which the vector stays the same, `index` is an expanded view. It is on the CPU unless scores
+    were picked by indices, so reading it does not wait for another device. It is None if an operation on the scores has
+    made the vectors unknown.
     """
 
     x: Tensor
@@ -33,12 +34,13 @@ class ProductOperand:
     index: Int64[Tensor, ...] | None
 
     def vectors(self) -> Float[Tensor, "n d"]:
-        """The vectors that `index` numbers."""
+        """The vectors to which `index` refers, one per row."""
         arranged = self._arranged()
         return arranged.reshape(-1, arranged.shape[-1])
 
     def picked(self, index: Int64[Tensor, ...]) -> Float[Tensor, "... d"]:
-        """The vectors of these numbers; the factor itself, uncopied, if they are all its vectors in order."""
+        """The vectors at these indices; if the indices select all vectors in order, the factor itself without a
+        copy."""
         arranged, flat = self._arranged(), index.reshape(-1)
         n = arranged.shape[:-1].numel()
         if len(flat) == n and torch.equal(flat, torch.arange(n, device=flat.device)):
@@ -46,19 +48,19 @@ class ProductOperand:
         return self.vectors()[flat.clamp_min(0)].view(*index.shape, -1)
 
     def _arranged(self) -> Tensor:
-        """The factor with the dimensions that are summed over as its last one."""
+        """The factor with the summed dimensions moved to the end and merged into one."""
         kept = [i for i in range(self.x.ndim) if i not in self.summed]
         x = self.x.permute(*kept, *self.summed)
         return x if len(self.summed) == 1 else x.flatten(len(kept))
 
     def all_differ(self, dim: int) -> bool:
-        """True if no two scores along this dimension are made of the same vector."""
+        """True if no two scores along this dimension are computed from the same vector."""
         assert self.index is not None
         along = narrowed(self.index).movedim(dim, 0).flatten(1)[:, 0]
         return along.unique().numel() == self.index.shape[dim]
 
     def varies(self, dim: int) -> bool:
-        """True if scores next to each other along this dimension are made of different vectors."""
+        """True if the scores along this dimension are computed from different vectors."""
         assert self.index is not None
         small = narrowed(self.index)
         return small.shape[dim] > 1 and not bool((small == small.narrow(dim, 0, 1)).all())
@@ -74,11 +76,11 @@ def narrowed(index: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Product:
-    """A product of two factors, each None where the product could not be read.
+    """A product of two factors, which are both None if the product could not be read.
 
-    `operands` are the tensors that were given; `added` what baddbmm adds. `table`: one factor is a parameter or has two
-    dimensions, as a weight has; the product counts as scores only if it is added to other scores. `factor` multiplies
-    it in the sum that it is part of.
+    `operands` are the tensors that were multiplied, and `added` is the tensor that baddbmm adds. `table` is True if one
+    factor is a parameter or has two dimensions, as a weight does; the product then counts as scores only if it is added
+    to other scores. `factor` is its coefficient in the sum that it is part of.
     """
 
     left: ProductOperand | None
@@ -90,15 +92,15 @@ class Product:
 
     @property
     def sides(self) -> tuple[ProductOperand, ProductOperand] | None:
-        """Both factors, if it is known which scores each of their vectors contributes to."""
+        """Both factors, if it is known which vectors of each factor produce each score."""
         if self.left is None or self.right is None or self.left.index is None or self.right.index is None:
             return None
         return self.left, self.right
 
 
 def apart(sides: tuple[ProductOperand, ProductOperand] | None, but: int | None = None) -> bool:
-    """True if there is a dimension of queries and one of keys, other than dimension `but`: along each, one factor
-    changes and the other does not."""
+    """True if, apart from dimension `but`, there is a query dimension and a key dimension, that is, two dimensions
+    along each of which only one of the factors varies."""
     if sides is None or (index := sides[0].index) is None:
         return False
     changes = {(sides[0].varies(i), sides[1].varies(i)) for i in range(index.ndim) if i != but}
@@ -106,15 +108,15 @@ def apart(sides: tuple[ProductOperand, ProductOperand] | None, but: int | None =
 
 
 def along_keys(sides: tuple[ProductOperand, ProductOperand] | None, dim: int) -> bool:
-    """True if a dimension may be one of keys: one factor changes along it and the other does not, or there is only one
-    key."""
+    """True if a dimension may be a key dimension, because only one of the factors varies along it or because there is
+    only one key."""
     if sides is None or (index := sides[0].index) is None:
         return False
     return index.shape[dim] == 1 or sides[0].varies(dim) != sides[1].varies(dim)
 
 
 def product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product | None:
-    """The product, if it is one of two activations, or of an activation and a table."""
+    """The product, if it multiplies two activations or an activation and a table."""
     if not isinstance(out, torch.Tensor) or out.ndim < 3:
         return None
     if name == "einsum":
@@ -122,7 +124,7 @@ def product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product | Non
     given = [*args, *(v for n, v in kwargs.items() if n not in ("alpha", "beta"))]
     added = given.pop(0) if name == "baddbmm" else None
     if kwargs.get("beta", 1.0) == 0:
-        added = None  # torch does not read it: it may be memory that nothing was written to
+        added = None  # torch does not read this tensor, which may be uninitialised memory
     if len(given) < 2:
         return None
     a, b = given[:2]
@@ -137,7 +139,8 @@ def product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product | Non
 
 
 def operand(x: Tensor, summed: tuple[int, ...], places: Sequence[int], out: Tensor) -> ProductOperand:
-    """The factor x of `out`; the dimensions of x that are not summed over are these dimensions of `out`."""
+    """The factor x of `out`, where the dimensions of x that are not summed over correspond to the dimensions `places`
+    of `out`."""
     index = torch.zeros((1,) * out.ndim, dtype=torch.int64)
     kept = [i for i in range(x.ndim) if i not in summed]
     step = 1
@@ -151,12 +154,12 @@ def operand(x: Tensor, summed: tuple[int, ...], places: Sequence[int], out: Tens
 
 
 def is_weight(x: object) -> bool:
-    """True for a parameter or a view of one, as in a product with every expert's matrix."""
+    """True for a parameter or a view of one, as in a product with the matrices of all experts."""
     return isinstance(x, nn.Parameter) or (isinstance(x, torch.Tensor) and isinstance(base_of(x), nn.Parameter))
 
 
 def _kind(a: object, b: object) -> str | None:
-    """ "scores" of two activations, "table" of an activation and what may be a weight, None of anything else."""
+    """ "scores" for two activations, "table" for an activation and a possible weight, None for anything else."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return None
     if not (a.is_floating_point() and b.is_floating_point()):
@@ -193,7 +196,7 @@ def _named(x: Tensor, letters: str, summed: set[str], result: str, out: Tensor) 
 
 
 def _letters(equation: str, first: int, second: int) -> tuple[str, str, str] | None:
-    """The letters of the dimensions of both operands and of the result, those of an ellipsis too."""
+    """The letters of the dimensions of both operands and of the result, including those of an ellipsis."""
     given, arrow, result = equation.partition("->")
     left, comma, right = given.partition(",")
     if not comma or "," in right:
@@ -212,17 +215,18 @@ def _letters(equation: str, first: int, second: int) -> tuple[str, str, str] | N
     return left, right, result.replace("...", rest)
 
 
-# --- Tags of the tensors between q kᵀ and a softmax: what each is known to be
+# --- Tags of the tensors between q kᵀ and a softmax, which say what is known about each
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scores:
-    """A tag on a tensor of scores: its origin, hidden pairs, the logits before a cap, which columns are keys.
+    """A tag for a tensor of scores: its origin, its hidden pairs, the logits before a cap, and which columns are keys.
 
-    `parts` are the products whose sum they are, `lost` says what else is in them and could not be followed.
-    `before_tanh` is the input of a tanh whose factor has not been applied yet. `keys` are the columns that are keys, if
-    other columns (sinks) were attached. `unshifted` are the scores from which each row's largest, or its logsumexp
-    (`normalised`), was subtracted. `below`: a function mode alone does not see everything that happened to them.
+    `parts` are the products whose sum the scores are, and `lost` says what else the scores contain that could not be
+    tracked. `before_tanh` is the input of a tanh whose factor has not been applied yet. `keys` is the range of columns
+    that are keys, if other columns (sinks) were attached. `unshifted` holds the scores before each row's largest score
+    or, if `normalised` is True, its logsumexp was subtracted. `below` is True if a function mode alone does not see all
+    operations on the scores.
     """
 
     parts: tuple[Product, ...]
@@ -240,7 +244,7 @@ class Scores:
 
     @property
     def table(self) -> bool:
-        """True if they are not scores by themselves, but products with a possible weight."""
+        """True if the tensor is not a tensor of scores by itself, but contains only products with a possible weight."""
         return all(part.table for part in self.parts)
 
     def also_hidden(self, more: Tensor, like: Tensor) -> Scores:
@@ -251,16 +255,16 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Weights:
-    """Tag of a softmax output that is on its way to the values; its site is None if the attention is missed."""
+    """Tag for a softmax output that is on its way to the values; `site` is None if the attention could not be read."""
 
     site: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowTop:
-    """Tag of the largest score of each row, or of its logsumexp, after whose subtraction exponentials sum to 1.
+    """Tag for the largest score of each row, or for its logsumexp, after whose subtraction the exponentials sum to 1.
 
-    `negative`: that number times −1.
+    `normalises` is True for the logsumexp, and `negative` if the tensor holds that value times −1.
     """
 
     normalises: bool
@@ -269,13 +273,13 @@ class RowTop:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ShiftedOne:
-    """Tag of exp(−m), where m is the largest score of each row: the constant of softmax plus one, beside exponentials
-    of scores less m."""
+    """Tag for exp(−m), where m is the largest score of each row. This is the constant of softmax plus one when the
+    exponentials are those of the scores minus m."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Powers:
-    """Tag of exponentials of scores x, which become softmax weights when they are divided by their row sum.
+    """Tag for exponentials of scores x, which become softmax weights once divided by their row sum.
 
     `totals` is empty or holds the tag of this sum.
     """
@@ -287,7 +291,8 @@ class Powers:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RowSum:
-    """Tag of a row's sum of exponentials, to which a constant was added: the exponential of a logit without a value."""
+    """Tag for a row's sum of exponentials. `constant` is the constant added to it, which is the exponential of a logit
+    without a value."""
 
     powers: Powers
     exponentials: Tensor
@@ -296,13 +301,14 @@ class RowSum:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lost:
-    """Tag of the result of an operation on scores that is not understood; a softmax over it is still attention.
+    """Tag for the result of an operation on scores that is not understood; a softmax over the result is still
+    attention.
 
-    `rows` and `columns` are the numbers of queries and keys of the scores: without dimensions of these sizes it is
-    something else. `others` are further possible numbers of queries: if all heads share their keys, a product does not
-    distinguish heads from queries. `doubtful`: only one of these is left, so that a softmax over it is not known to be
-    attention. `frame` is where the product was made, `parts` are the products, and `factors` tensors by which their sum
-    was multiplied.
+    `rows` and `columns` are the numbers of queries and keys of the scores; a tensor without dimensions of these sizes
+    is something else. `others` are further possible numbers of queries, because a product does not distinguish heads
+    from queries if all heads share their keys. `doubtful` is True if only a size in `others` still occurs, so that a
+    softmax over the tensor is not certain to be attention. `frame` is the module call in which the product was made,
+    `parts` are the products, and `factors` are tensors by which their sum was multiplied.
     """
 
     operation: str
@@ -315,11 +321,11 @@ class Lost:
     doubtful: bool = False
 
     def passes_to(self, out: Tensor) -> bool:
-        """True if a tensor may still be one number per query and key."""
+        """True if a tensor may still hold one value per query and key."""
         return self._has(out, self.rows)
 
     def may_pass_to(self, out: Tensor) -> bool:
-        """True if a tensor may be one number per query and key, whichever of the numbers is that of queries."""
+        """True if a tensor may hold one value per query and key for any of the possible numbers of queries."""
         return any([self._has(out, n) for n in (self.rows, *self.others)])  # noqa: C419
 
     def _has(self, out: Tensor, rows: int) -> bool:
@@ -330,16 +336,17 @@ class Lost:
         return self.columns in sizes and out.ndim > 2
 
 
-# A Product alone tags q·k number by number, before the sum over a head's dimensions.
+# A Product by itself is the tag of the elementwise products q·k before the sum over a head's dimensions.
 Tag = Scores | Product | RowTop | ShiftedOne | Powers | RowSum | Weights | Lost
 
 
 class Tags:
-    """Tags by the identity of a tensor, dropped with the tensor. Batched tensors have no address to go by."""
+    """Tags keyed by the identity of a tensor and dropped together with it. Batched tensors have no address that could
+    serve as a key."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[weakref.ref[Tensor], Tag]] = {}
-        self.weights: list[Tensor] | None = None  # where they are kept: all that were tagged as weights
+        self.weights: list[Tensor] | None = None  # all tensors that were tagged as weights, if they are kept
 
     def get(self, x: object) -> Tag | None:
         """The tag of a tensor."""
@@ -360,7 +367,7 @@ class Tags:
             self.weights.append(x)
 
     def of_scores(self) -> list[tuple[Tensor, Scores]]:
-        """The tensors of scores that still exist, with their tags."""
+        """The tensors of scores that still exist, and their tags."""
         alive = [(ref(), tag) for ref, tag in self._of.values()]
         return [(x, tag) for x, tag in alive if x is not None and isinstance(tag, Scores)]
 
@@ -376,32 +383,32 @@ class Tags:
         self._of.clear()
 
 
-# --- The torch functions whose output is scores where their input is, by name, and those that only read scores
+# --- The names of the torch functions that turn scores into scores, and of those that only read scores
 
-# Elementwise: what comes out is the same scores, scaled or cast.
+# Elementwise functions, whose output is the same scores, scaled or cast.
 ELEMENTWISE = frozenset(
     {
         *("div", "divide", "mul", "multiply", "neg", "rmul", "true_divide"),  # by a constant
         *("clamp", "clamp_max", "clamp_min", "clip", "maximum", "minimum", "nan_to_num", "softcap"),  # within bounds
-        *("bfloat16", "double", "float", "half", "to", "type", "type_as"),  # as numbers of another kind
-        *("alias", "clone", "contiguous", "cpu", "cuda", "detach", "positive", "requires_grad"),  # as they are
+        *("bfloat16", "double", "float", "half", "to", "type", "type_as"),  # to another dtype
+        *("alias", "clone", "contiguous", "cpu", "cuda", "detach", "positive", "requires_grad"),  # unchanged
         *("alpha_dropout", "dropout"),
     }
 )
 
-# Views and indices, which masks go through too.
+# Views and indices, which are applied to masks too.
 VIEWS = frozenset(
     {
         *("flatten", "reshape", "reshape_as", "squeeze", "unflatten", "unsqueeze", "view", "view_as"),  # other sizes
         *("moveaxis", "movedim", "permute", "swapaxes", "swapdims", "t", "transpose"),  # another order of dimensions
         *("as_strided", "getitem", "narrow", "select", "slice"),  # a part, as a view
-        *("gather", "index_select", "take_along_dim"),  # some, by their numbers
-        *("expand", "expand_as", "pad", "repeat"),  # more
+        *("gather", "index_select", "take_along_dim"),  # some elements, by their indices
+        *("expand", "expand_as", "pad", "repeat"),  # more elements
         *("flip", "roll"),  # in another order
     }
 )
 
-# What comes out is something else; the scores are still followed.
+# Functions whose output is something else, while the scores themselves are still tracked.
 READS = frozenset(
     {
         *("dim", "get", "numel", "size", "stride"),
@@ -412,5 +419,5 @@ READS = frozenset(
 
 
 def pad_arguments(args: Args, kwargs: Kwargs) -> dict[str, object]:
-    """The arguments of pad(input, pad, mode, value) by name, but for the tensor."""
+    """The arguments of pad(input, pad, mode, value) by name, except for the tensor."""
     return dict(zip(("pad", "mode", "value"), args[1:])) | {n: x for n, x in kwargs.items() if n != "input"}

@@ -1,4 +1,4 @@
-"""How arguments of attention functions are read: SDPA, FlexAttention, flash-attn, functions of other packages."""
+"""Reads the arguments of attention functions: SDPA, FlexAttention, flash-attn, and functions of other packages."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from qkeel.spec import AttentionCall, AttentionSpec, Fixed, NoCap, Softcap
 from qkeel.spec.call import band_call, make_call
 from qkeel.spec.slot import PerRow
 
-# Attention functions that are no torch functions, seen by exchanging their code while somebody observes.
+# Attention functions that are not torch functions, observed by exchanging their code while there is an observer.
 #
-# flex_attention and flash-attn's functions are plain Python: a torch function mode does not see them called. See
-# `patching.exchanged_code` for how every alias of such a function is seen.
+# flex_attention and flash-attn's functions are pure Python functions, whose calls a torch function mode does not see.
+# See `patching.exchanged_code` for how a call through any alias of such a function is observed.
 
 _FLEX = ("torch.nn.attention.flex_attention", "flex_attention")
 _VARLEN = ("torch.nn.attention.varlen", "varlen_attn")
-# Names under which flash-attn, its Hopper version, the versions on the hub and wrappers around them offer it.
+# The names under which flash-attn, its Hopper version, the versions on the hub and wrappers around them provide it.
 FLASH = (
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -55,27 +55,29 @@ FLASH = (
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
 )
-# What these call in turn, where it is a Python function (before flash-attn 2.7). Code that joins several attention
-# calls by their logsumexps calls it itself, as MoBA does; what it returns is in no order that its signature shows.
+# The functions that these call internally, where they are Python functions (before flash-attn 2.7). Code that joins
+# several attention calls by their logsumexps, such as MoBA, calls them directly; the order of what they return is not
+# evident from their signatures.
 FLASH_FORWARD = ("_flash_attn_forward", "_flash_attn_varlen_forward")
-LOGSUMEXPS = frozenset((*FLASH, "varlen_attn"))  # those that can return their logsumexps
-_ASKED = {"return_attn_probs", "return_aux"}  # arguments by which they are asked for them
+LOGSUMEXPS = frozenset((*FLASH, "varlen_attn"))  # the functions that can return their logsumexps
+_ASKED = {"return_attn_probs", "return_aux"}  # the arguments that request the logsumexps
 _ONE_HOME = (
     ("qkeel.ops", "attention"),  # called by a module that is not one of qkeel's
-    ("qkeel.ops", "run"),  # attention that a remedy put in the place of a model's own
+    ("qkeel.ops", "run"),  # attention with which a remedy replaced a model's own
     ("qkeel.ops", "run_with_weights"),
 )
-# Where flex_attention's kernel returns no maxima, and the kernels (by their name in kernel_options) that do elsewhere.
+# The devices on which flex_attention's kernel returns no maxima, and the kernels (by their name in kernel_options) that
+# do elsewhere.
 _WITHOUT_MAXIMA = ["cpu", "mps"]
 _WITH_MAXIMA = ("AUTO", "TRITON")
 
 
 class CallObserver(FunctionMode, abc.ABC):
-    """A function mode that also gets the calls of foreign functions.
+    """A function mode that also receives the calls of functions that are not torch functions.
 
-    probing: it walks gradients from q and k. logsumexps: it reads only what flash-attn's functions return, which must
-    include the logsumexps of rows. maxima: flex_attention must also return the largest logit of each row, if its kernel
-    can.
+    probing: whether gradients are traced from q and k. logsumexps: whether the observer reads only what flash-attn's
+    functions return, which must then include the logsumexps of the rows. maxima: whether flex_attention must also
+    return the largest logit of each row, if its kernel supports this.
     """
 
     probing = False
@@ -84,29 +86,31 @@ class CallObserver(FunctionMode, abc.ABC):
 
     @abc.abstractmethod
     def called(self, name: str, arguments: Mapping[str, Any], out: object) -> None:
-        """The function `name` was called with these arguments (all of them, by name) and has returned `out`."""
+        """Called after the function `name` was called with these arguments (all of them, by name) and returned
+        `out`."""
 
     @abc.abstractmethod
     def not_observable(self, name: str, error: Exception) -> None:
-        """The function `name` can't be observed."""
+        """Called if the function `name` cannot be observed."""
 
     @abc.abstractmethod
     def suspended(self) -> AbstractContextManager[None]:
-        """A context in which the observer's modes see nothing."""
+        """A context in which the observer's modes see no calls."""
 
 
-# Per thread. Empty while an observed function runs: what it calls in turn is part of it.
+# Per thread. Empty while an observed function runs, because the calls that it makes are part of it.
 _OBSERVERS: contextvars.ContextVar[tuple[CallObserver, ...]] = contextvars.ContextVar("qkeel_observers", default=())
 
 
 @contextmanager
 def observed_by(observer: CallObserver) -> Iterator[None]:
-    """A context in which `observer` gets this thread's calls. Functions of modules not yet imported are missed."""
+    """A context in which `observer` receives this thread's calls. Functions of modules that are not imported yet are
+    missed."""
     with ExitStack() as undo:
         for function in list(_functions(() if observer.logsumexps else _ONE_HOME)):
             try:
                 undo.callback(exchange(function, _begin, _unobserved).release)
-            except (SyntaxError, TypeError, ValueError) as error:  # code of an unforeseen form
+            except (SyntaxError, TypeError, ValueError) as error:  # code of an unexpected form
                 observer.not_observable(function.__name__, error)
         _observe((*_OBSERVERS.get(), observer))
         undo.callback(lambda: _observe(tuple(o for o in _OBSERVERS.get() if o is not observer)))
@@ -114,22 +118,26 @@ def observed_by(observer: CallObserver) -> Iterator[None]:
 
 
 def _observe(observers: tuple[CallObserver, ...]) -> None:
-    """From now on these get this thread's calls; a fault that is nobody's in particular is the innermost one's."""
+    """Sets the observers of this thread's calls. A failure that belongs to no particular observer is attributed to the
+    innermost one."""
     _OBSERVERS.set(observers)
     GUARD.set(observers[-1].guard if observers else None)
 
 
 @functools.lru_cache(maxsize=1)
 def _flash_homes(count: int, last: str) -> list[str]:
-    """The loaded modules that are named after flash attention, while these are the number and the last of all.
+    """The loaded modules that are named after flash attention; the arguments are the number of all modules and the name
+    of the last one.
 
-    One is missed only if as many were taken out of sys.modules as came, and the last has the name it had.
+    The cached list is outdated only if as many modules were removed from sys.modules as were added and the last one has
+    the same name as before.
     """
     return [home for home in sys.modules if "flash_att" in home]
 
 
 def _functions(others: Iterable[tuple[str, str]]) -> Iterator[types.FunctionType]:
-    """Attention functions of modules that are loaded: flash-attn's and others. One that is not, nobody can call."""
+    """The attention functions of loaded modules: flash-attn's and others. Functions of modules that are not loaded
+    cannot be called."""
     seen: set[int] = set()
     places = [(sys.modules.get(home), name) for home, name in (_VARLEN, _FLEX, *others)]
     for home in _flash_homes(len(sys.modules), next(reversed(sys.modules))):
@@ -142,10 +150,10 @@ def _functions(others: Iterable[tuple[str, str]]) -> Iterator[types.FunctionType
 
 
 def _begin(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]) -> Begun | Literal[False]:
-    """A call of an observed function begins."""
+    """Called when a call of an observed function begins."""
     observers = _OBSERVERS.get()
     silent = all(o.logsumexps for o in observers) and not _ASKED & inspect.signature(function).parameters.keys()
-    if recomputing() or silent:  # what a function without logsumexps calls in turn may have them
+    if recomputing() or silent:  # a function without logsumexps may call one that has them
         return False
     given, own = _without_graph(observers, (args, kwargs)), None
     if any(o.maxima if function.__name__ == _FLEX[1] else o.logsumexps for o in observers):
@@ -154,17 +162,17 @@ def _begin(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]
 
 
 def _unobserved() -> AbstractContextManager[None]:
-    """A context without any observer's modes, for a call whose beginning has failed: torch compiles flex_attention, and
-    its compiler refuses such modes."""
+    """A context without the modes of any observer, for a call whose observation could not begin. The compiler with
+    which torch compiles flex_attention refuses such modes."""
     return without_modes(CallObserver)
 
 
 def _with_rows(
     function: types.FunctionType, plain: CallArguments
 ) -> tuple[CallArguments, Callable[[object], object] | None]:
-    """The arguments with which the function returns its rows' logsumexps, or flex_attention their largest logits, too,
-    where that costs nothing; and what takes them away again. With dropout flash-attn's functions would return all
-    weights besides.
+    """Returns arguments with which the function also returns its rows' logsumexps (for flex_attention, their largest
+    logits) where that costs nothing, and a function that removes these from the result. With dropout, flash-attn's
+    functions would also return all weights, so their arguments are then unchanged.
     """
     bound = inspect.signature(function).bind(*plain[0], **plain[1])
     bound.apply_defaults()
@@ -173,12 +181,12 @@ def _with_rows(
     if function.__name__ == _FLEX[1]:
         backend = (given["kernel_options"] or {}).get("BACKEND", "AUTO")
         if given["query"].device.type in _WITHOUT_MAXIMA or backend not in _WITH_MAXIMA or given.get("return_lse"):
-            return plain, None  # return_lse is the older way to ask, which torch takes alone only
+            return plain, None  # return_lse is the older option, which torch accepts only by itself
         given["return_aux"] = (asked or AuxRequest())._replace(max_scores=True)
     elif given.get("return_attn_probs") is False and not given.get("dropout_p"):
         given["return_attn_probs"] = True
     elif "return_aux" in given and asked is None:
-        given["return_aux"] = function.__globals__["AuxRequest"](lse=True)  # of the version that is there
+        given["return_aux"] = function.__globals__["AuxRequest"](lse=True)  # of the installed version
     else:
         return plain, None
     return (list(bound.args), bound.kwargs), functools.partial(_as_asked, asked)
@@ -191,7 +199,7 @@ def _as_asked(asked: AuxRequest | None, out: Any) -> object:
 
 
 def _suspended(observers: tuple[CallObserver, ...]) -> ExitStack:
-    """Until it is closed, nobody observes what an observed function does inside."""
+    """Returns a stack. Until it is closed, no calls inside an observed function are observed."""
     with ExitStack() as undo:
         _observe(())
         undo.callback(_observe, observers)
@@ -201,8 +209,8 @@ def _suspended(observers: tuple[CallObserver, ...]) -> ExitStack:
 
 
 def _without_graph(observers: tuple[CallObserver, ...], given: CallArguments) -> CallArguments:
-    """The arguments; without a graph in a probe: no walk goes through attention, and flex_attention on a CPU refuses
-    inputs that need a gradient."""
+    """The arguments, detached from the graph in a probe, because no gradients are traced through attention and
+    flex_attention on a CPU refuses inputs that require a gradient."""
     if not any(o.probing for o in observers):
         return given
     return [_detached(x) for x in given[0]], {name: _detached(x) for name, x in given[1].items()}
@@ -222,19 +230,20 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-# The readers of fused attention functions: their arguments as AttentionCalls, q, k and mask as they were given.
+# The readers of fused attention functions. They turn the arguments into AttentionCalls, with q, k and mask as passed.
 #
-# flash-attn's layouts: q [b t h d], or [total h d] with the cumulative lengths of the sequences; qkv [... 3 h d] and
-# kv [... 2 h d] where they come packed. Arguments are read by name, so versions may differ in their order.
+# flash-attn's layouts are q [b t h d], or [total h d] with the cumulative lengths of the sequences, and qkv [... 3 h d]
+# and kv [... 2 h d] if packed. Arguments are read by name, so their order may differ between versions.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallGeometry:
-    """The heads of a call that its arguments do not show.
+    """The information about heads that the arguments of a call do not show.
 
     Args:
-        layout: the dimensions of q and k before tokens and features, if these are not the two of [b h t d].
-        keys: the distinct keys [b g s d] among keys [b h s d], which may be repeated for grouped queries.
+        layout: returns the layout of the dimensions of q and k before tokens and features, for tensors that are not [b
+            h t d].
+        keys: returns the distinct keys [b g s d] of keys [b h s d], which may be repeated for grouped queries.
     """
 
     layout: Callable[[Tensor, Tensor], HeadLayout]
@@ -261,7 +270,7 @@ def _sdpa(given: Kwargs, geometry: CallGeometry) -> Seen:
 
 
 def _nested(q: Sequence[Tensor], k: Sequence[Tensor], spec: AttentionSpec, causal: bool) -> AttentionCall:
-    """The call of sequences q [h t d] and k [g s d] of lengths of their own."""
+    """The call of sequences q [h t d] and k [g s d] that differ in length."""
     whole, ends = zip(
         *(
             (
@@ -276,7 +285,8 @@ def _nested(q: Sequence[Tensor], k: Sequence[Tensor], spec: AttentionSpec, causa
 
 
 def _kernel(operator: Operator) -> Reader:
-    """Reads a call of an operator behind F.scaled_dot_product_attention, its arguments named by its schema."""
+    """Returns a reader of calls of an operator behind F.scaled_dot_product_attention, whose arguments are named by its
+    schema."""
 
     def read(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:
         given = {**dict(zip(argument_names(operator), args)), **kwargs}
@@ -288,7 +298,8 @@ def _kernel(operator: Operator) -> Reader:
 def _call(
     q: Tensor, k: Tensor, scale: float, mask: Tensor | None, geometry: CallGeometry, *, causal: bool
 ) -> AttentionCall:
-    """The call of q and k [... t d]; `causal` as SDPA has it: query i sees the keys up to i, however many there are."""
+    """The call of q and k [... t d]. `causal` has the meaning it has in SDPA: query i sees the keys up to i, regardless
+    of their number."""
     t, s = q.shape[-2], k.shape[-2]
     if q.ndim == 4:
         q4, k4 = q, k if k.shape[0] == q.shape[0] else k.expand(q.shape[0], *k.shape[1:])
@@ -296,10 +307,10 @@ def _call(
         lead, how = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), geometry.layout(q, k)
         q4, k4 = (how.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k))
         mask = mask if mask is None else how.apply(mask.expand(*lead, t, s))
-    if k4.shape[1] == q4.shape[1]:  # with fewer, no head is repeated, and to look would wait for the device
+    if k4.shape[1] == q4.shape[1]:  # with fewer, no head is repeated, and the comparison would wait for the device
         k4 = geometry.keys(k4)
     mask = hiding(mask if mask is None else mask.detach())
-    with no_operators_seen():  # no logit is made of positions here
+    with no_operators_seen():  # the positions here are not part of any logit
         pos_q, pos_k = (torch.arange(n, device=q.device) if causal and t != s else None for n in (t, s))
         return make_call(_plain(scale), q4, k4, k4, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
 
@@ -311,7 +322,7 @@ def _plain(scale: float) -> AttentionSpec:
 
 
 def hiding(mask: Shaped[Tensor, ...] | None) -> Shaped[Tensor, "#b #h #t #s"] | None:
-    """The mask as [b|1 h|1 t|1 s], an additive one with -inf where it hides."""
+    """The mask as [b|1 h|1 t|1 s]; an additive mask is set to -inf where it hides a pair."""
     if mask is None:
         return None
     while mask.ndim < 4:
@@ -320,7 +331,8 @@ def hiding(mask: Shaped[Tensor, ...] | None) -> Shaped[Tensor, "#b #h #t #s"] | 
 
 
 def mha(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:
-    """Reads a call of F.multi_head_attention_forward, opaque inside: q and k are computed again from its arguments."""
+    """Reads a call of F.multi_head_attention_forward. Its internals cannot be observed, so q and k are recomputed from
+    its arguments."""
     bound = _MHA.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -350,7 +362,7 @@ def _projected(given: Kwargs, query: Tensor, key: Tensor, m: int) -> tuple[Tenso
     if given["use_separate_proj_weight"]:
         parts = (None, None) if bias is None else (bias[:m], bias[m : 2 * m])
         return F.linear(query, given["q_proj_weight"], parts[0]), F.linear(key, given["k_proj_weight"], parts[1])
-    # The whole packed matrix, so that gradients show its rows.
+    # The complete packed matrix is used, so that gradients show its rows.
     weight = given["in_proj_weight"]
     return F.linear(query, weight, bias)[..., :m], F.linear(key, weight, bias)[..., m : 2 * m]
 
@@ -375,7 +387,7 @@ def _of_pairs(mask: Tensor | None, b: int, h: int, t: int, s: int) -> Tensor | N
     return mask.view(b, h, t, s) if mask.ndim == 3 and mask.shape[0] == b * h else mask.expand(1, 1, t, s)
 
 
-# The reader of each of torch's fused attention functions, and of the operators behind them.
+# The readers of torch's fused attention functions and of the operators behind them.
 SDPA: Mapping[str, Reader] = {
     "scaled_dot_product_attention": sdpa,
     "multi_head_attention_forward": mha,
@@ -388,7 +400,7 @@ _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": N
 
 
 def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Every argument of a call, with torch's defaults for those that it leaves out.
+    """Every argument of a call, with torch's defaults for the arguments that the call leaves out.
 
     >>> sdpa_arguments((1, 2, 3), {"is_causal": True})["is_causal"]
     True
@@ -396,20 +408,21 @@ def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, 
     return {**_DEFAULTS, **dict(zip(_BY_PLACE, args)), **kwargs}
 
 
-# --- The readers of flex_attention, flash-attn's functions and torch's varlen_attn: their arguments as AttentionCalls
+# --- The readers of flex_attention, flash-attn's functions and torch's varlen_attn, which turn their arguments into
+# AttentionCalls
 
-# Arguments that change what is computed, and at which values they don't.
+# Arguments that change what is computed, and the values at which they have no effect.
 _UNREAD: dict[str, tuple[object, ...]] = {"attention_chunk": (None, 0)}
 _UNREAD |= dict.fromkeys(("block_table", "k_descale", "learnable_sink", "mask_mod", "num_heads_q"), (None,))
 _UNREAD |= dict.fromkeys(("page_table", "q_descale", "qv", "score_mod", "seqused_k", "seqused_q"), (None,))
 
 
 class UnreadError(QkeelError, NotImplementedError):
-    """A call with an option that can't be accounted for exactly."""
+    """The call has an option that cannot be accounted for exactly."""
 
 
 def qkeel_call(given: Kwargs) -> AttentionCall:
-    """Reads qkeel.ops.run(call, impl) and similar functions: the call as it is, without repeated keys."""
+    """Reads qkeel.ops.run(call, impl) and similar functions: returns the call with repeated keys removed."""
     call = given["call"]
     return dataclasses.replace(call, k=fewest_keys(call.k))
 
@@ -430,10 +443,11 @@ def flex(given: Kwargs) -> AttentionCall:
 
 
 def returned_rows(out: object) -> tuple[PerRow | None, PerRow | None]:
-    """Each row's logsumexp and largest logit [b h t] in what flex_attention returned; None if it was not asked to.
+    """Each row's logsumexp and largest logit [b h t] in what flex_attention returned, or None for those it was not
+    asked to return.
 
-    Both are of the scores that come out of score_mod, over the keys that the block mask shows; -inf of rows
-    that see none.
+    Both are computed from the scores that score_mod returns, over the keys that the block mask allows, and are -inf for
+    rows that see no key.
     """
     more = out[1] if isinstance(out, tuple) else None
     return (more, None) if more is None or isinstance(more, Tensor) else (more.lse, more.max_scores)
@@ -455,7 +469,7 @@ def flash(given: Kwargs) -> AttentionCall:
     if ends is None:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     elif not (len(q) and len(k)):
-        raise UnreadError("no sequence that contains a token")
+        raise UnreadError("packed sequences without any tokens")
     else:
         of_keys = _first(given, ("cu_seqlens_k", "cu_seq_k"))
         longest = given.get("max_seqlen", given.get("max_seqlen_k", given.get("max_k")))
@@ -482,11 +496,11 @@ def _q_and_k(given: Kwargs) -> tuple[Tensor, Tensor]:
     k = given["kv"].unbind(-3)[0] if "kv" in given else _first(given, ("k", "key"))
     if torch.is_tensor(q) and torch.is_tensor(k) and q.is_floating_point():
         return q, k
-    raise UnreadError("q and k of its arguments")
+    raise UnreadError("arguments q and k of an unexpected form")
 
 
 def _window(size: object) -> tuple[int, int]:
-    """(left, right), -1 for no bound, of a pair with None or -1 for none."""
+    """Returns (left, right), with -1 for no bound, from a pair in which None or -1 means no bound."""
     if size is None:
         return -1, -1
     if isinstance(size, int):

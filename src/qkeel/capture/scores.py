@@ -1,5 +1,5 @@
-"""What written-out attention does to its scores before their softmax: sums, masks, changes of shape, a softmax that is
-written as exponentials over their sum; and operations through which scores cannot be followed."""
+"""What hand-written attention does to its scores before their softmax: sums, masks, changes of shape, a softmax written
+as exponentials divided by their sum, and operations through which scores cannot be tracked."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ from qkeel.heads.walk import nodes_of, variable_of
 from qkeel.patching.autograd import base_of
 from qkeel.patching.modes import Args, Kwargs
 
-# Add and subtract operators, with the signs of both operands.
+# Addition and subtraction operators, with the signs of both operands.
 SUMS = {
     **dict.fromkeys(("add", "radd", "iadd"), (1.0, 1.0)),
     **dict.fromkeys(("sub", "subtract", "isub"), (1.0, -1.0)),
     "rsub": (-1.0, 1.0),
 }
-# What makes other scores of scores where the other factor is a weight: a mixture of heads.
+# Functions that turn scores into other scores if the other factor is a weight, by mixing heads.
 MIXTURES = frozenset({"conv1d", "conv2d", "conv3d", "linear", "einsum", "matmul"})
 _LIMIT = 4000
 
 
 def added(one: Scores, other: Scores, factors: tuple[float, float], out: Tensor, frame: ModuleCall) -> Scores:
-    """The tag of `out` = factors[0] · one + factors[1] · other, a sum made while `frame` was running."""
+    """The tag of `out` = factors[0] · one + factors[1] · other, a sum that was computed while `frame` was running."""
     lost = list(dict.fromkeys((*one.lost, *other.lost)))
     for tag in (one, other):
         if tag.uncapped is not None or tag.before_tanh is not None:
             lost.append("a term of the sum is capped before it is added")
     parts = [_part(p, factors[0], out) for p in one.parts]
-    # What was mixed from these very products is not a product besides them.
+    # Scores that are a mixture of these same products do not count as an additional product.
     known = {(id(a), id(b)) for a, b in (p.operands for p in one.parts)}
     ratio = factors[1] * other.scale / one.scale if one.scale else factors[1]
     for p in other.parts:
@@ -66,7 +66,7 @@ def added(one: Scores, other: Scores, factors: tuple[float, float], out: Tensor,
 
 
 def _part(p: Product, factor: float, out: Tensor) -> Product:
-    """A product as a part of `out`, which may have more dimensions than it."""
+    """A product as a part of `out`, which may have more dimensions than the product."""
 
     def wide(side: ProductOperand | None) -> ProductOperand | None:
         if side is None or side.index is None:
@@ -77,12 +77,14 @@ def _part(p: Product, factor: float, out: Tensor) -> Product:
 
 
 def _nearest(one: Scores, other: Scores, frame: ModuleCall) -> ModuleCall:
-    """The innermost of the calls in which the products were made, as seen from where they are added up."""
+    """The innermost of the module calls in which the products were computed, as seen from the call in which they are
+    added."""
     return max((tag.frame.shared_with(frame) for tag in (one, other)), key=lambda f: len(f.line()))
 
 
 def factors_of(name: str, first: bool, kwargs: Kwargs) -> tuple[float, float]:
-    """The factors of the tagged and the other tensor in `name(a, b, alpha=…)`; `first`: the tagged one is a."""
+    """The factors of the tagged tensor and the other tensor in `name(a, b, alpha=…)`; `first` says whether the tagged
+    tensor is a."""
     alpha = kwargs.get("alpha", 1.0)
     a, b = SUMS[name]
     pair = (a * (alpha if name == "rsub" else 1.0), b * (1.0 if name == "rsub" else alpha))
@@ -90,10 +92,10 @@ def factors_of(name: str, first: bool, kwargs: Kwargs) -> tuple[float, float]:
 
 
 def mixed(name: str, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Scores | None:
-    """The tag of scores whose heads a weight has mixed; None if `name` does something else.
+    """The tag of scores whose heads were mixed by a weight, or None if `name` does something else.
 
-    Both factors of the product change along heads, but only one of them along queries or keys: what a weight mixes
-    there, or across concatenated heads, is no longer scores but features.
+    Both factors of the product vary along heads, but only one of them varies along queries or keys. If a weight mixes
+    along queries or keys, or across concatenated heads, the result consists of features and no longer of scores.
     """
     others = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a is not x]
     if name not in MIXTURES or not others or out.ndim != x.ndim or not is_weight(others[0]):
@@ -116,14 +118,14 @@ def mixed(name: str, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Te
 
 
 def _are_heads(sides: tuple[ProductOperand, ProductOperand] | None, dim: int) -> bool:
-    """True if a dimension of scores is one of heads alone."""
+    """True if a dimension of scores is a dimension of heads only."""
     if sides is None or sides[0].varies(dim) != sides[1].varies(dim):
         return False
     return apart(sides, dim) or all(side.all_differ(dim) for side in sides)
 
 
 def _summed_dim(name: str, x: Tensor, args: Args) -> int | None:
-    """The dimension of x that `name(…)` sums over with a weight; None where that is not one."""
+    """The dimension of x that `name(…)` sums over with a weight, or None if it does not sum over exactly one."""
     if name.startswith("conv"):
         return x.ndim - 1 - int(name[4])
     if name != "einsum":
@@ -135,11 +137,11 @@ def _summed_dim(name: str, x: Tensor, args: Args) -> int | None:
 
 
 def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
-    """True if what is added to scores depends on the same activations as they do, as far as the graph shows.
+    """True if the term added to scores depends on the same activations as the scores do, as far as the graph shows.
 
-    A bias or a mask does not. If the module's input has no graph, a tensor depends on it if the parameters of the
-    factors made it, or if it holds different numbers for each sequence. If the scores were added to in place, so that
-    `x` is `out`, only the graph decides.
+    A bias or a mask does not. If the module's input has no graph, a tensor is taken to depend on it if the parameters
+    that produced the factors also produced the tensor, or if its values differ between sequences. If the term was added
+    to the scores in place, so that `x` is `out`, only the graph is used.
     """
     node = x.grad_fn if isinstance(x, torch.Tensor) else None
     if x is out:
@@ -159,12 +161,13 @@ def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
 
 
 def reached(starts: Sequence[Node], stops: Set[Node]) -> set[Node]:
-    """Those of the nodes `stops` that are met first on the way back from `starts`, in a graph of moderate size."""
+    """The nodes of `stops` that are reached first when following the graph back from `starts`, if the graph is of
+    moderate size."""
     return _met(starts, stops.__contains__) if stops else set()
 
 
 def is_projected(starts: Sequence[Node], stops: Set[Node]) -> bool:
-    """True if a trained matrix is met on the way back from `starts` to the nodes `stops`."""
+    """True if a trained matrix is reached on the way back from `starts` to the nodes in `stops`."""
 
     def is_matrix(node: Node) -> bool:
         variable = variable_of(node)
@@ -174,7 +177,7 @@ def is_projected(starts: Sequence[Node], stops: Set[Node]) -> bool:
 
 
 def _met(starts: Sequence[Node], stop: Callable[[Node], bool]) -> set[Node]:
-    """The nodes at which the way back from `starts` stops, in a graph of moderate size."""
+    """The nodes at which the search back from `starts` stops, if the graph is of moderate size."""
     seen: set[Node] = set()
     found: set[Node] = set()
     queue = list(starts)
@@ -188,11 +191,11 @@ def _met(starts: Sequence[Node], stop: Callable[[Node], bool]) -> set[Node]:
     return found
 
 
-# --- The effect of masks on scores: numbers so low that a pair is hidden, added, filled in or written in place
+# --- The effect of masks on scores: values low enough to hide a pair, which are added, filled in or written in place
 
 
 def hidden_by_sum(tag: Scores, mask: object, like: Tensor, sign: float = 1.0) -> Scores:
-    """The tag of scores after `sign` times a mask was added, some of whose numbers hide pairs."""
+    """The tag of scores after adding `sign` times a mask, some of whose values hide pairs."""
     if not isinstance(mask, torch.Tensor) or mask.numel() == 1:
         return tag
     low = hides(sign * mask.detach())
@@ -220,7 +223,7 @@ def _chosen(tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> 
     given = [*args, *kwargs.values()]
     if len(given) < 3:
         return None
-    # torch.where(condition, a, b) and a.where(condition, b)
+    # This covers both torch.where(condition, a, b) and a.where(condition, b).
     condition, yes, no = given[:3] if given[0] is not x else (given[1], given[0], given[2])
     hidden = ~condition.bool() if yes is x else condition.bool()
     other = no if yes is x else yes
@@ -231,7 +234,7 @@ def _chosen(tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> 
     return tag
 
 
-# tag of the scores, the scores, arguments of the function, what came out: the tag of that
+# From the tag of the scores, the scores, the arguments of the function and its output to the tag of the output
 _Rule = Callable[[Scores, Tensor, Args, Kwargs, Tensor], Scores | None]
 
 MASKS: Mapping[str, _Rule] = {
@@ -243,13 +246,13 @@ MASKS: Mapping[str, _Rule] = {
 
 
 def written(tag: Scores | None, x: Tensor, index: object, value: object, new: Scores | None) -> Scores | None:
-    """The tag of scores x after x[index] = value; None if x is not scores, or becomes something else.
+    """The tag of scores x after x[index] = value, or None if x is not a tensor of scores or is no longer one.
 
     Args:
-        tag: the tag of x, None unless it is one of scores. x: the tensor after the write.
-        index: where it was written to.
-        value: a number that hides, or scores.
-        new: the tag of the value, None unless it is one of scores.
+        tag: the tag of x, or None if it is not a tag of scores. x: the tensor after the write.
+        index: the index that was written to.
+        value: a value that hides pairs, or scores.
+        new: the tag of the value, or None if it is not a tag of scores.
     """
     if tag is None or not (is_low(value) or (new is not None and _same_kind(tag, new))):
         return None
@@ -268,7 +271,7 @@ def written(tag: Scores | None, x: Tensor, index: object, value: object, new: Sc
 
 
 def hidden_through_view(tags: Tags, x: Tensor, hidden: Tensor) -> None:
-    """Hides pairs in these scores that were hidden in place in a view x of them."""
+    """Marks those pairs of these scores as hidden that were hidden in place in a view x of the scores."""
     for y, tag in tags.of_scores():
         if y is x or base_of(x) is not (y if base_of(y) is None else base_of(y)):
             continue
@@ -280,28 +283,29 @@ def hidden_through_view(tags: Tags, x: Tensor, hidden: Tensor) -> None:
 
 
 def _same_kind(tag: Scores, new: Scores) -> bool:
-    """True if the new scores are the old ones, masked, or a sum of them and more."""
+    """True if the new scores are the old scores, possibly masked, or a sum of the old scores and others."""
     plain = all(part is None for one in (tag, new) for part in (one.uncapped, one.before_tanh, one.unshifted, one.keys))
     return plain and not new.lost and new.scale == tag.scale and products_of(tag) <= products_of(new)
 
 
 def products_of(tag: Scores | Lost) -> set[tuple[int, int]]:
-    """The factors of the products in scores, by identity."""
+    """The factors of the products in scores, as pairs of object ids."""
     return {(id(a), id(b)) for a, b in (part.operands for part in tag.parts)}
 
 
-# --- Scores after a view, an index or a concatenation, which masks, logits before a cap and vectors go through too
+# --- Scores after a view, an index or a concatenation, which is also applied to masks, logits before a cap and vectors
 
-# Where these take numbers from depends on more than the dimensions: an expanded index would be written out.
+# Functions whose source elements depend on more than the dimensions, so that an expanded index would be written out in
+# full.
 _COPIES = frozenset({"as_strided", "flip", "gather", "index_select", "pad", "repeat", "roll", "take_along_dim"})
 
 
 def rearranged(
     name: str, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor, *, whole: bool
 ) -> Scores | None:
-    """The tag of `name(x, …)`, a view or an index. Unless `whole`, the vectors that the scores are made of are followed
-    through views only: anything else would write a number for every score."""
-    more = (args[1:], kwargs)  # of masks
+    """The tag of `name(x, …)`, a view or an index. Unless `whole` is True, the vectors from which the scores are
+    computed are tracked through views only, because anything else would write one index for every score."""
+    more = (args[1:], kwargs)  # the arguments for masks
     if name == "pad":
         padding = pad_arguments(args, kwargs)
         low = is_low(padding.get("value"))
@@ -349,7 +353,7 @@ def rearranged(
 def _index(
     name: str, index: Tensor, taken: Callable[[Tensor | None], Tensor | None], args: Args, whole: bool
 ) -> Tensor | None:
-    """The numbers of the vectors, rearranged."""
+    """The indices of the vectors, rearranged."""
     if name == "pad":
         return torch.nn.functional.pad(index, args[1], value=-1) if len(args) > 1 else None
     if name not in ("view", "reshape", "view_as", "reshape_as") or len(args) < 2:
@@ -358,12 +362,12 @@ def _index(
     sizes = [*given] if isinstance(given, (tuple, list, torch.Size)) else [*args[1:]]
     try:
         return index.view(sizes)
-    except RuntimeError:  # an expanded index has no such view
+    except RuntimeError:  # an expanded index cannot be viewed in this shape
         return index.reshape(sizes) if whole else None
 
 
 def _is_view(args: Args) -> bool:
-    """True if x[index] is a view: slices, numbers, None and an ellipsis only."""
+    """True if x[index] is a view, that is, if the index contains only slices, integers, None and an ellipsis."""
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     return all(i is None or i is Ellipsis or isinstance(i, (slice, int)) for i in index)
 
@@ -372,10 +376,10 @@ CATS = ("cat", "concat")
 
 
 def joined(parts: Sequence[tuple[Tensor, Scores | None]], dim: int, out: Tensor) -> Scores | None:
-    """The tag of the result of cat on scores and untagged columns; None if it attaches anything other than columns.
+    """The tag of the result of cat on scores and untagged columns, or None if it attaches anything other than columns.
 
-    Untagged columns are sinks, which take weight and give no value. Several parts that are scores are one row of keys
-    (global ones and those of a block).
+    Untagged columns are sinks, which receive weight but contribute no value. Several parts that are scores form one row
+    of keys (for example global keys and those of a block).
     """
     if dim % out.ndim != out.ndim - 1:
         return None
@@ -406,7 +410,8 @@ def joined(parts: Sequence[tuple[Tensor, Scores | None]], dim: int, out: Tensor)
 
 
 def _side_by_side(parts: Sequence[tuple[Tensor, Scores | None]], out: Tensor) -> tuple[Product, ...]:
-    """The products of concatenated scores: one product with the vectors of all, where each part is one product."""
+    """The products of concatenated scores; if each part consists of one product, these are joined into one product with
+    the vectors of all parts."""
     tags = [tag for _, tag in parts if tag is not None]
     sides = [tag.parts[0].sides for tag in tags if len(tag.parts) == 1]
     first = tags[0].parts[0]
@@ -426,7 +431,7 @@ def _side_by_side(parts: Sequence[tuple[Tensor, Scores | None]], out: Tensor) ->
 def _one_factor(
     parts: Sequence[tuple[Tensor, Scores | None]], factors: Sequence[ProductOperand], out: Tensor
 ) -> ProductOperand | None:
-    """One factor with the vectors of several; None if these differ in size."""
+    """One factor with the vectors of several factors, or None if their vectors differ in size."""
     small = [narrowed(f.index).cpu() for f in factors if f.index is not None]
     first = factors[0]
     if all(f.x is first.x and torch.equal(small[0], s) for f, s in zip(factors, small)) and small[0].shape[-1] == 1:
@@ -446,13 +451,14 @@ def _one_factor(
     return ProductOperand(x=torch.cat(vectors), summed=(1,), index=torch.cat(columns, -1).expand(out.shape))
 
 
-# --- A softmax that is written out: exponentials of scores, less the row's largest or its logsumexp, over their sum
+# --- A softmax that is written out, as exponentials of scores minus the row's largest score or logsumexp, divided by
+# their sum
 
 OUTER = frozenset({"mul", "multiply"})
 
 
 def row_top(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> RowTop | None:
-    """The tag of what `name(x, …)` makes of scores, if that is one number per row, or one for all rows."""
+    """The tag of the result of `name(x, …)` on scores, if it is one value per row or one value for all rows."""
     last = over_last(x, args, kwargs)
     if name in ("amax", "max") and (last or (len(args) == 1 and "dim" not in kwargs)):
         return RowTop(False)
@@ -460,7 +466,7 @@ def row_top(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> RowTop | None:
 
 
 def over_last(x: Tensor, args: Args, kwargs: Kwargs) -> bool:
-    """True if a reduction goes over the last dimension only."""
+    """True if a reduction is over the last dimension only."""
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
@@ -468,14 +474,15 @@ def over_last(x: Tensor, args: Args, kwargs: Kwargs) -> bool:
 
 
 def raised(name: str, tag: Powers, x: Tensor, args: Args, kwargs: Kwargs) -> Powers | None:
-    """The tag of `name(…)` for exponentials x, some of which a mask may set to 0; None if no exponentials result."""
+    """The tag of `name(…)` applied to exponentials x, some of which a mask may set to 0, or None if the result is not
+    exponentials."""
     other = next((a for a in (*args, *kwargs.values()) if a is not x), None)
     if name == "masked_fill":
         value = kwargs.get("value", args[2] if len(args) > 2 else None)
         zero = isinstance(other, Tensor) and value == 0
         return dataclasses.replace(tag, scores=tag.scores.also_hidden(other, x)) if zero else None  # type: ignore[arg-type]
     if name in ("mul", "multiply") and isinstance(other, Tensor) and other.numel() > 1:
-        # A mask of zeros and ones hides, anything else makes other weights than a softmax.
+        # A mask of zeros and ones hides pairs; any other factor gives weights that are not those of a softmax.
         off = other == 0
         if bool((off | (other == 1)).all()):
             return dataclasses.replace(tag, scores=tag.scores.also_hidden(off, x))
@@ -484,10 +491,10 @@ def raised(name: str, tag: Powers, x: Tensor, args: Args, kwargs: Kwargs) -> Pow
 
 
 def may_be_outer(args: Args) -> bool:
-    """False for most arguments that are not an outer product, by a quick test."""
+    """A quick test that returns False for most arguments that are not an outer product."""
     a, b = args if len(args) == 2 else (None, None)
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        return len(args) != 2  # by name
+        return len(args) != 2  # passed by name
     n = a.ndim
     return n > 3 and b.ndim == n and (a.shape[-2] == 1 or b.shape[-2] == 1)
 
@@ -509,12 +516,12 @@ def outer(name: str, args: Args, kwargs: Kwargs, out: object) -> Product | None:
     return None
 
 
-# --- Scores that an operation made into something that is not understood, and the softmaxes that take it
+# --- Scores that an operation turned into something that is not understood, and the softmaxes over the result
 
 SOFTMAXES = ("softmax", "safe_softmax", "log_softmax")
-_FIRST = ("topk", "sort", "kthvalue")  # the numbers come first, then where they were
+_FIRST = ("topk", "sort", "kthvalue")  # functions that return the values first, then their indices
 
-# What people do to scores before the softmax, in words.
+# Descriptions of operations that are applied to scores before the softmax.
 _WORDS: Mapping[str, str] = {
     "linear": "a linear map",
     "conv2d": "a convolution",
@@ -528,22 +535,22 @@ _WORDS: Mapping[str, str] = {
 
 
 class LostScores:
-    """Follows the results of operations that end scores; `missed` are the softmaxes over such results."""
+    """Tracks the results of operations after which scores are lost; `missed` lists the softmaxes over such results."""
 
     def __init__(self, tags: Tags) -> None:
         self.missed: list[UnrecognizedAttention] = []
-        self.ends: dict[str, None] = {}  # the operations that ended scores
-        self.weighed: set[tuple[int, int]] = set()  # the products that softmaxes took
+        self.ends: dict[str, None] = {}  # the operations by which scores were lost
+        self.weighed: set[tuple[int, int]] = set()  # the products that reached a softmax
         self._tags = tags
 
     def begin(self, name: str, frame: ModuleCall, tag: Scores, x: Tensor, out: object) -> None:
-        """Records that `name(…)` of tagged scores x made `out`, which is no longer scores."""
+        """Records that `name(…)` turned tagged scores x into `out`, which no longer consists of scores."""
         self.ends[name] = None
         if x.ndim < 4 and not any(apart(part.sides) for part in tag.parts):
-            return  # heads are concatenated: these are features
+            return  # heads are concatenated, so these are features
         rows, columns = x.shape[-2:]
         if isinstance(out, Tensor) and out.shape[:-1] == x.shape[:-1]:
-            columns = max(columns, out.shape[-1])  # some were chosen and written into a row of all
+            columns = max(columns, out.shape[-1])  # some were chosen and written into a row of all columns
         first, others = name in _FIRST, _queries(tag, x)
         for part in (*tensors((out,)),)[: 1 if first else None]:
             lost = Lost(
@@ -569,8 +576,8 @@ class LostScores:
                     self.go_on(name, tag.frame, tag, out)
 
     def go_on(self, name: str, frame: ModuleCall, tag: Lost, out: object) -> None:
-        """Records that `name(…)` of a lost tensor made `out`; a softmax, or exponentials, is then a missed
-        attention."""
+        """Records that `name(…)` turned a lost tensor into `out`; if `name` is a softmax or an exponential, the
+        attention is recorded as missed."""
         weights = name in SOFTMAXES or name in ("exp", "exp2")
         if weights:
             self.weighed |= products_of(tag)
@@ -586,7 +593,7 @@ class LostScores:
                 self._put(part, tag)
 
     def miss(self, frame: ModuleCall, operation: str, reason: str) -> None:
-        """Records attention that is not understood."""
+        """Records an attention that is not understood."""
         self.missed.append(UnrecognizedAttention(module=frame.name, operation=operation, reason=reason))
 
     def _put(self, out: Tensor, tag: Lost) -> None:
@@ -599,7 +606,7 @@ class LostScores:
 
 
 def _queries(tag: Scores, x: Tensor) -> frozenset[int]:
-    """The sizes of the dimensions of scores along which one factor changes and the other does not, but for the last."""
+    """The sizes of the dimensions of scores, except the last, along which only one of the factors varies."""
     found = set[int]()
     for sides in (part.sides for part in tag.parts):
         if sides is not None:
@@ -608,7 +615,8 @@ def _queries(tag: Scores, x: Tensor) -> frozenset[int]:
 
 
 def is_index(tags: Tags, tag: object, x: Tensor) -> bool:
-    """True if a tensor with this tag scores keys for queries: a product of activations, or what was made of some."""
+    """True if a tensor with this tag holds scores of keys for queries, as a product of activations or as a result
+    computed from one."""
     if isinstance(tag, Lost):
         return tag.may_pass_to(x) and x.shape[-1] == tag.columns
     if not isinstance(tag, Scores) or tag.table:
@@ -622,5 +630,5 @@ def _is_weight(x: Tensor) -> bool:
 
 
 def is_lost(tag: object) -> bool:
-    """True if a tensor with this tag counts as untagged, except for what is computed from it."""
+    """True if a tensor with this tag counts as untagged, except for results that are computed from it."""
     return tag is None or isinstance(tag, Lost)

@@ -1,4 +1,4 @@
-"""The type of a layer, named by which keys its queries were seen to reach."""
+"""The type of a layer, determined from the keys that its queries reached."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import BandCall
 
-# The keys that the queries reach: all that come before them (or all), a window that slides with the query, some of them
-# with others between that are hidden, or keys that stand for several tokens each.
+# The keys that the queries reach: all preceding keys (or all keys), a window that slides with the query, some of these
+# keys with hidden keys in between, or keys that each represent several tokens.
 VisibleType = Literal["full", "window", "sparse", "compressed"]
-# What the keys are made of: the tokens of the queries, a vector of each token that is narrower than the keys of all
-# heads, or something else than the queries are made of.
+# What the keys are computed from: the tokens of the queries, a vector per token that is narrower than the keys of all
+# heads together, or a source other than that of the queries.
 KeyOrigin = Literal["tokens", "latent", "other"]
 LayerType = Literal["full", "window", "sparse", "compressed", "latent", "cross", "indexer"]  # see records.LAYER_TYPES
 
-_ROWS = 1 << 22  # pairs that are looked at together
+_ROWS = 1 << 22  # the number of pairs that are examined together
 
 
 def layer_type(visible: VisibleType, origin: KeyOrigin) -> LayerType:
-    """Names a layer by the source of its keys if that is not the source of its queries, else by its visible sets, else
-    by its latents.
+    """Names a layer by the source of its keys if this differs from the source of its queries, otherwise by its visible
+    sets, and, if these are full, by whether its keys come from latents.
 
     >>> layer_type("sparse", "latent"), layer_type("full", "latent"), layer_type("window", "other")
     ('sparse', 'latent', 'cross')
@@ -55,8 +55,8 @@ class VisibleSets:
 
 
 def told_apart(found: Mapping[str, VisibleSets]) -> dict[str, VisibleType]:
-    """The visible types of the sites of one pass. Packed sequences are separated in every layer. So if another site
-    with as many queries saw all keys, without blocks, then blocks are windows.
+    """The visible types of the sites in one pass. Packed sequences are separated in every layer, so if another site
+    with the same number of queries saw all keys, without blocks, the blocks are windows.
 
     >>> packed = VisibleSets(visible="full", blocks=True, queries=8)
     >>> told_apart({"a": packed, "b": packed})
@@ -78,15 +78,16 @@ def visible_sets(call: Seen, origin: KeyOrigin = "tokens") -> VisibleSets:
     Keys that every query sees, such as sinks and memory, and keys that no query sees are left out. A row's set is a
     span if it has no gaps among the remaining keys.
 
-    - *window*: all rows have spans, and somewhere the beginning of the span advances by one key from one query to the
-      next.
-    - *full*: all rows have spans otherwise; or each token sees exactly its group of tokens (in blocks, which need not
-      be neighbours).
-    - *sparse*: some row has no span; or keys were gathered for each query, or queries for each block of keys.
-    - *compressed*: there are fewer keys than queries, or more and the last visible key does not advance by one with
-      each query. Keys from a source other than that of the queries are never compressed.
+    - *window*: the keys of every row form a span, and at least once the start of the span advances by one key from one
+      query to the next.
+    - *full*: all rows have spans that do not advance in this way, or each token sees exactly its own group of tokens
+      (in blocks, which need not be adjacent).
+    - *sparse*: at least one row's keys do not form a span, or keys were gathered for each query, or queries for each
+    block of keys.
+    - *compressed*: there are fewer keys than queries, or there are more and the last visible key does not advance by
+      one with each query. Keys from a source other than that of the queries are never compressed.
 
-    The function waits for the device once or twice, and stores nothing per pair.
+    The function waits for the device once or twice and stores no data per pair.
     """
     t, s = (call.logits if isinstance(call, ScoresCall) else call.q).shape[2], _keys(call)
     if isinstance(call, ScoresCall) and call.gathered and t > 1:
@@ -101,8 +102,8 @@ def visible_sets(call: Seen, origin: KeyOrigin = "tokens") -> VisibleSets:
     kept = seen & ~always
     spans = _spans(call, kept)
     if s != t and origin != "other":
-        # Of a few queries with a window, as where a sequence is cut into pieces, all may see the keys in the middle.
-        # In the last piece the window may end with the sequence.
+        # If a sequence is cut into pieces, a piece may have so few queries that all of them see the keys in the middle
+        # of their windows. In the last piece the window may end with the sequence.
         whole = _spans(call, seen)
         if whole.all and whole.slide and whole.follows:
             return VisibleSets(visible="window", blocks=False, queries=t)
@@ -111,7 +112,7 @@ def visible_sets(call: Seen, origin: KeyOrigin = "tokens") -> VisibleSets:
     if spans.all:
         blocks = spans.several and not spans.slide
         return VisibleSets(visible="window" if spans.slide else "full", blocks=blocks, queries=t)
-    # The first keys may stay visible beside a window: those that no later query loses.
+    # The first keys may stay visible in addition to a window, namely those that no later query loses.
     moving = _spans(call, kept & lost)
     if moving.all and moving.slide:
         return VisibleSets(visible="window", blocks=False, queries=t)
@@ -122,15 +123,15 @@ def visible_sets(call: Seen, origin: KeyOrigin = "tokens") -> VisibleSets:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Spans:
-    """The visible sets of a call's rows, restricted to some keys.
+    """The visible sets of a call's rows, restricted to a subset of the keys.
 
     Attributes:
-        all: every set is a span.
-        slide: somewhere the beginning advances by one key from one row to the next.
-        several: the sets begin at several keys.
-        steady: the end advances by one key with each row.
-        follows: it does so until it is at the last key that any row sees.
-        first: the first key [n t] of each row.
+        all: whether every set is a span.
+        slide: whether the start advances by one key from one row to the next at least once.
+        several: whether the sets start at different keys.
+        steady: whether the end advances by one key with each row.
+        follows: whether the end does so until it reaches the last key that any row sees.
+        first: the first visible key [n t] of each row.
     """
 
     all: bool
@@ -165,8 +166,9 @@ def _keys(call: Seen) -> int:
 
 
 def _by_blocks(call: BandCall) -> bool:
-    """True if the packed sequences are blocks of keys of one length, each with the queries that chose it, as in MoBA's
-    fast form: every query sees all of its block, and the numbers of queries differ."""
+    """True if the packed sequences are blocks of keys of equal length, each with the queries that chose it, as in the
+    fast implementation of MoBA, where every query sees its full block and the number of queries varies between
+    blocks."""
     if call.causal or call.of_key is None:
         return False
     some = call.high > call.low
@@ -177,7 +179,8 @@ def _by_blocks(call: BandCall) -> bool:
 
 
 def _any_hidden(call: Seen, t: int, s: int) -> bool:
-    """False if it is clear, without reading numbers, that all queries see all keys or all up to their own."""
+    """False if it is certain, without reading tensor values, that all queries see all keys or all keys up to their
+    own."""
     if isinstance(call, ScoresCall):
         return call.hidden is not None and call.hidden.shape[2] > 1 and call.hidden.shape[3] > 1
     if type(call) is not AttentionCall or call.window is not None:
@@ -186,7 +189,7 @@ def _any_hidden(call: Seen, t: int, s: int) -> bool:
 
 
 def _blocks(call: Seen) -> Iterator[tuple[slice, Bool[Tensor, "n r s"]]]:
-    """The visible pairs in blocks of rows, for each sequence and head that has a mask of its own."""
+    """The visible pairs in blocks of rows, for each sequence and head that has a separate mask."""
     b, h, t = (call.logits if isinstance(call, ScoresCall) else call.q).shape[:3]
     s = _keys(call)
     rows = max(1, _ROWS // max(1, b * h * s))
@@ -203,8 +206,8 @@ def _blocks(call: Seen) -> Iterator[tuple[slice, Bool[Tensor, "n r s"]]]:
 
 
 def _extent(call: Seen, s: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Three masks of keys [n s]: those that some query sees; those that every query with any visible key sees; and
-    those that one query sees and the next, though it sees others, does not."""
+    """Three masks of keys [n s]: the keys that at least one query sees; the keys that are seen by every query that sees
+    any key; and the keys that one query sees but the next query does not, although it sees others."""
     seen = always = lost = before = None
     for _, visible in _blocks(call):
         none = ~visible.any(-1, keepdim=True)
@@ -223,14 +226,14 @@ def _extent(call: Seen, s: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rows(call: Seen, kept: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The first, the last and the number [n r] of the kept keys that each row sees."""
+    """The indices of the first and the last kept key that each row sees, and the number of these keys [n r]."""
     for _, visible in _blocks(call):
         own = (visible & kept[:, None]).to(torch.uint8)
         yield own.argmax(-1), own.shape[-1] - 1 - own.flip(-1).argmax(-1), own.sum(-1)
 
 
 def _is_grouped(call: Seen, kept: Tensor, first: Tensor) -> bool:
-    """True if every token belongs to one group, by the first key that it sees, and sees exactly that group."""
+    """True if tokens with the same first visible key form a group, and every token sees exactly its own group."""
     alike = [
         ((visible == (first[:, rows, None] == first[:, None])) | ~kept[:, None]).all()
         for rows, visible in _blocks(call)

@@ -1,13 +1,13 @@
-"""Hand-written attention, followed from q kᵀ to its softmax.
+"""Hand-written attention, tracked from q kᵀ to its softmax.
 
-The product of two activations gets a tag; operations that scale, mask, cap, cast or rearrange scores pass it on, any
-other one ends it. The output of any other operation is tagged as lost, and a softmax over it is reported as a missed
-attention. The softmax that receives a tagged tensor is attention; its output is tagged as weights, so that the
-product with the values does not count as scores. A softmax that is written out, as exponentials over their sum, is
-treated the same way.
+The product of two activations gets a tag. Operations that scale, mask, cap, cast or rearrange scores pass the tag on;
+any other operation ends it. The output of any other operation is tagged as lost, and a softmax over it is reported as a
+missed attention. A softmax whose input is a tagged tensor is attention; its output is tagged as weights, so that the
+product with the values does not count as scores. A softmax that is written out, as exponentials divided by their sum,
+is treated in the same way.
 
-Statistics come from what the softmax received and from the masks met on the path, never from q·k·scale computed again:
-a scale or a bias may be anywhere.
+Statistics are computed from the input of the softmax and from the masks met on the path, and never from q·k·scale
+computed again, because a scale or a bias may be applied anywhere.
 """
 
 from __future__ import annotations
@@ -73,19 +73,20 @@ from qkeel.patching.modes import Args, Kwargs
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Softcap
 
 Given = tuple[Args, Kwargs]
-SMALLEST_CONSTANT = 1e-5  # what is added to a sum of exponentials and is more than a guard of the quotient
+SMALLEST_CONSTANT = 1e-5  # a larger constant added to a sum of exponentials is more than a guard against 0 / 0
 
 
 class EagerAttentionTracer:
-    """Reads every torch function of a forward pass and reports the softmaxes that are attention.
+    """Reads every call of a torch function in a forward pass and reports the softmaxes that are attention.
 
     Args:
-        report: gets every call, and whether a function mode alone does not see all of it; returns the site's name.
-        known: the layout of the scores whose softmax a module takes, if it is known.
-        names: parameters by identity, in a probe: walks to them show which dimensions are heads. None if there is no
-            graph to walk.
-        valued: gets the name of a site and what its weights are multiplied by.
-        chose: gets scores of which the largest are chosen, and their tag.
+        report: called with every attention call, and with whether a function mode alone misses part of it; returns the
+            site's name.
+        known: returns the layout of the scores whose softmax a module computes, if it is known.
+        names: maps each parameter's identity to its name when probing, where tracing the graph back to the parameters
+            reveals which dimensions are heads. None if there is no graph to trace.
+        valued: called with the name of a site and the tensor by which its weights are multiplied.
+        chose: called with scores of which the largest are chosen, and with their tag.
     """
 
     def __init__(
@@ -99,16 +100,16 @@ class EagerAttentionTracer:
         self._chose = chose
         self.tags = Tags()
         self.lost = LostScores(self.tags)
-        self.below = False  # what is followed now was seen as operators only
-        self.multiplied = False  # two activations were multiplied with each other
+        self.below = False  # whether the current calls were observed as operators only
+        self.multiplied = False  # whether two activations were multiplied with each other
         self._report, self._known, self._names, self._valued = report, known, names, valued
 
     def minds(self, name: str, args: Args) -> bool:
-        """True if a call of this function can matter now: most can't."""
+        """True if a call of this function may be relevant now, which is rarely the case."""
         return bool(self.tags) or name in PRODUCTS or (name in OUTER and may_be_outer(args))
 
     def follow(self, name: str, frame: ModuleCall, args: Args, kwargs: Kwargs, out: object) -> None:
-        """Processes one call of a torch function, given its name without outer underscores."""
+        """Processes one call of a torch function, given the function's name without outer underscores."""
         found = product(name, args, kwargs, out) if name in PRODUCTS else outer(name, args, kwargs, out)
         if found is not None and not any(self._is_made(x) for x in found.operands):
             assert isinstance(out, torch.Tensor)
@@ -143,12 +144,13 @@ class EagerAttentionTracer:
             self._others(name, frame, tag, place, (args, kwargs), out)
 
     def _is_made(self, x: Tensor) -> bool:
-        """True if a tensor is on its way from q and k to the values: no factor of a product of scores."""
+        """True if a tensor is on its way from q and k to the values, so that it is not a factor of a product of
+        scores."""
         tag = self.tags.get(x)
         return not is_lost(tag) and not (isinstance(tag, Scores) and tag.table)
 
     def _scores(self, name: str, frame: ModuleCall, tag: Scores, x: Tensor, given: Given, out: object) -> None:
-        """`name(…)` of tagged scores x made `out`."""
+        """Handles `name(…)` applied to tagged scores x, which returned `out`."""
         args, kwargs = given
         top = row_top(name, x, args, kwargs)
         if top is not None:
@@ -184,7 +186,8 @@ class EagerAttentionTracer:
             self.lost.begin(new or name, frame, tag, x, out)
 
     def _sum(self, name: str, frame: ModuleCall, tag: Scores, x: Tensor, given: Given, out: Tensor) -> Scores | None:
-        """The tag of scores to which others were added, or what else depends on the input; None of any other sum."""
+        """The tag of scores to which other scores, or another term that depends on the input, were added; None for any
+        other sum."""
         args, kwargs = given
         operands = [a for n, a in (*enumerate(args), *kwargs.items()) if n != "alpha"]
         other = next((a for a in operands if a is not x), None)
@@ -203,7 +206,7 @@ class EagerAttentionTracer:
         return joined([(x, tag if isinstance(tag, Scores) else None) for x, tag in tags], dim, out)
 
     def _others(self, name: str, frame: ModuleCall, tag: object, x: Tensor, given: Given, out: Tensor) -> None:
-        """`name(…)` of x, tagged as something that is not scores, made `out`."""
+        """Handles `name(…)` applied to a tensor x with a tag other than scores, which returned `out`."""
         args, kwargs = given
         same = name in ELEMENTWISE or name in VIEWS
         total = next((t for a in (*args, *kwargs.values()) if isinstance(t := self.tags.get(a), RowSum)), None)
@@ -216,7 +219,7 @@ class EagerAttentionTracer:
             if same or name in MASKS or name in CATS:
                 self.tags.put(out, tag)
         elif isinstance(tag, RowTop):
-            # With another block's it is no longer the top of these scores.
+            # After a maximum with another block's value it is no longer the largest of these scores.
             if same and name != "maximum":
                 self.tags.put(out, dataclasses.replace(tag, negative=tag.negative != (name == "neg")))
             elif name == "exp" and tag.negative and not tag.normalises:
@@ -232,7 +235,8 @@ class EagerAttentionTracer:
                 self.tags.put(out, new)
 
     def _summed(self, name: str, frame: ModuleCall, total: RowSum, given: Given, out: Tensor) -> None:
-        """`name(…)` of a row's sum of exponentials made `out`: the sum plus a constant, or they are divided by it."""
+        """Handles `name(…)` applied to a row's sum of exponentials, which returned `out`: a constant was added to the
+        sum, or the exponentials were divided by it."""
         args, kwargs = given
         others = [a for a in (*args, *kwargs.values()) if self.tags.get(a) is not total]
         if name in ("add", "radd", "iadd") and len(others) == 1 and not total.constant:
@@ -240,7 +244,8 @@ class EagerAttentionTracer:
             if shifted and isinstance(self.tags.get(others[0]), ShiftedOne):
                 total = dataclasses.replace(total, constant=1.0)
             elif type(others[0]) in (int, float):
-                # Less than this keeps a quotient finite; beside shifted scores a number is no one's exponential.
+                # A smaller constant only keeps the quotient finite. Added to exponentials of shifted scores, a constant
+                # is not the exponential of a fixed logit.
                 counts = others[0] > SMALLEST_CONSTANT and not shifted
                 total = dataclasses.replace(total, constant=float(others[0])) if counts else total
             else:
@@ -256,7 +261,7 @@ class EagerAttentionTracer:
                 self.tags.put(out, weights)
 
     def _divided(self, frame: ModuleCall, total: RowSum) -> str | None:
-        """Reports the softmax of exponentials that are divided by their sum; returns the site's name."""
+        """Reports the softmax of exponentials that are divided by their sum, and returns the site's name."""
         known = self.tags.get(total.exponentials)
         if isinstance(known, Weights):
             return known.site
@@ -266,7 +271,8 @@ class EagerAttentionTracer:
         return site
 
     def _raised(self, frame: ModuleCall, tag: Scores, x: Tensor, out: Tensor) -> None:
-        """Exponentials of scores: weights if these were less their logsumexp, else with their sum."""
+        """Tags exponentials of scores: as weights if the logsumexp was subtracted from the scores, otherwise as
+        exponentials that still have to be divided by their sum."""
         x = out.log() if out is x else x
         if tag.normalised:
             self.tags.put(out, Weights(self._report_softmax(frame, tag, x)))
@@ -274,7 +280,8 @@ class EagerAttentionTracer:
             self.tags.put(out, Powers(dataclasses.replace(tag, below=tag.below or self.below), x))
 
     def _less(self, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Scores | str | None:
-        """Scores less one number per row, which changes no weight; None where something else is subtracted."""
+        """The tag of scores minus one value per row, which does not change the weights; None if something else is
+        subtracted."""
         other = args[1] if len(args) > 1 else kwargs.get("other")
         if not args or args[0] is not x or not isinstance(other, torch.Tensor):
             return None
@@ -292,7 +299,7 @@ class EagerAttentionTracer:
         return min(tagged, key=lambda one: is_lost(one[1]), default=(None, None))
 
     def _multiplied(self, found: Product, frame: ModuleCall, out: Tensor, kwargs: Kwargs, *, summed: bool) -> None:
-        """Two activations were multiplied, and summed over the dimensions of a head or not yet."""
+        """Tags the product of two activations, which has been summed over the dimensions of a head or will be later."""
         if not summed:
             self.tags.put(out, found)
             return
@@ -312,7 +319,7 @@ class EagerAttentionTracer:
 
     @torch.no_grad()
     def _write(self, args: Args) -> None:
-        """Follows x[index] = value, in place."""
+        """Handles x[index] = value, which writes in place."""
         x, index, value = args
         tag, more = (found if isinstance(found := self.tags.get(y), Scores) else None for y in (x, value))
         new = written(tag, x, index, value, more)
@@ -346,10 +353,10 @@ class EagerAttentionTracer:
         return self._report(where, call, tag.below or self.below)
 
     def _step(self, name: str, tag: Scores, x: Tensor, given: Given, out: Tensor) -> Scores | None:
-        """The tag of `name(…)` of tagged scores x, or None if what comes out are no scores any more."""
+        """The tag of `name(…)` applied to tagged scores x, or None if the result no longer consists of scores."""
         args, kwargs = given
         if any(isinstance(arg, torch.dtype) for arg in args[1:]) and name == "view":
-            return None  # the bits of scores, as numbers of another kind
+            return None  # the bits of the scores, reinterpreted in another dtype
         if name in VIEWS:
             return rearranged(name, tag, x, args, kwargs, out, whole=self._names is not None)
         return _elementwise(name, tag, x, given, out)
@@ -363,7 +370,7 @@ def _elementwise(name: str, tag: Scores, x: Tensor, given: Given, out: Tensor) -
     if name in MASKS:
         return MASKS[name](tag, x, args, kwargs, out)
     if name in ("abs", "absolute"):
-        # What a mask hid would come out as the largest of all, and a cap or a shift before it is not undone.
+        # The hidden pairs would become the largest of all, and a preceding cap or shift could not be undone.
         changed = (tag.hidden, tag.uncapped, tag.before_tanh, tag.unshifted, tag.keys)
         why = "its softmax takes the absolute values of the scores"
         return None if any(x is not None for x in changed) else dataclasses.replace(tag, lost=(*tag.lost, why))
@@ -382,7 +389,7 @@ def _elementwise(name: str, tag: Scores, x: Tensor, given: Given, out: Tensor) -
 
 
 def _factor(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> float | None:
-    """The number that a multiplication or division by a constant applies."""
+    """The factor that a multiplication or division by a constant applies."""
     if name not in ("mul", "multiply", "rmul", "div", "divide", "true_divide"):
         return None
     other = next((a for a in (*args, *kwargs.values()) if a is not x), None)
@@ -393,7 +400,7 @@ def _factor(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> float | None:
     return 1.0 / other if "div" in name else float(other)
 
 
-# --- The attention call behind a softmax whose input was followed: its logits as [b h t s], and q and k next to them
+# --- The attention call behind a softmax whose input was tracked: its logits as [b h t s], with q and k
 
 Factors = tuple[Tensor | None, Tensor | None]
 
@@ -408,16 +415,16 @@ def seen_call(
     names: dict[int, str] | None,
     alone: bool = True,
 ) -> ScoresCall:
-    """The call whose softmax takes x.
+    """The attention call whose softmax has the input x.
 
     Args:
         tag: the tag of x.
-        x: the scores, with whatever was done to them.
-        keys: the dimension that the softmax runs over.
-        frame: the module's call that made it.
+        x: the scores after all operations on them.
+        keys: the dimension that the softmax normalises.
+        frame: the module call that made it.
         known: the layout of the scores, if it is known.
-        names: parameters by identity in a probe, else None.
-        alone: whether nothing else will be added to x.
+        names: the names of parameters by identity in a probe, otherwise None.
+        alone: whether x is final, with nothing else to be added.
     """
     uncapped = x if tag.uncapped is None else tag.uncapped
     if uncapped.shape != x.shape and uncapped.numel() == x.numel():
@@ -427,7 +434,7 @@ def seen_call(
     found = [p if p is None else p.narrow(keys, columns[0], columns[1] - columns[0]) for p in (uncapped, x, hidden)]
     assert found[1] is not None
     parts = [_sides(part, x, keys, columns) for part in tag.parts]
-    with torch.set_grad_enabled(names is not None):  # an autograd.Function that takes the softmax turns it off
+    with torch.set_grad_enabled(names is not None):  # an autograd.Function that computes the softmax turns it off
         how = _layout(found[1], parts, keys, frame, known, names)
         factors = [_factors(sides, how, keys, exact=names is None or (alone and len(parts) == 1)) for sides in parts]
     logits, capped, hidden = (p if p is None else how.apply(p) for p in found)
@@ -455,8 +462,9 @@ def seen_call(
 
 @torch.no_grad()
 def _filler_rows(parts: Sequence[Sides | None], how: HeadLayout, keys: int) -> Tensor | None:
-    """The rows [b 1 t 1] whose queries are zeros in all heads, which a module that pads with zeros has added; not if
-    the queries of all rows are zeros, as before the first step of some models. None where queries are unknown."""
+    """The rows [b 1 t 1] whose queries are zero in all heads, which a module that pads with zeros has added. No row is
+    marked if the queries of all rows are zero, as before the first step of some models. None if the queries are
+    unknown."""
     sides = parts[0] if len(parts) == 1 else None
     if sides is None or sides.query.index is None or sides.query.varies(keys):
         return None
@@ -474,9 +482,10 @@ def index_call(
     known: HeadLayout | None,
     names: dict[int, str] | None,
 ) -> ScoresCall:
-    """Returns the scores x by which keys are chosen as a call: what a softmax over them would take, without values.
+    """Returns an attention call whose logits are the scores x by which keys are chosen, as a softmax over them would
+    receive them; the call has no values.
 
-    A pair is hidden if a mask with its score would hide it, or if it is always chosen (+inf).
+    A pair is hidden if a mask of the same value would hide it, or if it is always chosen (+inf).
     """
     of, tag = tag, tag if isinstance(tag, Scores) else Scores(parts=(), frame=tag.frame)
     keys, x = x.ndim - 1, x.detach()
@@ -500,17 +509,17 @@ def index_call(
 
 
 def _index_vectors(tag: Scores | Lost, tags: Tags) -> IndexVectors | None:
-    """What an indexer's scores Σ_j w_j f(q_j·k) are made of, where w multiplies f(q·k) number by number or in a product
-    that is summed over j; None if the product of q and k is unknown."""
+    """The tensors from which an indexer's scores Σ_j w_j f(q_j·k) are computed, where w multiplies f(q·k) element by
+    element or in a product that is summed over j. None if the product of q and k is unknown."""
     summed = []
     for a, b in [part.operands for part in tag.parts]:
         for x, other in ((a, b), (b, a)):
             if isinstance(inner := tags.get(x), Lost):
                 tag, summed = inner, [other]
-    # A factor that changes along keys is a mask.
+    # A factor that varies along keys is a mask.
     factors = [x for x in tag.factors if x.numel() == 1 or x.shape[-1] == 1] if isinstance(tag, Lost) else []
     sides = tag.parts[0].sides if len(tag.parts) == 1 else None
-    if sides is None or sides[0].varies(-1) == sides[1].varies(-1):  # the last dimension is that of the keys
+    if sides is None or sides[0].varies(-1) == sides[1].varies(-1):  # the last dimension is the key dimension
         return None
     query, key = sides if sides[1].varies(-1) else sides[::-1]
     q, k = (side.picked(narrowed(side.index)).detach() for side in (query, key) if side.index is not None)
@@ -519,7 +528,7 @@ def _index_vectors(tag: Scores | Lost, tags: Tags) -> IndexVectors | None:
 
 @torch.no_grad()
 def _sink(x: Tensor, keys: int, columns: tuple[int, int], how: HeadLayout) -> Tensor | None:
-    """The logsumexp [b h t] of the columns beside those of keys; None where there are none."""
+    """The logsumexp [b h t] of the columns that are not keys, or None if there are no such columns."""
     n = x.shape[keys]
     beside = [x.narrow(keys, 0, columns[0]), x.narrow(keys, columns[1], n - columns[1])]
     if columns == (0, n):
@@ -528,7 +537,7 @@ def _sink(x: Tensor, keys: int, columns: tuple[int, int], how: HeadLayout) -> Te
 
 
 def _is_gathered(parts: Sequence[Sides | None], how: HeadLayout) -> bool:
-    """True if the keys were picked for each query: every product has other keys along queries too."""
+    """True if the keys were picked for each query, so that the keys of every product vary along queries too."""
     rows = next((i for i, group in enumerate(how.groups) if group == "t"), None)
     return rows is not None and bool(parts) and all([p is not None and p.key.varies(rows) for p in parts])  # noqa: C419
 
@@ -536,7 +545,7 @@ def _is_gathered(parts: Sequence[Sides | None], how: HeadLayout) -> bool:
 def fused_layout(
     q: Tensor, k: Tensor, frame: ModuleCall, *, known: HeadLayout | None, names: dict[int, str] | None
 ) -> HeadLayout:
-    """The layout of the scores that a fused function makes of q and k [... t d], which need not be [b h t d]."""
+    """The layout of the scores that a fused function computes from q and k [... t d], which need not be [b h t d]."""
     shape = torch.Size((*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], k.shape[-2]))
     out, n = q.detach().new_zeros(()).expand(shape), len(shape)
     query = operand(q, (q.ndim - 1,), [*range(n - q.ndim, n - 1)], out)
@@ -545,7 +554,8 @@ def fused_layout(
 
 
 def _sides(part: Product, x: Tensor, keys: int, columns: tuple[int, int]) -> Sides | None:
-    """The factors of a product that make queries and keys, with the numbers of their vectors for each score of x."""
+    """The factors of a product that hold the queries and the keys, with the index of their vectors for each score of
+    x."""
     pair = part.sides
     if pair is None:
         return None
@@ -562,8 +572,8 @@ def _sides(part: Product, x: Tensor, keys: int, columns: tuple[int, int]) -> Sid
 
 
 def _is_key(one: ProductOperand, other: ProductOperand, keys: int) -> bool:
-    """True if `one` makes the keys: it changes along the softmax; where both do, as with relative positions, it is the
-    same for some queries that the other tells apart."""
+    """True if `one` holds the keys, because it varies along the softmax. If both factors do, as with relative
+    positions, the factor with the keys is the one that stays the same for some queries while the other varies."""
     if not one.varies(keys) or not other.varies(keys):
         return one.varies(keys)
     assert one.index is not None
@@ -578,7 +588,7 @@ def _layout(
     known: HeadLayout | None,
     names: dict[int, str] | None,
 ) -> HeadLayout:
-    """The layout that is known, or found by experiment, or else guessed from the shape."""
+    """The layout if it is known, or else found by experiment, or else guessed from the shape."""
     if known is not None and (fitted := known.fitted(x.shape)) is not None and fitted.keys == keys:
         return fitted
     rows: int | None = None
@@ -589,7 +599,7 @@ def _layout(
             return found
         free = [i for i in range(x.ndim) if i != keys and sides.query.varies(i) and not sides.key.varies(i)]
         if rows is None and free:
-            # Keys that all heads share, as those of absorbed MLA, change along neither heads nor queries.
+            # Keys that all heads share, such as those of absorbed MLA, vary along neither heads nor queries.
             queries = [i for i in free if x.shape[i] not in heads]
             rows, several = (queries if len(queries) == 1 else free)[-1], len(free) > 1 and len(queries) != 1
     batch = next((f.batch for f in frame.line() if f.batch), 0)
@@ -606,8 +616,8 @@ def hints(frame: ModuleCall) -> frozenset[int]:
 
 
 def _factors(sides: Sides | None, how: HeadLayout, keys: int, *, exact: bool) -> Factors:
-    """The q [b h t d] and k [b g s d] of a product; with `exact` only where each logit is one of these by one of those,
-    else those of the first key and of the last query."""
+    """The q [b h t d] and k [b g s d] of a product. If `exact`, both are None unless each logit is the product of one q
+    and one k; otherwise they are the queries for the first key and the keys for the last query."""
     if sides is None:
         return None, None
     rows = next((i for i, group in enumerate(how.groups) if "t" in group), None)
@@ -621,7 +631,7 @@ def _factors(sides: Sides | None, how: HeadLayout, keys: int, *, exact: bool) ->
     if rows is not None and how.groups[rows] == "t":
         other = other.narrow(rows, other.shape[rows] - 1, 1)
     for place, group in enumerate(how.groups):
-        # Keys that all heads share are taken once.
+        # Keys that all heads share are used once.
         if group == "h" and narrowed(k.index).shape[place] == 1 and how.groups.count("h") == 1:
             other, how = other.narrow(place, 0, 1), HeadLayout(groups=how.groups, sizes=(1,))
     return q.picked(own), fewest_keys(k.picked(how.apply(other)[:, :, -1]))

@@ -1,2 +1,2 @@
-"""Finds and verifies the weights that make each head of an attention layer, and the norms between them and the
-logits."""
+"""Finds and verifies the weights from which each head of an attention layer is computed, and the norms between these
+weights and the logits."""

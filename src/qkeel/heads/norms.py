@@ -1,4 +1,4 @@
-"""The last norms of q and k, found in the autograd graph, with their gains and biases for each head."""
+"""The last norms of q and k, found in the autograd graph, and their gains and biases for each head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qkeel.heads.walk import MOVES, variable_of
 from qkeel.patching.autograd import normalized_shape, saved_gain, saved_operand
 from qkeel.spec.norm import Norm as SpecNorm
 
-# Besides MOVES what adds numbers up: both keep lengths, or stretch them by what a probe shows.
+# MOVES and the operations that add values. Both preserve norms, or stretch them by a factor that a probe shows.
 _SUMS = ("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0")
 _CASTS = ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Expand", "ToCopy", "Clone", "AddBackward0")
 _ROOTS = ("Rsqrt", "Sqrt", "Pow", "Reciprocal", "ClampMin", "ClampBackward", *_CASTS)
@@ -29,7 +29,7 @@ _LIMIT = 400
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GraphNorm:
-    """A norm in the graph; `outer` is its last node: that of the norm, of its gain or of its bias."""
+    """A norm in the graph. `outer` is its last node, which is the node of the norm, of its gain or of its bias."""
 
     kind: Kind
     size: int
@@ -42,7 +42,7 @@ class GraphNorm:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _At:
-    """The state of the walk, with what it met since a norm's gain or bias."""
+    """The state of the search at a node, and what it has passed since the gain or bias of a norm."""
 
     node: Node
     outer: Node | None = None
@@ -53,8 +53,8 @@ class _At:
 
 
 def norms(start: Node, names: dict[int, str]) -> list[GraphNorm] | None:
-    """The last norms that everything behind a node passed through; None if something passed none, or this is
-    unclear."""
+    """The last norms through which all inputs of a node have passed, or None if some input passed through no norm or
+    this is unclear."""
     found: dict[Node, GraphNorm] = {}
     seen: set[Node] = set()
     queue = [_At(node=start)]
@@ -75,14 +75,14 @@ def norms(start: Node, names: dict[int, str]) -> list[GraphNorm] | None:
 
 
 def _onward(at: _At, names: dict[int, str]) -> list[_At] | None:
-    """The inputs of a node that is not a norm; None where the walk ends."""
+    """The inputs of a node that is not a norm, or None if the search ends there."""
     node, inputs = at.node, _inputs(at.node)
     name = node.name()
     if name.startswith(MOVES):
         return [dataclasses.replace(at, node=n) for n in inputs]
     if not name.startswith(_SUMS):
         return None
-    if len(inputs) == 1:  # with a constant
+    if len(inputs) == 1:  # the other operand is a constant
         if at.outer is None:
             return [_At(node=inputs[0])]
         if name != "MulBackward0":
@@ -110,7 +110,7 @@ def _onward(at: _At, names: dict[int, str]) -> list[_At] | None:
 
 
 def _norm(at: _At, names: dict[int, str]) -> GraphNorm | None:
-    """The norm that a node is the product (or quotient) of, or that it computes in one."""
+    """The norm whose final product (or quotient) is this node, or which this node computes by itself."""
     name, node = at.node.name(), at.node
     if name in _FUSED:
         return _fused(at, names)
@@ -145,7 +145,8 @@ def _fused(at: _At, names: dict[int, str]) -> GraphNorm | None:
 
 
 def _statistic(node: Node) -> tuple[Kind, int] | None:
-    """The kind and size if a product or quotient of two is a norm over the last dimension: checked on its numbers."""
+    """The kind and size of the norm if a product or quotient of two tensors is a norm over the last dimension, which is
+    checked on its values."""
     places = _places(node)
     if len(places) != 2:
         return None
@@ -168,7 +169,7 @@ def _statistic(node: Node) -> tuple[Kind, int] | None:
 
 
 def _root(node: Node | None) -> Node | None:
-    """The mean of squares, sum of squares or length that a factor is made from."""
+    """The node of the mean of squares, sum of squares or vector norm from which a factor is computed."""
     for _ in range(12):
         if node is None:
             return None
@@ -183,7 +184,7 @@ def _root(node: Node | None) -> Node | None:
 
 
 def _parameter(node: Node, names: dict[int, str]) -> Tensor | None:
-    """The parameter that an operand is, cast, viewed, or with a constant added."""
+    """The parameter from which an operand is obtained by casts, views or the addition of a constant, or None."""
     for _ in range(8):
         variable = variable_of(node)
         if variable is not None:
@@ -196,7 +197,8 @@ def _parameter(node: Node, names: dict[int, str]) -> Tensor | None:
 
 
 def _offset(parameter: Tensor, used: Tensor | None) -> float | None:
-    """0 or 1: what was added to the parameter before it was used; None if that is not all that was done to it."""
+    """The constant, 0 or 1, that was added to the parameter before it was used, or None if anything else was done to
+    it."""
     if used is None or used.numel() != parameter.numel():
         return None
     was, now = (x.detach().flatten().to(widest(x.device)) for x in (parameter, used))
@@ -213,18 +215,19 @@ def _places(node: Node) -> list[int]:
     return [i for i, (n, _) in enumerate(node.next_functions) if n is not None]
 
 
-# --- The norms that q and k come through last, with the numbers of their gains and biases that belong to each head
+# --- The last norms that q and k pass through, and the indices of the gains and biases that belong to each head
 
 
 def spec_gains(norm: SpecNorm, prefix: str, part: Literal["q", "k"], heads: int, head_dim: int) -> tuple[NormGain, ...]:
-    """The norm of q or k in a module of qkeel's; empty where its spec has none, or one of a kind without a bound.
+    """The norm of q or k in one of qkeel's modules, or an empty tuple if its spec has no norm there or one of a kind
+    without a bound.
 
     Args:
-        norm: the slot of the module's spec.
+        norm: the norm slot of the module's spec.
         prefix: the prefix of the names of the module's parameters, such as "blocks.0.attn.".
-        part: whose norm.
-        heads: how many heads that part has.
-        head_dim: numbers per head.
+        part: the part whose norm is returned.
+        heads: the number of heads of that part.
+        head_dim: the number of features per head.
     """
     if norm.kind == "none" or norm.kind == "other" or part not in norm.sides:
         return ()
@@ -252,11 +255,12 @@ def spec_gains(norm: SpecNorm, prefix: str, part: Literal["q", "k"], heads: int,
 
 
 def seen_gains(x: Float[Tensor, "b h t d"], names: dict[int, str]) -> tuple[NormGain, ...]:
-    """The last norms that x [b h t d] passed through; empty unless every number passed through a known one.
+    """The last norms that x [b h t d] passed through, or an empty tuple unless every element passed through a known
+    norm.
 
-    It walks back through the graph, past what moves numbers, adds, or multiplies by constants, up to the norm; anything
-    else ends the walk. One gradient per head shows which heads a norm acts on, which part of its gain each head uses,
-    and how much later operations stretch the head.
+    The search follows the graph back, through rearrangements, additions and multiplications by constants, until it
+    reaches the norm; anything else ends the search. One gradient per head shows on which heads a norm acts, which part
+    of its gain each head uses, and how much later operations stretch the head.
     """
     found = None if x.grad_fn is None else norms(x.grad_fn, names)
     if not found:
@@ -276,7 +280,7 @@ def _gain(x: Tensor, norm: GraphNorm, names: dict[int, str]) -> NormGain | None:
             gains.append(gain)
             biases.append(bias)
             factor = max(factor, stretch)
-    if not heads or norm.size < x.shape[-1]:  # parts of a head are normed apart
+    if not heads or norm.size < x.shape[-1]:  # parts of a head are normalised separately
         return None
     gain_index, bias_index = _stacked(gains), _stacked(biases)
     if (gain_index is None) != (norm.gain is None) or (bias_index is None) != (norm.bias is None):
@@ -295,7 +299,8 @@ def _gain(x: Tensor, norm: GraphNorm, names: dict[int, str]) -> NormGain | None:
 
 
 def _reached(x: Tensor, norm: GraphNorm) -> tuple[float, Tensor | None, Tensor | None]:
-    """The factor from the norm's output to one head [b t d], and the gain and bias entries that reach it."""
+    """The factor by which one head [b t d] is stretched after the norm, and the indices of the gain and bias entries
+    that affect it."""
     parameters = [p for p in (norm.gain, norm.bias) if p is not None]
     stretch, sums = 0.0, [torch.zeros_like(p, dtype=torch.bool) for p in parameters]
     for probe in _one_hot(x):
@@ -311,7 +316,8 @@ def _reached(x: Tensor, norm: GraphNorm) -> tuple[float, Tensor | None, Tensor |
 
 
 def _one_hot(x: Tensor) -> Iterator[Tensor]:
-    """Gradients [b t d], one place of the head at each token, until every place had one."""
+    """Yields gradients [b t d], each with a single nonzero feature per token, until every feature of the head was
+    used."""
     b, t, d = x.shape
     token = torch.arange(b * t, device=x.device).view(b, t)
     for start in range(0, d, b * t):
@@ -320,7 +326,8 @@ def _one_hot(x: Tensor) -> Iterator[Tensor]:
 
 
 def _stacked(parts: list[Tensor | None]) -> Tensor | None:
-    """[n r], or [1 r] where all heads have the same; None where there are none or they are unequal."""
+    """The indices stacked as [n r], or as [1 r] if they are the same for all heads; None if there are none or if their
+    numbers differ."""
     known = [p for p in parts if p is not None]
     if len(known) != len(parts) or len({len(p) for p in known}) != 1 or not len(known[0]):
         return None

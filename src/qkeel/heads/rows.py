@@ -1,10 +1,10 @@
-"""The rows of the weights that make head h, and the dimensions of q and k that are heads.
+"""The rows of the weights from which head h is computed, and the dimensions of q and k that hold heads.
 
-A probe is the gradient of a random combination of numbers of q or k with respect to the features of a projection. It
-stops there, so it costs next to nothing however large the weights are. Norms on the path let gradients through as if
-their size were a constant: a norm over all heads together then does not mix them. Powers of two distinguish the heads:
-a backward pass is linear, so head h contributes to the second of two gradients exactly 2ʰ times what it contributes to
-the first.
+A probe is the gradient of a random combination of elements of q or k with respect to the features of a projection. It
+stops at the projection, so it is cheap however large the weights are. Norms on the path pass gradients on as if the
+size by which they divide were a constant, so that a norm over all heads together does not mix the heads. Powers of two
+distinguish the heads: because a backward pass is linear, the contribution of head h to the second of two gradients is
+exactly 2ʰ times its contribution to the first.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from qkeel.patching.modes import no_operators_seen
 
 
 class UnknownRowsError(QkeelError, LookupError):
-    """The weights of a site are unknown; the message says why. Statistics still work."""
+    """The weights of a site are unknown, for the reason that the message gives. Statistics are still computed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogitPath:
-    """Projections from the module's input to q or k, input first, and the positions in a head that they make."""
+    """The projections from the module's input to q or k, input first, and the indices within a head that they
+    produce."""
 
     projections: tuple[Projection, ...]
     dims: frozenset[int]
@@ -47,7 +48,7 @@ class LogitPath:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Side:
-    """The q or k x [b h t d] of a call, its name `what`, and the walk to its projections."""
+    """The q or k of a call, x [b h t d], with its name `what` and the result of the search for its projections."""
 
     x: Tensor
     what: str
@@ -55,28 +56,29 @@ class Side:
     found: Walk
 
     def slices(self, path: LogitPath, dims: frozenset[int]) -> tuple[HeadSlice, ...]:
-        """The rows of each projection on a path that make these positions of each head."""
+        """The rows of each projection on a path that produce the entries of each head at these indices."""
         part = self.x if len(dims) == self.x.shape[-1] else self.x[..., sorted(dims)]
         last = len(path.projections) - 1
         with opened(self.found.mixers), only(path.projections[-1], self.found.nearest):
             index = [_rows(part, p, self.what, inner=i < last) for i, p in enumerate(path.projections)]
         found = [_slice(p, rows) for p, rows in zip(path.projections, index)]
-        # The last is one with rows for each head: a convolution behind it may be the same for all of them.
+        # The last projection is one with separate rows for each head; a convolution after it may be shared by all
+        # heads.
         return tuple(sorted(found, key=lambda s: s.n > 1))
 
     @property
     def normed(self) -> bool:
-        """True if a norm lies between the projections and x."""
+        """True if there is a norm between the projections and x."""
         return any(p.normed for p in self.found.nearest)
 
 
 def logit_terms(
     q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"], frame: ModuleCall, names: dict[int, str]
 ) -> tuple[tuple[QKProduct, ...], bool]:
-    """Returns the terms of q [b h t d] · k [b g s d], and whether a norm lies between the weights and the logit.
+    """Returns the terms of q [b h t d] · k [b g s d], and whether there is a norm between the weights and the logit.
 
     Raises:
-        UnknownRowsError: with the reason.
+        UnknownRowsError: the rows are unknown; the message gives the reason.
     """
     query, key = side(q, frame, names, "q"), side(k, frame, names, "k")
     terms = tuple(
@@ -93,10 +95,10 @@ def logit_terms(
 def sum_terms(
     products: Sequence[tuple[Tensor | None, Tensor | None]], frame: ModuleCall, names: dict[int, str]
 ) -> tuple[tuple[QKProduct, ...], bool]:
-    """The terms of a sum of products, each q [b h t d] · k [b g s d], like `logit_terms` for one.
+    """Like `logit_terms`, but returns the terms of a sum of products, each of which is q [b h t d] · k [b g s d].
 
     Raises:
-        UnknownRowsError: the rows of one product are unknown; the message gives its number.
+        UnknownRowsError: the rows of one product are unknown; the message says which product it is.
     """
     terms, normed = [], False
     for i, (q, k) in enumerate(products):
@@ -115,7 +117,8 @@ def sum_terms(
 def normed_on_the_way(
     products: Sequence[tuple[Tensor | None, Tensor | None]], frame: ModuleCall, names: dict[int, str]
 ) -> bool:
-    """True if a norm lies between the weights and a logit, a sum of products, each q [b h t d] · k [b g s d]."""
+    """True if there is a norm between the weights and a logit that is a sum of products, each q [b h t d] · k [b g s
+    d]."""
     sides = [(x, what) for pair in products for x, what in zip(pair, "qk")]
     if any(x is None for x, _ in sides):
         return False
@@ -127,18 +130,19 @@ def normed_on_the_way(
 
 
 def side(x: Float[Tensor, "b h t d"], frame: ModuleCall, names: dict[int, str], what: str) -> Side:
-    """The q or k x [b h t d] of a call, and the projections that made it.
+    """The q or k of a call, x [b h t d], and the projections from which it was computed.
 
     Raises:
-        UnknownRowsError: with the reason.
+        UnknownRowsError: the rows are unknown; the message gives the reason.
     """
     found = _walk_back(x, frame, names, what)
     return Side(x=x, what=what, paths=tuple(_paths(x, found)), found=found)
 
 
 def _walk_back(x: Tensor, frame: ModuleCall, names: dict[int, str], what: str, *, depth: int = 3) -> Walk:
-    """Walk from x [b h t d] to the input of the module that made the call, or, where nothing lies between (its
-    input is q itself), to that of the one around it; `depth` projections are followed one behind the other."""
+    """Searches the graph from x [b h t d] back to the input of the module that made the call, or, if there is nothing
+    in between because that input is q itself, to the input of the module around it. Up to `depth` successive
+    projections are followed."""
     if x.grad_fn is None:
         raise UnknownRowsError(
             f"{what} has no gradient: it is a constant, or comes from a cache, an autograd.Function (as in other "
@@ -161,8 +165,8 @@ def _walk_back(x: Tensor, frame: ModuleCall, names: dict[int, str], what: str, *
 
 
 def _tables(x: Tensor, names: dict[int, str], what: str) -> tuple[Projection, ...]:
-    """The parameters that x is, or is the sum of, as keys by position are: they may have been read outside the module,
-    for all layers."""
+    """The parameters that x is, or whose sum it is, as for keys that depend only on the position. They may have been
+    read outside the module, for all layers."""
     assert x.grad_fn is not None
     leaves = [leaf for leaf in leaves_of(x.grad_fn, set()) or () if id(variable_of(leaf)) in names]
     if not leaves:
@@ -176,8 +180,8 @@ def _tables(x: Tensor, names: dict[int, str], what: str) -> tuple[Projection, ..
 
 
 def _entries(x: Tensor, node: Node, names: dict[int, str]) -> Projection | None:
-    """The parameter whose entries x holds: rows or columns for each head, or features that all heads share. None if
-    heads share some of it and not others."""
+    """The parameter whose entries x holds: rows or columns for each head, or features that all heads share. None if the
+    heads share some entries but not others."""
     p = variable_of(node)
     table = functools.partial(Projection, node=node, parameter=names[id(p)], table=True)
     parts: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -188,7 +192,8 @@ def _entries(x: Tensor, node: Node, names: dict[int, str]) -> Projection | None:
             parts[axis].append(used.any(1 - axis))
     rows, columns = (torch.stack(heads) for heads in parts)
     if bool((rows == rows[:1]).all()) and bool((columns == columns[:1]).all()):
-        # Columns for the features of a head, else all of it, as of a table with a row for each of them.
+        # The columns if there is one for each feature of a head, otherwise the full parameter, as for a table with one
+        # row for each feature.
         if p.ndim > 1 and int(columns[0].sum()) == x.shape[-1]:
             return table(axis=1, size=columns.shape[1])
         return table(axis=0, size=len(p), shared=True)
@@ -197,8 +202,8 @@ def _entries(x: Tensor, node: Node, names: dict[int, str]) -> Projection | None:
 
 
 def _within(found: Walk, frame: ModuleCall, model: nn.Module) -> Walk:
-    """The walk without projections of other modules above those that were found: a key from another layer leads to all
-    that precedes that layer."""
+    """The search result without projections of other modules above those that were found, because a key from another
+    layer leads to everything that precedes that layer."""
     nearest = [
         dataclasses.replace(
             p, above=tuple(a for a in p.above if _in_one_module(p.parameter, a.parameter, frame, model))
@@ -209,12 +214,13 @@ def _within(found: Walk, frame: ModuleCall, model: nn.Module) -> Walk:
 
 
 def _in_one_module(one: str, other: str, frame: ModuleCall, model: nn.Module) -> bool:
-    """True if two weights are of one module: that of the frame, or another as deep inside the model."""
+    """True if two weights belong to the same module, either the module of the frame or another one at least as deep
+    inside the model."""
     a, b, around = ([*name.split(".")] for name in (one, other, frame.name or "."))
     shared = [x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a[:-1], b[:-1]))]
     if not frame.name or shared[: len(around)] == around:
         return True
-    # As deep as the frame's own: two parts of another layer are no more one module than two layers are.
+    # The depth matters because two parts of another layer are no more in the same module than two layers are.
     inside = model.get_submodule(".".join(shared))
     return len(shared) >= len(around) and not isinstance(inside, (nn.ModuleList, nn.ModuleDict))
 
@@ -244,18 +250,18 @@ def _paths(x: Tensor, found: Walk) -> Iterator[LogitPath]:
 
 
 def _probe(outputs: Tensor, node: Node) -> Tensor | None:
-    """Gradient of a fixed random combination of `outputs` at the output of a node."""
+    """The gradient of a fixed random combination of `outputs` with respect to the output of a node."""
     return _gradient(outputs, _weights(outputs), node)
 
 
 def _weights(x: Tensor) -> Tensor:
-    """Fixed random numbers of the form of x, from 0.5 to 1.5."""
+    """Fixed random values between 0.5 and 1.5, in the shape of x."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     return (torch.rand(x.shape, generator=generator, dtype=torch.float64) + 0.5).to(x)
 
 
 def _gradient(outputs: Tensor, weights: Tensor, node: Node) -> Tensor | None:
-    """Gradient of the sum of `weights` times `outputs` at the output of a node."""
+    """The gradient of the sum of `weights` times `outputs` with respect to the output of a node."""
     edge = GradientEdge(node, 0)
     with no_operators_seen():
         grad = torch.autograd.grad(outputs, edge, weights, retain_graph=True, allow_unused=True)[0]
@@ -267,21 +273,21 @@ def _gradient(outputs: Tensor, weights: Tensor, node: Node) -> Tensor | None:
 
 
 def _dims(x: Tensor, projection: Projection) -> frozenset[int]:
-    """The places in a head that a projection reaches: one probe per place, all heads at once."""
+    """The indices within a head that a projection reaches, found by one probe per index for all heads at once."""
     probes = (_probe(x[..., d], projection.node) for d in range(x.shape[-1]))
     return frozenset(d for d, grad in enumerate(probes) if len(projection.reached(grad)))
 
 
 def _rows(x: Tensor, projection: Projection, what: str, *, inner: bool) -> Tensor:
-    """[n r] rows of a projection per head, n = 1 where all heads share them.
+    """The rows [n r] of a projection for each head, with n = 1 if all heads share them.
 
-    An `inner` projection whose gradient is zero (the first of two matrices, the second being zero at the start, as
-    in a low-rank adapter) belongs to all heads.
+    An `inner` projection whose gradient is zero is assigned to all heads. It is the first of two matrices of which the
+    second is zero at the start, as in a low-rank adapter.
     """
     if projection.shared:
         return torch.arange(projection.size)[None]
     used = features_used(x, 1, projection, by_token=False) if x.shape[1] > 2 else None
-    if used is None:  # by one probe for each head
+    if used is None:  # use one probe for each head
         heads = [projection.reached(_probe(x[:, h], projection.node)) for h in range(x.shape[1])]
     else:
         heads = [projection.numbers(torch.from_numpy(features)) for features in used]
@@ -292,7 +298,7 @@ def _rows(x: Tensor, projection: Projection, what: str, *, inner: bool) -> Tenso
         raise UnknownRowsError(f"{what} does not depend on {projection.parameter} here: its gradient is zero")
     if len(sizes) > 1:
         raise UnknownRowsError(
-            f"heads of {what} take unequal numbers of rows of {projection.parameter}: {sorted(sizes)}"
+            f"heads of {what} use unequal numbers of rows of {projection.parameter}: {sorted(sizes)}"
         )
     index = torch.stack(heads)
     if bool((index == index[:1]).all()):
@@ -302,17 +308,17 @@ def _rows(x: Tensor, projection: Projection, what: str, *, inner: bool) -> Tenso
     return index
 
 
-_AT_ONCE = 64  # slices whose powers of two a float holds; in half precision their gradients may underflow
+_AT_ONCE = 64  # slices whose powers of two fit the range of a float; in half precision, gradients may underflow
 
 
 def features_used(x: Tensor, dim: int, projection: Projection, *, by_token: bool = True) -> np.ndarray | None:
-    """The features [m features] of a projection that each of the m slices of x along a dimension uses, by two gradients
-    for up to 64 slices. None if several slices use the same feature (with `by_token`, at the same token), or no
-    gradient arrives.
+    """The features [m features] of a projection that each of the m slices of x along a dimension uses, found with two
+    gradients for up to 64 slices. None if several slices use the same feature (with `by_token`, at the same token), or
+    if there is no gradient.
 
-    Both gradients are of a random combination of the numbers of x. In the second one slice i counts 2ⁱ times as much: a
-    backward pass is linear, and multiplying by a power of two rounds nothing, so where slice i alone uses a feature the
-    second is exactly 2ⁱ times the first.
+    Both gradients are those of a random combination of the elements of x. In the second one, slice i has a weight 2ⁱ
+    times as large. A backward pass is linear, and multiplication by a power of two is exact, so where slice i is the
+    only one to use a feature, the second gradient is exactly 2ⁱ times the first.
     """
     size, parts = x.shape[dim], list[np.ndarray]()
     weights = _weights(x)
@@ -342,9 +348,10 @@ def features_used(x: Tensor, dim: int, projection: Projection, *, by_token: bool
     return np.concatenate(parts)
 
 
-# --- The dimensions of q or k that are heads, found by experiment: slices along them are made of different features
+# --- The dimensions of q or k that hold heads, found by experiment: slices along them are computed from different
+# features
 
-Split = tuple[int, int, int]  # of a dimension: the slowest part, heads, the fastest part
+Split = tuple[int, int, int]  # the sizes of a dimension's slowest part, heads and fastest part
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -358,12 +365,14 @@ class Sides:
 def layout_of(
     sides: Sides, shape: torch.Size, keys: int, frame: ModuleCall, names: dict[int, str]
 ) -> HeadLayout | None:
-    """The layout of scores of this shape, softmax over dimension `keys`; None if the experiment does not show it.
+    """The layout of scores of this shape whose softmax is over dimension `keys`, or None if the experiment does not
+    show it.
 
-    Heads are the dimensions along which q changes its features, or k where q does not change at all. Among the others,
-    the queries are the last along which k does not change or, without one, the last but one of all.
+    The heads are in the dimensions along which the features used by q change, or those used by k if q does not vary
+    there. Among the other dimensions, the queries are in the last one along which k does not vary or, if there is none,
+    in the second to last of all dimensions.
     """
-    with no_operators_seen():  # what the experiment computes is no part of the pass
+    with no_operators_seen():  # what the experiment computes is not part of the pass
         return _layout_of(sides, shape, keys, frame, names)
 
 
@@ -386,7 +395,7 @@ def _layout_of(
 
 
 def _walk(side: ProductOperand, frame: ModuleCall, names: dict[int, str]) -> Walk | None:
-    """The walk from a factor to its projections, None where there are none."""
+    """The result of the search from a factor back to its projections, or None if there are none."""
     if side.x.grad_fn is None:
         return None
     for f in frame.line():
@@ -408,7 +417,7 @@ def _split_of(side: ProductOperand, found: Walk | None, dim: int, keys: int) -> 
 
 
 def _small(index: Tensor, dim: int) -> Tensor:
-    """The index with one number along every dimension over which it is the same, but for `dim`."""
+    """The index reduced to size 1 along every dimension in which it is constant, except for `dim`."""
     for i, step in enumerate(index.stride()):
         if step == 0 and i != dim and index.shape[i] > 1:
             index = index.narrow(i, 0, 1)
@@ -416,14 +425,14 @@ def _small(index: Tensor, dim: int) -> Tensor:
 
 
 def _read(sides: Sides, key: Walk | None, splits: Mapping[int, Split], keys: int) -> HeadLayout | None:
-    """The layout from how heads are merged into each dimension."""
+    """The layout, derived from how heads are merged into each dimension."""
     groups = ["b"] * (len(splits) + 1)
     groups[keys] = "s"
     heads = [d for d, split in splits.items() if split[1] > 1]
     others = [d for d in splits if d not in heads]
     free = [d for d in splits if sides.query.varies(d) and not sides.key.varies(d)]
     rows = next((d for d in reversed(free) if d in others), None)
-    letter = dict.fromkeys(splits, "b")  # of what a dimension holds besides heads
+    letter = dict.fromkeys(splits, "b")  # what a dimension contains besides heads
     if rows is None:
         merged = [d for d in free if d in heads and splits[d][1] < splits[d][0] * splits[d][1] * splits[d][2]]
         channels = [d for d in free if d in heads] if _are_features(sides.key, key, keys) else []
@@ -446,20 +455,22 @@ def _read(sides: Sides, key: Walk | None, splits: Mapping[int, Split], keys: int
 
 
 def _are_features(side: ProductOperand, found: Walk | None, keys: int) -> bool:
-    """True if the softmax runs over features, as in attention between channels: keys are made of different ones."""
+    """True if the softmax is over features, as in attention between channels, so that the keys are computed from
+    different features."""
     split = None if found is None else _split_of(side, found, keys, keys)
     return split is not None and split[1] > 1
 
 
 def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None:
-    """The parts of a dimension of x, with its heads; (m, 1, 1) if all slices use the same features.
+    """The split of a dimension of x into its parts and heads, or (m, 1, 1) if all slices use the same features.
 
-    None if this is undecided: no feature is reached, or features are shared by some slices and not by others.
+    None if this cannot be decided, because no feature is reached or because features are shared by some slices but not
+    by others.
     """
     size = x.shape[dim]
     splits: set[Split] = set()
     reached = size == 1
-    by_one: list[int] = []  # of each projection that one slice alone uses, that slice
+    by_one: list[int] = []  # for each projection used by a single slice, the index of that slice
     for projection in found.nearest:
         with opened(found.mixers), only(projection, found.nearest):
             used = features_used(x, dim, projection)
@@ -474,14 +485,15 @@ def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None
             return None
         splits.add(split)
         if split == (size, 1, 1) and projection.convolves:
-            # One that is the same for all heads, as where keys are pooled: they are those of what is pooled.
+            # A convolution may be the same for all heads, as when keys are pooled; the heads are then those of its
+            # input.
             with opened(found.mixers), only(projection, found.nearest):
                 made = [features_used(x, dim, upper) for upper in projection.above]
             splits |= {
                 split for used in made if used is not None and used.any() and (split := _split(torch.from_numpy(used)))
             }
     if size > 1 and sorted(by_one) == [*range(size)]:
-        return (1, size, 1)  # a projection for each head, whose outputs are stacked
+        return (1, size, 1)  # there is a projection for each head, and their outputs are stacked
     heads = {split for split in splits if split[1] > 1}
     if len(heads) > 1 or not reached:
         return None
@@ -489,7 +501,7 @@ def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None
 
 
 def _split(used: Bool[Tensor, "m features"]) -> Split | None:
-    """The split of m slices by the features that they use."""
+    """The split of m slices according to the features that they use."""
     kinds = used[:, used.any(0)].unique(dim=1)
     size, n = kinds.shape
     if n == 1:
@@ -507,7 +519,8 @@ def _split(used: Bool[Tensor, "m features"]) -> Split | None:
 
 @contextmanager
 def only(one: Projection, among: Sequence[Projection]) -> Iterator[None]:
-    """While it is entered, gradients stop at other projections, so that what reaches one came to it directly."""
+    """A context in which gradients stop at the other projections, so that only what depends on this one directly
+    reaches it."""
     with ExitStack() as undo:
         for other in among:
             if other.node is not one.node:
@@ -517,7 +530,7 @@ def only(one: Projection, among: Sequence[Projection]) -> Iterator[None]:
 
 @contextmanager
 def opened(nodes: Sequence[Node]) -> Iterator[None]:
-    """While it is entered, gradients pass norms as if these multiplied by a constant."""
+    """A context in which gradients pass norms as if these multiplied by a constant."""
     with ExitStack() as undo:
         for node in nodes:
             undo.callback(_pass_through(node).remove)

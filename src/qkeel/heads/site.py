@@ -1,4 +1,5 @@
-"""AttentionSite: one attention layer in a model, its geometry, and the slice of each weight that makes head h."""
+"""AttentionSite: one attention layer of a model, with its geometry and the slice of each weight that belongs to each
+head."""
 
 from __future__ import annotations
 
@@ -23,26 +24,27 @@ from qkeel.functional.bounds import repeat_groups
 from qkeel.spec import AttentionSpec
 
 Grid = tuple[int, int, int]
-Kind = Literal["rms", "layer", "l2"]  # of norms that bound a logit
-APPLIED = "_qkeel_applied"  # on a site's module: the remedies that are applied there, by name
-_LAYOUT = r"(\w|\(\w( \w)*\))( (\w|\(\w( \w)*\)))*"  # letters, some of them in brackets
+Kind = Literal["rms", "layer", "l2"]  # the kinds of norms that bound a logit
+APPLIED = "_qkeel_applied"  # attribute of a site's module: the remedies that are applied to it, by name
+_LAYOUT = r"(\w|\(\w( \w)*\))( (\w|\(\w( \w)*\)))*"  # letters, some of them in parentheses
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadSlice:
     """The part of a weight that belongs to each head.
 
-    `parameter` is the qualified name in the model; `axis` 0 for rows (nn.Linear), 1 for columns (Conv1D); for a
-    parameter with more than two dimensions, those of `weight.flatten(1)`, such as an output channel of a convolution.
-    `index` [n r] holds the row or column numbers of each head, n = query heads, key heads, or 1 where all heads share
-    the whole matrix. `bias` is the name of the bias, if there is one. `bias_of()` returns the entries of the bias at
-    the same indices, plus `bias_shift`.
+    `parameter` is the qualified name in the model. `axis` is 0 for rows (nn.Linear) and 1 for columns (Conv1D); a
+    parameter with more than two dimensions, such as the weight of a convolution, is treated as `weight.flatten(1)`,
+    with its output channels as rows. `index` [n r] holds the indices of the rows or columns of each head, where n is
+    the number of query heads or of key heads, or 1 if all heads share the full matrix. `bias` is the name of the bias,
+    if there is one. `bias_of()` returns the entries of the bias at the same indices plus `bias_shift`.
 
-    `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as for heads
-    stored one after the other, fused [q | k | v], or q, k, v interleaved per head. In this case, a head's part is a
-    view, and no step needs the index again.
+    `grid` = (first, step from head to head, step from row to row) if the indices are evenly spaced, as for heads stored
+    one after the other, for a fused [q | k | v], or for q, k and v interleaved per head. In this case, the part of a
+    head is a view, and no step needs the index again.
 
-    A vector that multiplies features (the gains of a gated attention unit) is a matrix of one column, axis 0.
+    A vector that multiplies features (the gains of a gated attention unit) is treated as a matrix with one column and
+    axis 0.
     """
 
     parameter: str
@@ -67,7 +69,7 @@ class HeadSlice:
 
     @property
     def n(self) -> int:
-        """The number of heads with a part of their own."""
+        """The number of heads that have separate parts."""
         return self.index.shape[0]
 
     def bias_of(self) -> HeadSlice | None:
@@ -77,33 +79,34 @@ class HeadSlice:
         return HeadSlice(parameter=self.bias, axis=0, index=self.index + self.bias_shift)
 
     def renamed(self, parameter: str, bias: str | None) -> HeadSlice:
-        """The same rows of another weight."""
-        other = copy.copy(self)  # all that would be checked is known of this one
+        """The same rows of a different weight."""
+        other = copy.copy(self)  # everything that would be checked is already known to be valid
         object.__setattr__(other, "parameter", parameter)
         object.__setattr__(other, "bias", bias)
         return other
 
     def same(self, other: HeadSlice) -> bool:
-        """True if both give the same heads the same rows or columns (of weights that may differ)."""
+        """True if both slices assign the same rows or columns to the same heads (their weights may differ)."""
         return self.axis == other.axis and torch.equal(self.index, other.index)
 
     def heads(self, weight: Shaped[Tensor, ...]) -> Shaped[Tensor, "n r m"]:
-        """The weight as [n r m], m = 1 for a vector: a view where the heads are evenly spaced, else a copy."""
+        """The weight as [n r m], with m = 1 for a vector. This is a view if the heads are evenly spaced, otherwise a
+        copy."""
         rows = self.rows_of(weight)
         return self._view(rows) if self.grid is not None else rows[self._index(weight.device)]
 
     def rows_of(self, weight: Tensor) -> Tensor:
-        """A view of the weight whose rows are those that the index selects; a vector gives one column."""
+        """A view of the weight whose rows are the ones that the index selects. A vector becomes a single column."""
         if weight.ndim == 1:
             return weight[:, None]
         if weight.ndim > 2:
-            # A row's numbers in the order in which they lie in memory: a view whatever the memory format.
+            # The elements of a row are kept in memory order, so that this is a view in any memory format.
             order = sorted(range(1, weight.ndim), key=lambda i: 0 if self.axis else -weight.stride(i))
             weight = weight.permute(0, *order).view(len(weight), -1)
         return weight if self.axis == 0 else weight.mT
 
     def lines(self, per_head: Shaped[Tensor, " n"], rows: int, nobody: float = 1.0) -> Shaped[Tensor, " rows"]:
-        """Expands a value per head to one per row, with `nobody` for rows that no head owns."""
+        """Expands one value per head to one value per row, with the value `nobody` for rows that belong to no head."""
         n, r = self.index.shape
         if self.grid == (0, r, 1) and rows == n * r:
             return per_head.expand(rows) if n == 1 else per_head.repeat_interleave(r)
@@ -114,11 +117,12 @@ class HeadSlice:
         return lines
 
     def expand(self, per_head: Tensor, weight: Tensor) -> Tensor:
-        """A value per head [n] as a tensor that broadcasts against the weight (1 where no head owns the row)."""
+        """Expands one value per head [n] to a tensor that broadcasts against the weight, with 1 where a row belongs to
+        no head."""
         return across(self.lines(per_head, len(self.rows_of(weight))), self.axis, weight)
 
     def _view(self, rows: Tensor) -> Tensor:
-        """[n r …] of [rows …], where the heads are evenly spaced."""
+        """Returns [rows …] as [n r …] if the heads are evenly spaced."""
         assert self.grid is not None
         first, head, row = self.grid
         n, r = self.index.shape
@@ -132,7 +136,7 @@ class HeadSlice:
         )
 
     def _index(self, device: torch.device) -> Tensor:
-        """The index on a device; copied there once."""
+        """The index on the given device, to which it is copied only once."""
         if device not in self._placed:
             self._placed[device] = self.index.to(device)
         return self._placed[device]
@@ -155,16 +159,16 @@ def _grid(index: Tensor) -> Grid | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QKProduct:
-    """One of the products whose sum is the logit: the matrices on the query's logit path and on the key's, input first.
+    """One of the products whose sum is the logit, given by the matrices on the query's and on the key's logit path,
+    input first.
 
-    Plain attention has one term, (W_q) and (W_k). MLA has two: (W_dq, W_uq)·(W_dkv, W_uk) and the rotated
-    (W_dq, W_qr)·(W_kr). A norm cuts the path: what lies before it does not scale the logit and is left out.
+    Ordinary attention has one term, (W_q) and (W_k). MLA has two terms: (W_dq, W_uq)·(W_dkv, W_uk) and the rotated
+    (W_dq, W_qr)·(W_kr). A norm ends the path, because the weights before it do not scale the logit; they are left out.
 
     With low-rank adapters, there is one path for the base weight, (W_base), and one for each active adapter, (A, B),
-    even while B is still zero. B has rows for each head; all heads share A. With both projections adapted, there are
-    four terms. A merged
-    adapter is part of W_base and not a separate path. DoRA divides by a norm of the weights that it keeps out of the
-    graph, so `normed` does not show it.
+    even while B is still zero. B has rows for each head, whereas all heads share A. If both projections have an
+    adapter, there are four terms. A merged adapter is part of W_base and not a separate path. DoRA divides by a norm of
+    the weights that it keeps out of the graph, so `normed` does not include it.
     """
 
     query: tuple[HeadSlice, ...]  #: weights of q, input first
@@ -175,10 +179,11 @@ class QKProduct:
 class Reading:
     """A rule for reading q or k from the output of a submodule of the site's module.
 
-    `layout` names its dimensions: b batch, h heads, t tokens, d head_dim; those that share a dimension are in brackets,
-    slowest first. n counts adjacent parts, as in a fused projection; there are `parts` of them, and this is number
-    `part`: "b t (n h d)" for q, k, v one after the other, "b t (h n d)" for interleaved ones. `then` is what the module
-    does with [b h t d] before the scores; `normed` says whether that includes a norm.
+    `layout` names the dimensions of the output: b batch, h heads, t tokens, d head_dim. Letters that share a dimension
+    are in parentheses, slowest first. The letter n stands for adjacent parts, as in a fused projection; there are
+    `parts` of them, and this reading uses number `part`. For example, "b t (n h d)" has q, k and v one after the other,
+    and "b t (h n d)" has them interleaved. `then` is the function that the module applies to [b h t d] before the
+    scores; `normed` says whether that function includes a norm.
     """
 
     module: str
@@ -197,7 +202,7 @@ class Reading:
 
     @property
     def groups(self) -> list[str]:
-        """The letters of each dimension."""
+        """The letters in each dimension."""
         return [group.replace(" ", "") for group in re.findall(r"(?<=\()[^)]*|\w(?![^(]*\))", self.layout)]
 
     @property
@@ -208,7 +213,7 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Description:
-    """A description of a site that can't be seen; see `qkeel.sites.describe`."""
+    """A description of a site that cannot be observed; see `qkeel.sites.describe`."""
 
     query: Reading | Callable[..., Tensor]
     key: Reading | Callable[..., Tensor]
@@ -218,19 +223,20 @@ class Description:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NormGain:
-    """A norm on q or k: it leaves the heads it serves no longer than factor · (length · max|offset + g| + ‖b‖).
+    """A norm on q or k, which bounds the L2 norm of the heads it acts on by factor · (length · max|offset + g| + ‖b‖).
 
-    A layer norm that is written out is the RMS norm of x less its mean.
+    A layer norm that is written out by hand is recorded as the RMS norm of x minus its mean.
 
     Args:
-        kind: what it divides by.
-        size: how many numbers are normalised as one vector.
-        heads: the heads it serves.
-        parameter: the name of the gain g in the model, None without one.
-        offset: 1 where the gain is 1 + w.
-        index: [n r], the places of each head's numbers in the flattened gain, n = 1 where all heads share them.
+        kind: the kind of norm, which says what it divides by.
+        size: the number of elements that are normalised as one vector.
+        heads: the heads on which it acts.
+        parameter: the name of the gain g in the model, or None if there is no gain.
+        offset: 1 if the gain is 1 + w, otherwise 0.
+        index: the indices [n r] of each head's entries in the flattened gain, with n = 1 if all heads share them.
         bias, bias_index: the same for the bias b.
-        factor: what comes after the norm, such as a stretched rotation, on the example that the site was found with.
+        factor: how much the operations after the norm, such as a rotation that stretches, increase the norm of a head,
+            on the example with which the site was found.
     """
 
     kind: Kind
@@ -248,7 +254,7 @@ class NormGain:
 
     @property
     def length(self) -> float:
-        """Largest L2 norm without the gain."""
+        """The largest L2 norm without the gain."""
         return 1.0 if self.kind == "l2" else math.sqrt(self.size)
 
 
@@ -256,41 +262,42 @@ class NormGain:
 class AttentionSite:
     """One attention layer of a model.
 
-    `terms` is empty where the weights of the logit or of a part of it are unknown; `why` then states the reason.
+    `terms` is empty if the weights of the logit or of a part of it are unknown; `why` then gives the reason.
     `unverified` says why an experiment did not confirm that these weights, and no others, determine the logits of these
-    heads. `normed`: a norm that belongs to the model, not to the spec, lies between the weights and the logit.
-    `unscaled` says how an experiment showed that the logits do not grow with the rows of q, or of k, as a product does.
-    `below`: only a CaptureMode with dispatch=True sees this attention. `description` is set for a site described by
-    hand.
+    heads. `normed` is True if a norm that belongs to the model, and not to the spec, lies between the weights and the
+    logit. `unscaled` says how an experiment showed that, unlike a dot product, the logits do not scale with the rows of
+    q (or of k). `below` is True if only a CaptureMode with dispatch=True can observe this attention. `description` is
+    set for a site that is described by hand.
 
-    `key_heads` [n_heads] is the key head that each query head uses, None if consecutive query heads share one. `layout`
-    gives the dimensions of the scores of hand-written attention; `layout.guess` says why they are a guess, if they are.
-    `head_dim` is the total size of the query vectors of the products whose sum is the logit, each counted once.
+    `key_heads` [n_heads] holds the index of the key head that each query head uses, or is None if consecutive query
+    heads share a key head. `layout` gives the dimensions of the scores of hand-written attention; `layout.guess` says
+    why the layout was guessed, if it was. `head_dim` is the total size of the query vectors of all products whose sum
+    is the logit, with each vector counted once.
 
-    `visible` says which keys its queries were seen to reach, and `origin` what the keys are computed from; see
+    `visible` says which keys the queries were observed to reach, and `origin` what the keys are computed from; see
     `capture.visible_sets`.
     """
 
-    name: str  #: of the module in the model
-    module: nn.Module  #: the one that attends
+    name: str  #: the name of the module in the model
+    module: nn.Module  #: the attention module
     spec: AttentionSpec
-    n_heads: int  #: query heads
-    n_kv_heads: int  #: key heads
+    n_heads: int  #: the number of query heads
+    n_kv_heads: int  #: the number of key heads
     head_dim: int
     terms: tuple[QKProduct, ...] = ()
     why: str = ""
     normed: bool = False
     below: bool = False
     description: Description | None = None
-    query_gains: tuple[NormGain, ...] = ()  #: norms on q's way to the logit
-    key_gains: tuple[NormGain, ...] = ()  #: norms on k's way
+    query_gains: tuple[NormGain, ...] = ()  #: the norms on q's path to the logit
+    key_gains: tuple[NormGain, ...] = ()  #: the norms on k's path to the logit
     key_heads: tuple[int, ...] | None = None
     layout: HeadLayout | None = None
     unverified: str = ""
     unscaled: str = ""
     visible: VisibleType = "full"
     origin: KeyOrigin = "tokens"
-    chooses: bool = False  #: its scores choose keys, and no softmax takes them
+    chooses: bool = False  #: whether its scores choose keys and are not the input of a softmax
 
     @property
     def layer_type(self) -> LayerType:
@@ -298,20 +305,20 @@ class AttentionSite:
         return "indexer" if self.chooses else layer_type(self.visible, self.origin)
 
     def __repr__(self) -> str:
-        """Short: its name, its heads, and whether the weights behind them are known."""
+        """A short form with the name, the heads, and whether their weights are known."""
         groups = "" if self.n_kv_heads == self.n_heads else f", {self.n_kv_heads} key heads"
         weights = "known" if self.verified else f"not confirmed: {self.unverified}" if self.terms else "unknown"
         return f"<AttentionSite {self.name!r}: {self.n_heads} heads of {self.head_dim}{groups}, weights {weights}>"
 
     @property
     def verified(self) -> bool:
-        """True if the weights of each head are known, and an experiment confirmed them; those of qkeel's own modules
-        and of sites described by hand are known without one."""
+        """True if the weights of each head are known and were confirmed by an experiment. The weights of qkeel's own
+        modules and of sites described by hand are considered known without an experiment."""
         return bool(self.terms) and not self.unverified
 
     def used(self, n: int) -> Int64[Tensor, " h"]:
-        """Returns, for each query head, the index of its part in a weight of n parts: one per query head, one per key
-        head, or one that all share.
+        """Returns, for each query head, the index of its part in a weight of n parts, which belong to the query heads,
+        to the key heads, or (if n is 1) to all heads together.
 
         >>> site = AttentionSite(
         ...     name="", module=nn.Identity(), spec=AttentionSpec(), n_heads=4, n_kv_heads=2, head_dim=8
@@ -324,23 +331,23 @@ class AttentionSite:
         return torch.arange(self.n_heads) // (self.n_heads // n)
 
     def users(self, n: int) -> Int64[Tensor, "n r"]:
-        """The query heads that use each of n heads: the inverse of `used`."""
+        """The query heads that use each of n heads, which is the inverse of `used`."""
         return self.used(n).argsort(stable=True).view(n, -1)
 
     def per_query_head(self, x: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "h ..."]:
-        """Expands numbers per head of a weight to the query heads that use them."""
+        """Expands the values for each head of a weight to the query heads that use these heads."""
         if self.key_heads is not None and len(x) == self.n_kv_heads:
             return x[self.used(len(x)).to(x.device)]
         return x if len(x) == self.n_heads else repeat_groups(x, self.n_heads)
 
     @property
     def query(self) -> list[HeadSlice]:
-        """Every weight on the query's logit path, each once."""
+        """Every weight on the query's logit path, without duplicates."""
         return _unique(s for term in self.terms for s in term.query)
 
     @property
     def key(self) -> list[HeadSlice]:
-        """Every weight on the key's logit path, each once."""
+        """Every weight on the key's logit path, without duplicates."""
         return _unique(s for term in self.terms for s in term.key)
 
     @property
@@ -350,7 +357,7 @@ class AttentionSite:
 
 
 def _unique(slices: Iterable[HeadSlice]) -> list[HeadSlice]:
-    # By name and rows: a fused projection holds q and k in one parameter.
+    # Slices are compared by name and rows, because a fused projection holds q and k in one parameter.
     found: list[HeadSlice] = []
     for s in slices:
         if not any(s.parameter == f.parameter and s.same(f) for f in found):
@@ -359,21 +366,21 @@ def _unique(slices: Iterable[HeadSlice]) -> list[HeadSlice]:
 
 
 def rows(parameter: str, n: int, size: int, bias: str | None = None) -> HeadSlice:
-    """The slice of n heads of `size` rows each, one after the other, as in nn.Linear."""
+    """The slice for n heads of `size` rows each, stored one after the other, as in nn.Linear."""
     if n < 1 or size < 1:
         raise InvalidValueError(f"expected at least one head and row, got {n} heads of {size} rows")
     return HeadSlice(parameter=parameter, axis=0, index=torch.arange(n * size).view(n, size), bias=bias)
 
 
-# --- Attention that was seen and not understood, and the list of sites that says so
+# --- Attention that was seen but not understood, and the list of sites that reports it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnrecognizedAttention:
-    """Attention that was seen but not understood: no statistics are computed for it, and no remedy changes it.
+    """Attention that was seen but not understood. No statistics are computed for it, and no remedy changes it.
 
-    `module` is the name of the module that computes it, `operation` the operation through which its logits could not
-    be traced, `reason` a clause that says why.
+    `module` is the name of the module that computes it, `operation` is the operation through which its logits could not
+    be traced, and `reason` is a clause that gives the reason.
     """
 
     module: str
@@ -391,7 +398,7 @@ class Sites(list[AttentionSite]):
     Attributes:
         missed: attention layers that were seen but not understood.
         indexers: modules whose scores choose keys for one of the sites, through a top-k and not through a softmax. No
-            remedy acts on these modules. The name of an indexer is that of the first site of its layer, followed by
+            remedy acts on these modules. The name of an indexer is the name of the first site of its layer, followed by
             #index.
         linear: the names of the modules that mix positions without logits, such as linear attention and state-space
             layers, in a model that also has attention. Nothing is measured in them, and no remedy acts on them.
@@ -411,7 +418,7 @@ class Sites(list[AttentionSite]):
 
     @property
     def share(self) -> str:
-        """Says how many of the attention layers that were seen are understood.
+        """Says how many of the attention layers that were seen were also understood.
 
         >>> Sites([], [UnrecognizedAttention(module="attn", operation="relu", reason="…")]).share
         '0 of 1 attention layers'
@@ -419,8 +426,8 @@ class Sites(list[AttentionSite]):
         return share(len(self), len(self.missed))
 
     def _repr_html_(self) -> str:
-        """One row per site, and a line for each attention layer that was not understood and each layer without
-        logits."""
+        """An HTML table with one row per site, and a line for each attention layer that was not understood and for each
+        layer without logits."""
         rows = [(s.name, s.n_heads, s.n_kv_heads, s.head_dim, "known" if s.verified else "not confirmed") for s in self]
         names = ("site", "heads", "key heads", "head_dim", "weights")
         columns = {name: np.array([row[i] for row in rows], dtype=object) for i, name in enumerate(names)}
@@ -428,14 +435,14 @@ class Sites(list[AttentionSite]):
         return Frame(columns)._repr_html_() + join(tag("p", {}, one) for one in said)
 
 
-INDEX = "#index"  # what the name of an indexer ends with
+INDEX = "#index"  # the suffix of the name of an indexer
 
 
 def layer_of(module: str, sites: Iterable[str]) -> str | None:
-    """Returns the first site of the layer that a module is a part of; None if there is none.
+    """Returns the first site of the layer to which a module belongs, or None if there is none.
 
-    That is the innermost module around it, up to the numbered entry of a list, in which there are sites; or the whole
-    model if that is itself attention.
+    The layer is the innermost module around the given one that contains sites, searching up to the numbered entry of a
+    list. If the model itself is the attention module, the layer is the full model.
 
     >>> layer_of("h.1.attn.indexer", ["h.0.attn", "h.1.attn", "h.1.attn#2"]), layer_of("h.1.index", ["h.0.attn"])
     ('h.1.attn', None)
@@ -455,7 +462,7 @@ def layer_of(module: str, sites: Iterable[str]) -> str | None:
 
 
 def share(known: int, missed: int) -> str:
-    """Returns in words how many attention layers of a model are understood.
+    """Says how many attention layers of a model were understood.
 
     >>> share(4, 2), share(4, 0)
     ('4 of 6 attention layers', '4 attention layers')

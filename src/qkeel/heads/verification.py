@@ -1,14 +1,14 @@
-"""Checks by experiment that the known weights of a site make its logits, head by head.
+"""Verifies by experiment that the known weights of a site determine its logits, head by head.
 
-The operators of a recorded pass between a site's projections and its logits are repeated with other weights. Nothing of
-the model is changed or run again, and whatever else depends on the same weights (later layers, other calls of the
+The operators of a recorded pass between a site's projections and its logits are repeated with other weights. Nothing in
+the model is changed or run again, and anything else that depends on the same weights (later layers, other calls of the
 module) does not change.
 
-The layers of a model mostly run the same operators on tensors of the same form: whether a row moves a logit is decided
-by these operators and by what is zero or hidden, not by the other numbers. So the experiment is made on the first site
-of each kind. A further one of that kind is compared with it operator by operator, with its zeros, its indices and what
-it hides; wherever anything differs, it gets a separate experiment. What has to be computed for the comparison is
-computed for all sites of a kind at once.
+Most layers of a model run the same operators on tensors of the same shapes. Whether a row changes a logit depends on
+these operators and on what is zero or hidden, but not on the other values. The experiment is therefore made on the
+first site of each kind. Every further site of that kind is compared with the first one operator by operator, including
+its zeros, its indices and its hidden pairs; if anything differs, a separate experiment is made on it. The values needed
+for the comparison are computed for all sites of a kind at once.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from qkeel.patching.modes import Args, Kwargs, TorchOperator
 from qkeel.spec import AttentionCall
 
 Parameters = Mapping[str, nn.Parameter]
-Chosen = tuple[HeadSlice, Sequence[int] | None]  # the rows of one weight, and of which of their heads; None for all
-# Of each weight, or bias without a slice: its name, its slice, the numbers of rows, and what these become.
+Chosen = tuple[HeadSlice, Sequence[int] | None]  # the rows of a weight, and some of their heads or None for all
+# For each weight, or bias without a slice: its name, its slice, the indices of the rows, and their new values.
 Edits = list[tuple[str, HeadSlice | None, Tensor, Tensor]]
-_ROWS = 32  # enough to see a head's logits move
-_AT_ONCE = 1 << 23  # numbers of changed weights that are held at once
+_ROWS = 32  # enough rows to see whether the logits of a head change
+_AT_ONCE = 1 << 23  # elements of changed weights that are in memory at once
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedCall:
-    """A captured call, and how many operators had run before it."""
+    """A captured call, and the number of operators that had run before it."""
 
     captured: CapturedCall
     until: int
@@ -63,12 +63,12 @@ class RecordedCall:
 
 @final
 class Verification:
-    """Experiments on the sites of a recorded pass.
+    """Runs experiments on the sites of a recorded pass.
 
     Args:
         model: the model.
-        operators: those of the pass.
-        given: its arguments.
+        operators: the operators of the pass.
+        given: the arguments of the pass.
     """
 
     def __init__(self, model: nn.Module, operators: Sequence[TorchOperator], given: tuple[Args, Kwargs]) -> None:
@@ -79,11 +79,11 @@ class Verification:
 
     @torch.no_grad()
     def site(self, site: AttentionSite, calls: Sequence[RecordedCall]) -> AttentionSite:
-        """A site, with the reason where the experiment does not confirm its weights.
+        """Returns the site; if the experiment does not confirm its weights, `unverified` gives the reason.
 
         Args:
             site: the site.
-            calls: its first call, or one for each head where heads are computed one by one.
+            calls: the first call of the site, or one call for each head if the heads are computed one by one.
         """
         if not site.terms:
             return site
@@ -102,12 +102,13 @@ class Verification:
 
     @torch.no_grad()
     def another(self, calls: Sequence[RecordedCall], tried: Collection[int] = ()) -> Copy | None:
-        """The site of a call in a module of the class of a confirmed site's, if its weights pass through the same
-        operators on the way to its logits; None if they do not. `same_numbers` completes the comparison.
+        """Looks for a confirmed site in a module of the same class whose weights pass through the same operators on the
+        way to its logits. Returns this call's site as a copy of it, or None if there is no such site. `same_numbers`
+        completes the comparison.
 
         Args:
             calls: the calls of the site.
-            tried: patterns, by identity, that the site does not follow.
+            tried: the ids of patterns that the site is known not to match.
         """
         if len(calls) > 1:
             return None
@@ -117,8 +118,8 @@ class Verification:
 
     @torch.no_grad()
     def same_numbers(self, copies: Sequence[Copy]) -> list[bool]:
-        """For each site that `another` returned, whether the experiment on it would give the same result as on the
-        confirmed one: whatever is zero, hidden or an index there is so here too."""
+        """For each site that `another` returned, whether the experiment on it would have the same result as the
+        experiment on the confirmed site, because the same elements are zero or hidden and all indices are equal."""
         by_pattern: dict[int, list[Copy]] = {}
         for copy in copies:
             by_pattern.setdefault(id(copy.pattern), []).append(copy)
@@ -138,10 +139,10 @@ class _Experiment:
 
     def __init__(self, among: Verification, site: AttentionSite, calls: Sequence[RecordedCall]) -> None:
         self.among, self._site, self._calls = among, site, calls
-        self.unscaled = ""  # once `doubts` found none: how the logits do not grow with the rows
+        self.unscaled = ""  # set after `doubts` found none: how the logits fail to scale with the rows
 
     def unfit(self) -> Iterator[str]:
-        """The reasons why no experiment is possible."""
+        """Yields the reasons why no experiment is possible."""
         site = self._site
         if not self._calls:
             yield "the recorded pass did not contain its attention call"
@@ -155,7 +156,7 @@ class _Experiment:
             yield "every key is hidden from its queries in this example"
 
     def doubts(self) -> Iterator[str]:
-        """The reasons not to trust the weights that are known, the simplest first."""
+        """Yields the reasons not to trust the known weights, the simplest first."""
         unfit = next(self.unfit(), "")
         if unfit:
             yield unfit
@@ -182,7 +183,7 @@ class _Experiment:
         others, inputs = self._other_inputs()
         rest, found = list[Tensor](), list[Tensor]()
         if _same_operations(self._narrow, Repetition(self.path.wide, set(self.path.weights))):
-            # With its input as it was, the module does what the operators behind its products with weights do.
+            # With its original input, the module computes the same as the operators after its products with weights.
             all_inputs = [self._one, *inputs, *[self._one] * len(changes)]
             found = self._after(self._wide, [[], *others, *changes], all_inputs)
             n = 1 + len(others)
@@ -192,13 +193,13 @@ class _Experiment:
             found = self._after(self._narrow, changes)
         yield from self._heads(patterns, [z[: len(patterns)] for z in found], now)
         yield from self._rest(rest or self._after(self._wide, others, inputs))
-        # nobody asks for more unless no doubt was found
+        # The code below runs only if no doubt was found, because callers ask only for the first one.
         self.unscaled = next(self._disproportions(factors, [z[len(patterns) :] for z in found]), "")
 
     def _heads(
         self, patterns: Sequence[tuple[list[Chosen], list[bool], bool]], after: Sequence[Tensor], now: Lookup
     ) -> Iterator[str]:
-        """Rows that move the logits of heads other than theirs, or of none."""
+        """Yields a description of rows that change the logits of heads other than their own, or of no head."""
         each = zip(patterns, self._heads_that_change_in_each(after), strict=True)
         for (chosen, expected, several), moved in each:
             if moved != expected and not (sum(moved) == 0 and several and self._idle(chosen, now)):
@@ -206,11 +207,12 @@ class _Experiment:
                 return
 
     def _factors(self) -> Iterator[_Factor]:
-        """Rows to multiply: half of the heads at a time, since a step of quantisation is one that all heads share."""
+        """Yields the rows to multiply, for half of the heads at a time, because a quantisation step is shared by all
+        heads."""
         site = self._site
         last = [_each_once(paths) for paths in ([t.query[-1] for t in site.terms], [t.key[-1] for t in site.terms])]
         alike = any(s.parameter == other.parameter and s.same(other) for s in last[0] for other in last[1])
-        # Where q and k are made by the same rows, each takes a root.
+        # If q and k are computed from the same rows, each side gets the square root of the factor.
         sides = [("query and key", _each_once([*last[0], *last[1]]), 0.5)] if alike else []
         sides += [] if alike else [("query", last[0], 1.0), ("key", last[1], 1.0)]
         for words, slices, power in sides:
@@ -221,10 +223,11 @@ class _Experiment:
                 yield _Factor(words, chosen, numbers, _expected(site, most, set(numbers)), power)
 
     def _disproportions(self, factors: Sequence[_Factor], after: Sequence[Tensor]) -> Iterator[str]:
-        """Rows that are multiplied by a factor c, and logits that are then no constant plus c times another.
+        """Yields a description of rows that are multiplied by a factor c, if the logits then are not a constant plus c
+        times another constant.
 
-        A clip multiplies rows of q and of k, and a bound on steps counts on the same: logits are a product. `after` are
-        the logits after multiplication by 4, for each of the factors, and then by 16.
+        A clip multiplies rows of q and of k, and the bound on a step relies on the same assumption, namely that logits
+        are a product. `after` holds the logits after multiplication by 4, for each of the factors, and then by 16.
         """
         if not factors:
             return
@@ -253,9 +256,10 @@ class _Experiment:
     def _after(
         self, repetition: Repetition, changes: Sequence[Edits], inputs: Sequence[Contents] | None = None
     ) -> list[Tensor]:
-        """The logits [n b h t s] of each call after each of n changes of the weights: of small ones all at once.
+        """The logits [n b h t s] of each call after each of n changes of the weights. Changes of small weights are
+        evaluated all at once.
 
-        `inputs` is the memory of the module's input in each of them, where it is not as it was.
+        `inputs` is the memory of the module's input for each of the changes, if it differs from the recorded one.
         """
         numbers = sum(p.numel() for p in self.weights.parameters.values())
         together = max(1, min(len(changes), _AT_ONCE // max(1, numbers)) if self._logits.foldable else 1)
@@ -277,7 +281,7 @@ class _Experiment:
         return [torch.cat(zs) for zs in zip(*parts, strict=True)]
 
     def _inputs_of_several(self, given: Sequence[Contents] | None) -> dict[Place, Tensor]:
-        """The inputs [n ...] of the module from their memory in each of n changes."""
+        """The inputs [n ...] of the module, read from their memory for each of n changes."""
         distinct = {id(one): one for one in given or ()}
         which = torch.tensor([[*distinct].index(id(one)) for one in given or ()])
         found = {}
@@ -287,7 +291,7 @@ class _Experiment:
         return found
 
     def _idle(self, chosen: Sequence[Chosen], before: Lookup) -> bool:
-        """True if these weights are multiplied, but with nothing but zeros: one of several on this side."""
+        """True if these weights are multiplied, but only by zeros, as one of several weights on this side may be."""
         narrow = self._narrow
         changed = self.weights.several([self.weights.rotated(chosen)])
         after = narrow({where: x[0] for where, x in changed.items()})
@@ -296,17 +300,19 @@ class _Experiment:
         return bool(outputs) and all(torch.equal(before(x), after(x)) for x in outputs)
 
     def _other_inputs(self) -> tuple[list[Edits], list[Contents]]:
-        """Changes of the weights for the experiment on the input of the module, and the input's memory in each: all as
-        it is with other inputs, and all that is known at zero with these inputs and with those it had."""
+        """Changes of the weights for the experiment on the module's input, and the memory of the input for each change.
+        First the weights are unchanged and the input is different; then all known weights are zero, with the different
+        input and with the recorded one."""
         self._one, other = self.path.inputs()
         zeros = [self.weights.zeroed(slices) for _, _, slices, _ in self._sides]
         return [[], *zeros, *zeros], [other] * (1 + len(zeros)) + [self._one] * len(zeros)
 
     @property
     def _sides(self) -> Sequence[tuple[str, str, list[HeadSlice], int | None]]:
-        """What is set to zero together: in words, the rows, and the dimension along which what remains may be added."""
+        """What is set to zero together: its description, the rows, and the dimension along which the remaining part may
+        be constant."""
         site = self._site
-        if site.normed:  # what a norm adds to zero is no weight's: behind one, only all of them at zero leave nothing
+        if site.normed:  # a norm may add a constant to zeros, so nothing remains only if all weights before it are zero
             return (("", "with all known rows set to zero, its logits still change", site.query + site.key, None),)
         sides = ("query", site.query, 2), ("key", site.key, 3)
         return [
@@ -320,14 +326,14 @@ class _Experiment:
         ]
 
     def _rest(self, found: Sequence[Tensor]) -> Iterator[str]:
-        """An additive part of the logits whose weights are unknown, from the logits after the changes of
-        `_other_inputs`."""
+        """Yields a description of an additive part of the logits whose weights are unknown, given the logits after the
+        changes of `_other_inputs`."""
         scale = [float(difference(a, z[0]).max()) for a, z in zip(self._base, found)]
         n = len(self._sides)
         for i, (where, words, _, dim) in enumerate(self._sides):
             after, before = ([z[1 + i + j] for z in found] for j in (0, n))
             if dim is not None:
-                # A constant in the place of a query makes one number per key, which is not a product.
+                # A constant in place of a query gives one value per key, which is not a product.
                 before, after = ([z - z.nanmean(dim, keepdim=True) for z in parts] for parts in (before, after))
             if self._varies(before, after, scale):
                 yield f"{words}{where} with its input: part of them comes from other weights"
@@ -338,29 +344,30 @@ class _Experiment:
 
     @functools.cached_property
     def _rounding(self) -> float:
-        """The most that rounding may change of a logit."""
+        """The largest change of a logit that rounding may cause."""
         least = min(self.weights.parameters.values(), key=lambda p: torch.finfo(p.dtype).bits).dtype
         steps = 4 if torch.finfo(least).bits < 32 else 64
         return steps * torch.finfo(least).eps * max(float(z.abs().nan_to_num(0.0).max()) for z in self.seen)
 
     def _heads_that_change(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[bool]:
-        """Of each head, whether its logits changed by more than rounding."""
+        """For each head, whether its logits changed by more than rounding."""
         return (_largest([(b - a)[None] for a, b in zip(before, after)])[0] > self._rounding).tolist()
 
     def _heads_that_change_in_each(self, after: Sequence[Tensor]) -> list[list[bool]]:
-        """The same for each of n changes, after which the logits are [n b h t s]."""
+        """Like `_heads_that_change`, but for each of n changes, after which the logits are [n b h t s]."""
         return (_largest([z - a for a, z in zip(self._base, after)]) > self._rounding).tolist()
 
 
 def _largest(changes: Sequence[Tensor]) -> Tensor:
-    """The largest size [n h] of n changes [n b h t s] of the logits of calls, where no key is hidden."""
+    """The largest absolute value [n h] of n changes [n b h t s] of the logits of the calls, over keys that are not
+    hidden."""
     return torch.stack([z.abs().nan_to_num(0.0).amax((1, 3, 4)) for z in changes]).amax(0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Factor:
-    """Rows that are multiplied by two factors: in words, the rows, their heads, the query heads whose logits must grow,
-    and the power to which the factors are raised."""
+    """Rows that are multiplied by two factors: their description, the rows, their heads, the query heads whose logits
+    must grow, and the power to which the factors are raised."""
 
     words: str
     chosen: list[Chosen]
@@ -370,16 +377,16 @@ class _Factor:
 
 
 def _same_operations(one: Repetition, two: Repetition) -> bool:
-    """True if both repeat the same operators."""
+    """True if both repetitions run the same operators."""
     return [*map(id, one.operations)] == [*map(id, two.operations)]
 
 
 def _patterns(slices: Sequence[HeadSlice], site: AttentionSite) -> Iterator[tuple[list[Chosen], list[bool], bool]]:
-    """Rows to change and the heads whose logits must move then, and each weight as a whole; whether it is one of
-    several weights of this side.
+    """Yields rows to change (rows of some heads, and each weight as a whole), the heads whose logits must change, and
+    whether this side has several weights.
 
-    Group testing: every head is changed in half of the changes, no two heads in the same half. So if a row also makes
-    another head, some change of the row comes without a change of that head.
+    This is group testing: every head is in half of the changes, and no two heads are in the same half. If a row also
+    affects another head, there is therefore a change that contains the row but not that head.
     """
     per_head = [s for s in slices if s.n > 1]
     for n in sorted({s.n for s in per_head}):
@@ -404,7 +411,7 @@ def _each_once(slices: Sequence[HeadSlice]) -> list[HeadSlice]:
 
 
 def _expected(site: AttentionSite, n: int, chosen: set[int]) -> list[bool]:
-    """The query heads that use one of the chosen n parts of a weight."""
+    """For each query head, whether it uses one of the chosen parts of a weight with n parts."""
     return [h in chosen for h in site.used(n).tolist()]
 
 
@@ -424,11 +431,12 @@ def _heads(numbers: Sequence[int]) -> str:
 
 @final
 class Path:
-    """The path to the logits of one site: `own` are the operators from the products with its weights onwards, `wide`
-    those from the input of its module, `boundary`, onwards. `changed` is the memory that holds the weights and that
-    input.
+    """The path to the logits of one site. `own` holds the operators from the products with its weights onwards, and
+    `wide` those from the input of its module, `boundary`, onwards. `changed` is the memory that holds the weights and
+    that input.
 
-    What a weight is multiplied by counts as fixed in `own`, whatever else depends on the weight.
+    In `own`, the other factor in a product with a weight counts as fixed, even if it depends on the weight in another
+    way.
     """
 
     def __init__(
@@ -457,15 +465,15 @@ class Path:
         self.own = record.behind(wanted, self._until, self._activations)
         factors = {m for operation in self.own for m in self._activations(operation)}
         self.boundary, begin = self._inputs(calls, factors)
-        self.begin = begin  # how many operators had run when the call of a module with these inputs began, if one did
+        self.begin = begin  # the number of operators that had run before the module call with these inputs, if any
         given = {memory(x): begin if begin else record.maker(memory(x), self._until) for x in self.boundary}
         below = record.reached(given, 0, self._until)
         self.wide = record.behind(wanted, self._until, lambda o: self._activations(o) - below, given)
         self.changed = known | {*given}
 
     def _activations(self, operation: Operation) -> frozenset[int]:
-        """The memory of what an operator multiplies a first weight by: not of what it puts next to it, nor of queries
-        that a table is multiplied by."""
+        """The memory of the tensors by which an operator multiplies one of the first weights. It excludes tensors that
+        the operator concatenates with the weight, and queries by which a table is multiplied."""
         found: frozenset[int] = frozenset()
         for made, other in self._sides if operation.name != "cat" else ():
             if not made.isdisjoint(operation.reads):
@@ -473,14 +481,15 @@ class Path:
         return found
 
     def _begin(self, call: RecordedCall, made: set[int]) -> int:
-        """The number of operators that had run when the innermost module began that reads these weights."""
+        """The number of operators that had run when the innermost module that reads these weights began."""
         read = max(self._record.readers(made, self._until), default=0)
         begun = (frame.since for frame in call.captured.frame.line())
         return next((since for since in begun if since <= read), 0)
 
     def _inputs(self, calls: Sequence[RecordedCall], factors: set[int]) -> tuple[list[Tensor], int | None]:
-        """The inputs of the innermost module around the site that its projections depend on and that the model's
-        input made, and how many operators had run when it began; where there is none, what they multiply, and None."""
+        """The inputs of the innermost module around the site on which its projections depend and which depend on the
+        model's input, and the number of operators that had run when that module began. If there is no such module, the
+        tensors that the projections multiply, and None."""
         for frame in calls[0].captured.frame.line():
             if not frame.inputs:
                 continue
@@ -493,8 +502,8 @@ class Path:
         return [x for x in given if memory(x) in factors and x.is_floating_point()], None
 
     def plain(self, repetition: Repetition) -> bool:
-        """True if operators read the module's input as it was given, or views that they made of it, and nothing else
-        that lies in its memory."""
+        """True if the operators read the module's input only as it was passed, or through views that they created, and
+        read nothing else in its memory."""
         inputs, places = set(map(memory, self.boundary)), {place(x) for x in self.boundary}
         if len(inputs) < len(places):
             return False
@@ -505,7 +514,8 @@ class Path:
         return True
 
     def inputs(self) -> tuple[Contents, Contents]:
-        """The memory of the module's input as it was, and with noise of the size of its numbers added."""
+        """The memory of the module's input as recorded, and the same with noise added that has the size of the input's
+        values."""
         one, other = ({memory(x): contents_of(x) for x in self.boundary} for _ in range(2))
         generator = torch.Generator().manual_seed(0)
         for x in {place(x): x for x in self.boundary}.values():
@@ -517,10 +527,10 @@ class Path:
 
 
 class ChangedWeights:
-    """Copies of a site's weights in which the rows of some heads are changed. Heads whose rows are all zero, as in
-    an adapter before its first step, first get small random rows, because zeros hide every change of what they are
-    multiplied by. So do heads whose product with the weight before them is zero, as when an adapter starts from two
-    orthogonal matrices: `chains` are the weights of each path, input first.
+    """Copies of a site's weights in which the rows of some heads are changed. Heads whose rows are all zero, as in an
+    adapter before its first step, first get small random rows, because a factor of zero hides every change of the other
+    factor. The same is done for heads whose product with the preceding weight is zero, as when an adapter starts from
+    two orthogonal matrices; for this, `chains` holds the weights of each path, input first.
     """
 
     def __init__(
@@ -536,15 +546,15 @@ class ChangedWeights:
                 self.empty.append(self._fill(outer, self._vanishing(inner, outer)))
 
     def of(self, s: HeadSlice) -> list[nn.Parameter | None]:
-        """The weight of these rows and its bias."""
+        """The weight that contains these rows, and its bias."""
         return [None if name is None else self.parameters[name] for name in (s.parameter, s.bias)]
 
     def base(self) -> dict[Place, Tensor]:
-        """The weights without heads of zeros, with which all others are compared."""
+        """The weights in which no head is zero, with which all changed weights are compared."""
         return {place(self.parameters[name]): value for name, value in self._base.items()}
 
     def several(self, changes: Sequence[Edits]) -> dict[Place, Tensor]:
-        """The weights [n ...] under each of n changes."""
+        """The weights [n ...] after each of n changes."""
         found = {name: value.expand(len(changes), *value.shape) for name, value in self._base.items()}
         for name in {name for edits in changes for name, *_ in edits}:
             found[name] = found[name].clone()
@@ -554,15 +564,17 @@ class ChangedWeights:
         return {place(self.parameters[name]): x for name, x in found.items()}
 
     def rotated(self, chosen: Iterable[Chosen]) -> Edits:
-        """Moves each row of the chosen heads to the place of the next row of its head; a single row changes its sign.
+        """Moves each row of the chosen heads to the place of the next row of its head; if a head has a single row, its
+        sign is changed.
 
-        A norm over the head, or over all heads together, keeps its value, so no other head changes. Rows that make
-        queries and keys alike are stretched instead, since no rotation of both changes their product.
+        A norm over the head, or over all heads together, keeps its value, so that no other head changes. Rows from
+        which both queries and keys are computed are scaled instead, because rotating both leaves their product
+        unchanged.
         """
         return [(*part, self._other(s, rows)) for s, heads in chosen for part, rows in self._parts(s, heads)]
 
     def _other(self, s: HeadSlice, rows: Tensor) -> Tensor:
-        """Other numbers in the place of rows [heads r …]."""
+        """The values that replace rows [heads r …]."""
         if sum(s.parameter == other.parameter and s.same(other) for other in self._slices) > 1:
             factors = 0.5 + torch.arange(rows.shape[1], dtype=rows.dtype, device=rows.device) % 2
             return rows * factors.view(-1, *[1] * (rows.ndim - 2))
@@ -573,14 +585,14 @@ class ChangedWeights:
         return [(*part, rows * factor) for s, heads in chosen for part, rows in self._parts(s, heads)]
 
     def zeroed(self, slices: Iterable[HeadSlice]) -> Edits:
-        """Makes all these rows and their biases zero."""
+        """Sets all these rows and their biases to zero."""
         return [(*part, rows.new_zeros(())) for s in slices for part, rows in self._parts(s, None)]
 
     def _parts(
         self, s: HeadSlice, heads: Sequence[int] | None
     ) -> Iterator[tuple[tuple[str, HeadSlice | None, Tensor], Tensor]]:
-        """The name of a weight, its slice, the numbers of the rows of some heads [heads r], and these rows [heads r …];
-        and the same of its bias, without a slice."""
+        """Yields the name of a weight, its slice, the indices of the rows of some heads [heads r], and these rows
+        [heads r …]; then the same for its bias, without a slice."""
         biased = s.bias_of()
         for part, own in ((s, s), *(() if biased is None else ((biased, None),))):
             rows = _rows_of(own, self._base[part.parameter])
@@ -588,14 +600,15 @@ class ChangedWeights:
             yield (part.parameter, own, index), rows[index]
 
     def _without_numbers(self, s: HeadSlice) -> Tensor | None:
-        """Which heads' rows have zeros alone."""
+        """Whether the rows of each head are all zero."""
         weight = self._base[s.parameter]
         if bool(weight.ne(0).all()):
             return None
         return ~s.rows_of(weight)[s.index.to(weight.device)].ne(0).flatten(1).any(1)
 
     def _vanishing(self, inner: HeadSlice, outer: HeadSlice) -> Tensor | None:
-        """Of which heads the product of two weights is zero up to rounding; None where these do not follow on rows."""
+        """Whether the product of two weights is zero up to rounding, for each head; None if the second weight does not
+        act on the rows of the first."""
         first, second = (s.rows_of(self._base[s.parameter]) for s in (inner, outer))
         if first is second or inner.n != 1 or inner.index.shape[1] != second.shape[1] or first.device != second.device:
             return None
@@ -604,7 +617,7 @@ class ChangedWeights:
         return (after @ before).flatten(1).norm(dim=1) <= 8 * torch.finfo(after.dtype).eps * size
 
     def _fill(self, s: HeadSlice, empty: Tensor | None) -> tuple[int, ...]:
-        """Puts small random rows in the place of those of heads that are empty, and returns which these are."""
+        """Replaces the rows of empty heads by small random rows, and returns the indices of these heads."""
         if empty is None or not bool(empty.any()):
             return ()
         rows = s.rows_of(self._base[s.parameter])
@@ -618,14 +631,14 @@ class ChangedWeights:
 
 
 def _rows_of(s: HeadSlice | None, weight: Tensor) -> Tensor:
-    """The rows [rows …] of a weight; of a bias, which has no slice, each entry."""
+    """The rows [rows …] of a weight, or, for a bias, which has no slice, its entries as rows."""
     return weight.view(-1, 1) if s is None else s.rows_of(weight)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Copy:
-    """A site that is like a confirmed one, operator by operator: the pattern that it follows, its call, and the number
-    of the first operator."""
+    """A site that resembles a confirmed site operator by operator: the pattern that it matches, its call, and the index
+    of its first operator."""
 
     pattern: Pattern
     site: AttentionSite
@@ -636,19 +649,19 @@ class Copy:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pattern:
-    """A confirmed site, with the run of operators of a module's call that all of its experiment lies in.
+    """A confirmed site, with a sequence of operators in a module call that contains its complete experiment.
 
     Attributes:
-        site, call: the site and its call.
-        parameters: its weights and biases by name.
-        level: how far out the module's call is, 0 for the one in which the attention was seen.
-        since, count: the operators.
-        started: how many of them had run when each module's call inside began, innermost first.
-        given: the tensors that the experiment's operators read but do not compute, except its weights: the operator and
-            which of its tensors.
-        first: the memory of weights and of the input, which no earlier operator may read.
-        visible: which logits are not hidden.
-        empty: for each weight, the heads whose numbers are all zero.
+        site, call: the confirmed site and its call.
+        parameters: the site's weights and biases by name.
+        level: how many levels the module call is outside the call in which the attention was seen, which is level 0.
+        since, count: the index of the first operator, and the number of operators.
+        started: for each module call inside, innermost first, how many of these operators had run when it began.
+        given: the tensors, except weights, that the experiment's operators read but do not compute, each as the index
+            of an operator and the index of a tensor of this operator.
+        first: the memory of the weights and of the input, which no earlier operator may read.
+        visible: a mask of the logits that are not hidden.
+        empty: for each weight, the heads whose values are all zero.
     """
 
     site: AttentionSite
@@ -665,7 +678,7 @@ class Pattern:
 
     @classmethod
     def of(cls, experiment: _Experiment, site: AttentionSite, calls: Sequence[RecordedCall]) -> Pattern | None:
-        """The pattern of a site; None if its experiment is not one of the operators of a single call of a module."""
+        """The pattern of a site, or None if not all operators of its experiment are in a single module call."""
         record, path = experiment.among.record, experiment.path
         if len(calls) > 1 or calls[0].captured.headless or path.begin is None:
             return None
@@ -699,7 +712,7 @@ class Pattern:
         )
 
     def copy(self, record: Record, dynamic: set[int], names: Mapping[Place, str], call: RecordedCall) -> Copy | None:
-        """The site of another call, without a comparison of numbers."""
+        """The site of another call, before its values are compared."""
         captured = call.captured
         line, known = captured.frame.line(), self.call.captured
         if captured.headless or len(line) <= self.level or _fixed(captured) != _fixed(known):
@@ -727,7 +740,8 @@ class Pattern:
         return Copy(pattern=self, site=site, call=call, since=since)
 
     def same_numbers(self, among: Verification, copies: Sequence[Copy]) -> list[bool]:
-        """Whether what is zero, hidden or an index at each of the copies is so at the confirmed site too."""
+        """Whether, in each of the copies, the same elements are zero or hidden as in the confirmed site and all indices
+        are equal."""
         same = [self._same_weights(among.model, copy.site) for copy in copies]
         for i, j in self.given:
             known = among.record.tensors_of(self.since + i)[j]
@@ -743,8 +757,8 @@ class Pattern:
 
 
 def _given(record: Record, numbers: Sequence[int], weights: Collection[int]) -> Iterator[tuple[int, int]]:
-    """Where operators read tensors that lie in memory which none of them made, other than weights: the number of the
-    operator, and which of its tensors; of each tensor the first place."""
+    """Where operators read tensors in memory that none of them created, other than weights: yields the index of the
+    operator and the index of the tensor within the operator, for the first occurrence of each tensor."""
     made, seen = set[int](), set[int]()
     for i in numbers:
         for j, x in enumerate(record.tensors_of(i)):
@@ -756,8 +770,8 @@ def _given(record: Record, numbers: Sequence[int], weights: Collection[int]) -> 
 
 
 def _may_replace(known: Tensor, others: Sequence[Tensor], *, dynamic: bool) -> list[bool]:
-    """Of each tensor, whether it may stand in the place of one that a confirmed site started from: where that depends
-    on the model's input, if it is not all zero, else if it has zeros in the same places; indices must be equal."""
+    """For each tensor, whether it may replace one from which a confirmed site was computed. A tensor that depends on
+    the model's input must not be all zero, any other must have zeros in the same places, and indices must be equal."""
     own = place(known)
     apart = {id(x): x for x in others if x is not known and place(x) != own}
     if not (known.is_floating_point() or known.is_complex()):
@@ -771,7 +785,8 @@ def _may_replace(known: Tensor, others: Sequence[Tensor], *, dynamic: bool) -> l
 
 
 def _fixed(captured: CapturedCall) -> Hashable:
-    """All that calls of one form have in common besides their tensors; of one that has parts of its own, itself."""
+    """Everything apart from tensors that calls of the same form have in common. A call with additional parts is
+    identified by itself."""
     call, layout = captured.call, captured.layout
     products = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
     shapes = tuple([None if x is None else x.shape for pair in products for x in pair])
@@ -783,7 +798,8 @@ def _fixed(captured: CapturedCall) -> Hashable:
 
 
 def _visible(known: Seen, calls: Sequence[Seen]) -> Iterator[list[Tensor]]:
-    """Which logits of each call are not hidden: computed together for calls with the mask of a known one."""
+    """A mask of the logits that are not hidden, for each call. The masks are computed together for calls with the same
+    mask as a known call."""
     like = RepeatedLogits([known])
     together = [
         type(known) is AttentionCall and type(call) is AttentionCall and like.foldable and _same_mask(known, call)
@@ -796,7 +812,8 @@ def _visible(known: Seen, calls: Sequence[Seen]) -> Iterator[list[Tensor]]:
 
 
 def _same_mask(one: AttentionCall, two: AttentionCall) -> bool:
-    """True if the same pairs are hidden in two calls, whatever their queries and keys: by one mask, or by none."""
+    """True if the same pairs are hidden in two calls regardless of their queries and keys, because they have the same
+    mask or none."""
 
     def same(x: Tensor | None, y: Tensor | None) -> bool:
         return x is y or (x is not None and y is not None and place(x) == place(y))
@@ -808,7 +825,8 @@ def _same_mask(one: AttentionCall, two: AttentionCall) -> bool:
 
 
 def _signature(call: Seen) -> Hashable:
-    """What makes the logits of a call of its tensors; of one whose mask is a function, the call itself."""
+    """What determines how the logits of a call are computed from its tensors. A call whose mask is a function is
+    identified by itself."""
     if isinstance(call, ScoresCall):
         return "scores", call.headless
     plain = type(call) is AttentionCall and call.spec.position.kind == "none" and not call.window
@@ -816,12 +834,12 @@ def _signature(call: Seen) -> Hashable:
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """Returns the tensor itself, for logits as they were recorded."""
+    """Returns the tensor itself, which gives the logits as they were recorded."""
     return x
 
 
 class RepeatedLogits:
-    """Reads the logits [b h t s] of a site's calls, NaN where a key is hidden."""
+    """Reads the logits [b h t s] of a site's calls, with NaN where a key is hidden."""
 
     def __init__(self, calls: Sequence[Seen]) -> None:
         self._headless = isinstance(calls[0], ScoresCall) and calls[0].headless
@@ -836,12 +854,12 @@ class RepeatedLogits:
 
     @property
     def foldable(self) -> bool:
-        """True if the logits of several changes can be read as those of a larger batch."""
+        """True if the logits for several changes can be computed as those of a larger batch."""
         return not self._headless and all(type(call) in (AttentionCall, ScoresCall) for call in self._calls)
 
     @torch.no_grad()
     def of_several(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The logits [n b h t s] of each call under n changes, from the values of `self.tensors`, [n ...]."""
+        """The logits [n b h t s] of each call for n changes, computed from the values of `self.tensors`, [n ...]."""
         n, given = len(tensors[0]), iter(tensors)
         found = []
         for call, rows in zip(self._calls, self._rows):
@@ -853,12 +871,12 @@ class RepeatedLogits:
 
 
 def _folded(x: Tensor, b: int) -> Tensor:
-    """[n b|1 ...] as [(n b) ...]."""
+    """Folds [n b|1 ...] into [(n b) ...]."""
     return x.expand(-1, b, *x.shape[2:]).flatten(0, 1)
 
 
 def _of_batch(call: Seen, n: int) -> Seen:
-    """A call whose batch is repeated n times, but for the tensors that its logits are read from."""
+    """A call whose batch is repeated n times, except for the tensors from which its logits are computed."""
 
     def times(x: Tensor | None) -> Tensor | None:
         return x if x is None or len(x) == 1 else x.repeat(n, *[1] * (x.ndim - 1))
@@ -870,7 +888,7 @@ def _of_batch(call: Seen, n: int) -> Seen:
 
 
 def _tensors(call: AttentionCall | ScoresCall) -> list[Tensor]:
-    """The tensors that the logits are read from."""
+    """The tensors from which the logits are computed."""
     if isinstance(call, ScoresCall):
         return [call.logits]
     mask = [] if call.mask is None or call.mask.dtype == torch.bool else [call.mask]
@@ -879,7 +897,7 @@ def _tensors(call: AttentionCall | ScoresCall) -> list[Tensor]:
 
 @torch.no_grad()
 def _rows(call: AttentionCall | ScoresCall) -> slice:
-    """The last rows or the first, whichever have more logits: some are of padding."""
+    """The last rows or the first rows, whichever have more nonzero logits, because some rows may be padding."""
     t = call.query_shape[1]
     last, first = slice(max(0, t - _ROWS), t), slice(0, min(t, _ROWS))
     if t <= _ROWS or (type(call) is AttentionCall and call.mask is None):
@@ -904,5 +922,5 @@ def _logits(call: AttentionCall | ScoresCall, rows: slice, now: Lookup) -> Tenso
 
 
 def difference(a: Tensor, b: Tensor) -> Tensor:
-    """|b - a|, zero where a key is hidden in either."""
+    """|b - a|, or zero where a key is hidden in either."""
     return (b - a).abs().nan_to_num(0.0)

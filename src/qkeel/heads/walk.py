@@ -1,4 +1,5 @@
-"""The walk through autograd's graph from a product of queries and keys to the weights, and the operators it knows."""
+"""Traces autograd's graph from a product of queries and keys back to the weights, and reads the operators on the
+way."""
 
 from __future__ import annotations
 
@@ -32,27 +33,28 @@ from qkeel.patching.modes import (
 )
 
 # The operators of a recorded pass: what each of them read and wrote, and how to run some of them again with other
-# numbers.
+# values.
 #
-# A pass is recorded as it runs, operator by operator, and nothing is looked at then. What an operator read and wrote
-# is worked out when somebody asks, and an index by memory leads from a tensor to the operators that touch it. So
-# whoever follows one layer's weights looks at the operators of that attention, however deep the model is.
+# A pass is recorded operator by operator as it runs, without any analysis. What an operator read and wrote is
+# determined on request, and an index by memory leads from a tensor to the operators that use it. Tracing the weights of
+# one layer therefore examines only the operators of that attention, however deep the model is.
 
 _LOG = logging.getLogger(__name__)
 
-# Where a tensor lies: its memory, offset, sizes, strides and number format. Two tensors at one place are the same.
+# Where a tensor is stored: its memory, offset, sizes, strides and dtype. Two tensors at the same place are identical.
 Place = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 Values = Mapping[Place, Tensor]
 Contents = Mapping[int, Tensor]
 Lookup = Callable[[Tensor], Tensor]
 
-# Their output depends on the form of what they are given, not on its numbers.
+# Operators whose output depends on the shape and dtype of their input, but not on its values.
 _FORM_ALONE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "convolution")
 
 
 def place(x: Tensor) -> Place:
-    """The place of a tensor in memory; for a tensor without memory of its own (a subclass), that of the object."""
+    """The place of a tensor in memory. For a tensor without memory of its own (a subclass), this is the place of the
+    object."""
     try:
         return memory(x), int(x.storage_offset()), x.shape, x.stride(), x.dtype
     except (RuntimeError, NotImplementedError):
@@ -67,11 +69,11 @@ def memory(x: Tensor) -> int:
         return id(x)
 
 
-@dataclasses.dataclass(slots=True, kw_only=True, eq=False)  # not frozen: there are a hundred of a layer
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)  # not frozen, because each layer has about a hundred
 class Operation:
     """One operator that ran: its inputs, its output, and the memory that it read and wrote.
 
-    `changed` are the arguments that it modified, `name` its name without outer underscores and overload.
+    `changed` holds the arguments that it modified, and `name` is its name without outer underscores and overload.
     """
 
     name: str
@@ -85,19 +87,19 @@ class Operation:
 
     @property
     def makes(self) -> frozenset[int]:
-        """The memory of new outputs: neither views nor arguments that were written into."""
+        """The memory of new outputs, which are neither views nor arguments that were written to."""
         return self.writes.difference(self.reads, map(memory, self.changed))
 
 
 @final
 class Record:
-    """The operators of a pass, which keep all its tensors alive, with an index of which operator reads and writes which
-    memory."""
+    """The operators of a pass, which keep all its tensors alive, with an index of the memory that each operator reads
+    and writes."""
 
     def __init__(self, operators: Sequence[TorchOperator]) -> None:
-        self._memory: dict[int, int] = {}  # of a tensor, by its id: all of them are alive
+        self._memory: dict[int, int] = {}  # keyed by the id of a tensor; all tensors are alive
         self._forms: dict[int, tuple[Hashable, list[Tensor]]] = {}
-        self._known: dict[int, tuple[str, bool, bool]] = {}  # of each operator that ran, as to hash one takes a call
+        self._known: dict[int, tuple[str, bool, bool]] = {}  # keyed by the operator's id, as hashing one needs a call
         self.operations = [self._operation(*operator) for operator in operators]
         self._readers: dict[int, list[int]] = defaultdict(list)
         self._writers: dict[int, list[int]] = defaultdict(list)
@@ -133,7 +135,7 @@ class Record:
         )
 
     def _add_memories(self, values: Iterable[object], found: set[int]) -> None:
-        for x in values:  # a hundred times for each layer: without a generator for each
+        for x in values:  # this runs a hundred times for each layer, so there is no generator for each
             if isinstance(x, Tensor):
                 found.add(self._memory.get(id(x)) or self._memory_of(x))
             elif isinstance(x, (tuple, list)):
@@ -151,7 +153,8 @@ class Record:
         return self._form(number)[1]
 
     def _form(self, number: int) -> tuple[Hashable, list[Tensor]]:
-        """What an operator was called with and put out, with marks in the place of tensors, and these tensors."""
+        """What an operator was called with and what it returned, with markers in place of the tensors, and these
+        tensors."""
         found = self._forms.get(number)
         if found is None:
             o, inside = self.operations[number], list[Tensor]()
@@ -162,13 +165,13 @@ class Record:
         return found
 
     def alike(self, one: int, two: int, count: int) -> dict[int, int] | None:
-        """Compares two runs of `count` operators, from numbers `one` and `two` on.
+        """Compares two sequences of `count` operators, which begin at the indices `one` and `two`.
 
-        Returns: the memory of the second run by that of the first, if the same operators ran on tensors of the same
-            form, which were made of each other in the same way; else None.
+        Returns: a mapping from the memory of the first sequence to that of the second, if the same operators ran on
+            tensors of the same shapes and dtypes that were computed from each other in the same way; otherwise None.
         """
         there, back, done = dict[int, int](), dict[int, int](), dict[int, int]()
-        known = self._memory  # of all tensors here
+        known = self._memory  # of all tensors in both sequences
         for i in range(count):
             if self.operations[one + i].function is not self.operations[two + i].function:
                 return None
@@ -185,18 +188,18 @@ class Record:
         return there
 
     def reached(self, start: Iterable[int], since: int = 0, until: int | None = None) -> set[int]:
-        """The memory whose numbers depend on given memory, by the operators from number `since` on."""
+        """The memory whose contents depend on the given memory, through the operators from index `since` on."""
         if since or until is not None:
             return self._spread(start, since, until, lambda _operation, _found: True)
-        found = set(start)  # of the model's input: most of what the pass computes
+        found = set(start)  # for the model's input, which affects most of what the pass computes
         for operation in self.operations:
             if not found.isdisjoint(operation.reads):
                 found |= operation.writes
         return found
 
     def weights_of(self, start: Iterable[int], known: set[int], dynamic: set[int]) -> set[int]:
-        """The memory of weights computed from given weights, as by a transpose or a parametrization; products with
-        activations (`dynamic`) or with other weights are excluded."""
+        """The memory of weights that are computed from given weights, for example by a transpose or a parametrization.
+        Products with activations (`dynamic`) or with other weights are excluded."""
 
         def is_weight(operation: Operation, found: set[int]) -> bool:
             product = operation.name in _PRODUCTS
@@ -207,7 +210,8 @@ class Record:
     def _spread(
         self, start: Iterable[int], since: int, until: int | None, passes: Callable[[Operation, set[int]], bool]
     ) -> set[int]:
-        """The given memory, and what operators write that read some of it and for which `passes` is true, in order."""
+        """The given memory, and all memory written by operators that read some of it and for which `passes` is true, in
+        order."""
         until = len(self.operations) if until is None else until
         found = set(start)
         waiting: list[int] = []
@@ -237,14 +241,15 @@ class Record:
         given: Mapping[int, int] | None = None,
         since: int = 0,
     ) -> list[Operation]:
-        """The operators that the numbers in this memory come from, in order.
+        """The operators on which the contents of this memory depend, in order.
 
         Args:
-            wanted: the memory.
-            until: how many operators had run when it was read.
-            unread: which inputs of an operator are not followed further.
-            given: memory whose numbers exist from the operator of this number on; what made them is left out.
-            since: the number of the first operator that is looked at.
+            wanted: the memory whose origin is traced.
+            until: the number of operators that had run when the memory was read.
+            unread: returns the inputs of an operator that are not traced further.
+            given: maps memory to the index of the operator from which on its contents are given; what computed them is
+                left out.
+            since: the index of the first operator that is considered.
         """
         given = given or {}
         waiting: list[int] = []
@@ -268,7 +273,7 @@ class Record:
         return kept[::-1]
 
     def readers(self, wanted: Iterable[int], until: int) -> list[int]:
-        """The numbers of the operators before this one that read any of this memory."""
+        """The indices of the operators before index `until` that read any of this memory."""
         return sorted({i for m in wanted for i in self._readers.get(m, ()) if i < until})
 
     def maker(self, wanted: int, until: int) -> int:
@@ -282,7 +287,7 @@ _CONSTANTS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.de
 
 
 def _form_of(value: object, found: list[Tensor]) -> Hashable:
-    """A value that is equal for arguments which differ in their tensors alone; collects these."""
+    """A value that is equal for arguments that differ only in their tensors, which are appended to `found`."""
     kind = type(value)
     if kind in _CONSTANTS:
         return kind, value
@@ -297,30 +302,30 @@ def _form_of(value: object, found: list[Tensor]) -> Hashable:
 
 
 def _same_layout(x: Tensor, y: Tensor) -> bool:
-    """True if two tensors have the same sizes and number format, and lie in their memory alike."""
+    """True if two tensors have the same sizes, dtype and device, and the same strides and offset in their memory."""
     if x is y:
         return True
     if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
         return False
     try:
         return x.stride() == y.stride() and x.storage_offset() == y.storage_offset()
-    except (RuntimeError, NotImplementedError):  # without memory of their own
+    except (RuntimeError, NotImplementedError):  # tensors without memory of their own
         return type(x) is type(y)
 
 
 class Repetition:
-    """Operators that can be run again with other numbers in some places; those whose result would not change are left
-    out."""
+    """Operators that can be run again with other values in some places. Operators whose result would not change are
+    left out."""
 
     def __init__(self, operations: Sequence[Operation], changed: set[int]) -> None:
-        """Takes the operators in their order, and the memory whose numbers will be others."""
+        """Takes the operators in order, and the memory whose contents will be different."""
         self.operations = _affected(operations, changed)
 
     @functools.cached_property
     def _steps(self) -> list[tuple[Function, list[Any], dict[str, Any], list[Place]]]:
-        """The functions to call, their arguments with marks in the place of tensors, and the places of their
+        """The functions to call, their arguments with markers in place of the tensors, and the places of their
         outputs."""
-        # Another process may repeat other operators, or none: waiting for it could last for ever.
+        # Another process may repeat different operators, or none, so waiting for it could take forever.
         functions = [without_others(o.function, o.args) or o.function for o in self.operations]
         return [
             (function, mapped([*o.args], _marked), mapped(dict(o.kwargs), _marked), _places(o.out))
@@ -329,7 +334,7 @@ class Repetition:
 
     @functools.cached_property
     def _foreign(self) -> list[Tensor]:
-        """The tensors that the operators write into but did not make."""
+        """The tensors that the operators write to but did not create."""
         made, found = set[int](), list[Tensor]()
         for operation in self.operations:
             made |= operation.makes
@@ -337,18 +342,19 @@ class Repetition:
         return found
 
     def products(self, weights: set[int]) -> list[Operation]:
-        """The operators that multiply what lies in this memory, by a matrix product or number by number."""
+        """The operators that multiply the contents of this memory, in a matrix product or element by element."""
         return [o for o in self.operations if not weights.isdisjoint(o.reads) and o.makes]
 
     @torch.no_grad()
     def __call__(self, values: Values, contents: Contents | None = None) -> Lookup:
-        """Runs the operators with other numbers in some places and other contents of some memory. Returns a function
+        """Runs the operators with other values in some places and other contents in some memory. Returns a function
         that maps a tensor of the recorded pass to its new value."""
         return self._repeated(values, contents)
 
     @torch.enable_grad()
     def with_graph(self, values: Values, contents: Contents | None = None) -> Lookup:
-        """Runs the operators with gradients, from the given numbers to the tensors found."""
+        """Runs the operators with gradients, so that the tensors found can be differentiated with respect to the given
+        values."""
         return self._repeated(values, contents)
 
     def _repeated(self, values: Values, contents: Contents | None) -> Lookup:
@@ -364,8 +370,8 @@ class Repetition:
     def at_once(
         self, values: Values, wanted: Sequence[Tensor], contents: Contents | None = None
     ) -> list[Tensor] | None:
-        """Returns the wanted tensors [n ...] for n sets of numbers [n ...] in the given places; None if the operators
-        can't be run on a batch."""
+        """Returns the wanted tensors [n ...] for n sets of values [n ...] in the given places, or None if the operators
+        cannot be run on a batch."""
         places = list(values)
 
         def run(*numbers: Tensor) -> tuple[Tensor, ...]:
@@ -374,7 +380,7 @@ class Repetition:
 
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of operators that torch runs one by one
+                warnings.simplefilter("ignore")  # about operators that torch runs one by one
                 return list(torch.func.vmap(run)(*values.values()))
         except RefusedError:
             raise
@@ -384,7 +390,7 @@ class Repetition:
 
 
 class _Now:
-    """The tensors of a recorded pass as they are in a repetition of it."""
+    """The values of a recorded pass's tensors in a repetition of the pass."""
 
     def __init__(self, values: dict[Place, Tensor], contents: dict[int, Tensor]) -> None:
         self._values, self._contents = values, contents
@@ -393,7 +399,7 @@ class _Now:
         return self.of(_marked(x))
 
     def of(self, value: Any) -> Any:
-        """The new value of a marked tensor; anything else as it is."""
+        """The new value of a marked tensor; anything else is returned unchanged."""
         if type(value) is not _Mark:
             return value
         known = self._values.get(value.where)
@@ -403,37 +409,39 @@ class _Now:
         return value.x if content is None else at_place(value.x, content)
 
     def copy(self, x: Tensor) -> None:
-        """From now on, a copy stands in for what lies in this tensor's memory."""
+        """Makes a copy of the contents of this tensor's memory and uses it from now on."""
         known = self._contents.get(memory(x))
         self._contents[memory(x)] = contents_of(x) if known is None else known.clone()
 
     def put(self, places: Sequence[Place], after: object) -> None:
-        """Puts one tensor in the place of another, or several in the places of others."""
+        """Replaces one tensor by another, or several tensors by others."""
         for old, new in zip(places, tensors(after), strict=True):
             self._values[old] = new
 
 
 def contents_of(x: Tensor) -> Tensor:
-    """A copy of everything that lies in a tensor's memory, as a row of numbers of its dtype."""
+    """A copy of a tensor's entire underlying storage, as a 1-D tensor of the same dtype."""
     n = x.untyped_storage().nbytes() // x.element_size()
     return x.detach().as_strided((n,), (1,), 0).clone()
 
 
 def at_place(x: Tensor, content: Tensor) -> Tensor:
-    """The tensor in this content that corresponds to x in its own memory."""
+    """The tensor that has the same place in this content as x has in its own memory."""
     content = content if content.dtype == x.dtype else content.view(x.dtype)
     return content.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def stored(x: Tensor) -> Tensor:
-    """The numbers of a tensor, once where it repeats them along a dimension, so that they can be changed in place."""
+    """A view of the stored elements of a tensor, without those that it repeats along a dimension, so that it can be
+    changed in place."""
     for dim, step in enumerate(x.stride()):
         x = x.narrow(dim, 0, 1) if step == 0 and x.shape[dim] > 1 else x
     return x
 
 
 def _affected(operations: Sequence[Operation], changed: set[int]) -> list[Operation]:
-    """The operators that read changed memory, and those that made what such an operator writes into in place."""
+    """The operators that read changed memory, and the operators that created what such an operator modifies in
+    place."""
     reached, kept = set(changed), set[int]()
     while True:
         before = len(reached), len(kept)
@@ -464,7 +472,7 @@ def _marked(value: object) -> object:
 
 # The autograd graph between q (or k) and the input of its attention module, as far as weights are concerned.
 
-# What computes activations times weights: which of its inputs is x, the weight, the bias.
+# Nodes that compute activations times weights, with the indices of the inputs that are x, the weight and the bias.
 _CONVOLUTION = "ConvolutionBackward0"
 _MATRIX = {
     _CONVOLUTION: (0, 1, 2),
@@ -473,7 +481,7 @@ _MATRIX = {
     "LinearBackward0": (0, 1, 2),
     "BmmBackward0": (0, 1, None),
 }
-# Norms in one node. A batch norm in evaluation is none, but the model is one with a norm as soon as it trains.
+# Norms that are a single node. A batch norm in evaluation is not a norm, but the model has one as soon as it trains.
 WHOLE_NORMS = frozenset(
     {
         *("NativeLayerNormBackward0", "FusedRmsNormBackward0", "NativeGroupNormBackward0", "_ResizeBackward"),
@@ -481,25 +489,25 @@ WHOLE_NORMS = frozenset(
     }
 )
 NORMS = WHOLE_NORMS | {"RsqrtBackward0", "LinalgVectorNormBackward0", "NormBackward1", "NormBackward0"}
-# Nodes behind which there is no logit path any more: the walk came out of the attention.
+# Nodes beyond which there is no logit path, because the search has left the attention.
 _ENDS = ("Softmax", "ScaledDotProduct", "Embedding", "Gelu", "CrossEntropy", "NllLoss")
 _TURNS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "TransposeBackward1"})
 _PARTS = ("Slice", "Split", "Select", "Narrow", "Unbind", "Index")
-# What moves numbers about.
+# Nodes that rearrange elements.
 MOVES = (
     *("View", "UnsafeView", "ReshapeAlias", "AsStrided", "Alias", "Transpose", "Permute", "TBackward", "Slice"),
     *("Split", "Cat", "Stack", "Unbind", "Select", "Index", "Unsqueeze", "Squeeze", "Expand", "Clone", "ToCopy"),
     *("Neg", "Repeat", "Roll", "Flip", "Unfold"),
 )
-# What does so with the numbers of parameters, interpolates or adds them, or multiplies them by a constant.
+# Nodes that rearrange the elements of parameters, interpolate or add them, or multiply them by a constant.
 _OF_PARAMETERS = (*MOVES, "Mul", "Div", "Embedding", "Gather", "Upsample", "AddBackward")
 _LIMIT = 4000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BiasPart:
-    """Entries of a parameter that are added to `size` features of a projection, from feature `first` on; `shift` is the
-    number of an entry minus that of its feature."""
+    """Entries of a parameter that are added to `size` features of a projection, starting at feature `first`; `shift` is
+    the index of an entry minus the index of its feature."""
 
     parameter: str
     first: int
@@ -509,13 +517,14 @@ class BiasPart:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Projection:
-    """A product activations · weight in the graph: the node whose output holds the features, and what made it.
+    """A product activations · weight in the graph: the node whose output holds the features, and the parameter that was
+    multiplied.
 
-    `size` rows (`axis` 0) or columns (1) of the parameter make its features, which are dimension `features` of the
-    node's output; `order` says which of them makes each feature, if they are not in order.
-    `normed`: a norm lies between it and q or k. `above` are the projections that make its input. `shared`: all heads
-    use all of it, as with a table of positions with a row for each feature. For a `table` the node is the parameter
-    itself, and its features are its entries.
+    `size` rows (`axis` 0) or columns (`axis` 1) of the parameter produce its features, which are dimension `features`
+    of the node's output; `order` says which row or column produces each feature, if they are not in order. `normed` is
+    True if there is a norm between the projection and q or k. `above` holds the projections from which its input is
+    computed. `shared` is True if all heads use all of it, as for a table of positions with one row for each feature.
+    For a `table`, the node is the parameter itself, and its features are its entries.
     """
 
     node: Node
@@ -536,30 +545,31 @@ class Projection:
         return self.node.name() == _CONVOLUTION
 
     def by_feature(self, grad: Tensor) -> Tensor:
-        """A gradient at the node as [all others, features]."""
+        """A gradient at the node, reshaped to [all other dimensions, features]."""
         if self.table:
             return grad.detach().flatten(1) if self.axis else grad.detach().flatten(1).mT
         return grad.detach().movedim(self.features, -1).flatten(0, -2)
 
     def reached(self, grad: Tensor | None) -> Tensor:
-        """The numbers of the rows or columns whose features a gradient reaches."""
+        """The indices of the rows or columns whose features a gradient reaches."""
         if grad is None:
             return torch.empty(0, dtype=torch.int64)
         return self.numbers(self.by_feature(grad).ne(0).any(0).cpu())
 
     def numbers(self, features: Bool[Tensor, " features"]) -> Tensor:
-        """The numbers of the rows or columns that make these features."""
+        """The indices of the rows or columns that produce these features."""
         found = features.nonzero().flatten()
         return found if self.order is None else self.order[found].unique()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Walk:
-    """The result of a walk from q or k: the nearest projections, and the norm nodes in between.
+    """The result of tracing the graph back from q or k: the nearest projections, and the norm nodes in between.
 
-    `opaque` are the names of parameters that something was multiplied by on the way, and whose rows cannot be assigned
-    to heads: they are not matrices, or only a part of one was used. `tables` are the nodes of parameters that were put
-    next to what the projections made, as learned keys before those of the tokens.
+    `opaque` holds the names of parameters that are a factor of a product on the path, but whose rows cannot be assigned
+    to heads, because they are not matrices or because only a part of the matrix was used. `tables` holds the nodes of
+    parameters that were concatenated with the outputs of the projections, such as learned keys that precede those of
+    the tokens.
     """
 
     nearest: tuple[Projection, ...]
@@ -569,18 +579,18 @@ class Walk:
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """Parameter names by identity; a tied one has its first name."""
+    """The names of parameters by identity; a tied parameter has its first name."""
     return {id(p): name for name, p in model.named_parameters()}
 
 
 def nodes_of(inputs: Iterable[Tensor]) -> set[Node]:
-    """The graph nodes that made these tensors: where a walk stops."""
+    """The graph nodes that computed these tensors, which are the nodes where tracing stops."""
     return {x.grad_fn for x in inputs if x.grad_fn is not None}
 
 
 def leaves_of(start: Node, stops: set[Node]) -> list[Node] | None:
-    """The parameters' nodes behind one that was made of parameters alone by views, indices, sums and constant factors;
-    None for any other, or if `stops` are among them."""
+    """The parameters' nodes behind a node that is computed only from parameters, by views, indices, sums and constant
+    factors. None for any other node, or if `stops` are reached."""
     seen: set[Node] = set()
     queue, found = [start], []
     while queue:
@@ -599,7 +609,7 @@ def leaves_of(start: Node, stops: set[Node]) -> list[Node] | None:
 
 
 def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -> Walk:
-    """The projections nearest to `start`, each with those above it; nothing beyond `stops`."""
+    """The projections nearest to `start`, each with the projections above it, without going beyond `stops`."""
     found: dict[Node, Projection] = {}
     mixers: list[Node] = []
     opaque: list[str] = []
@@ -620,7 +630,7 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
         tables += _concatenated(node, stops, names)
         norm = node.name() in NORMS or is_marked_norm(node)
         normed = normed or norm
-        # What is added after a norm is the norm's bias, not the projection's.
+        # A term that is added after a norm is the bias of the norm, not of the projection.
         added = () if norm else _added(node, names) or added
         if _mixes(node):
             mixers.append(node)
@@ -635,7 +645,8 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
 
 
 def _opaque(node: Node, stops: set[Node], names: dict[int, str]) -> list[str]:
-    """The parameters of a product that are no projection's: one of its factors is made of them alone."""
+    """The parameters in a product that belong to no projection, because one of the factors is computed only from
+    them."""
     places = () if node.name() == _CONVOLUTION else _MATRIX.get(node.name(), ())
     for factor in (node.next_functions[place][0] for place in places[:2]):
         leaves = None if factor is None else leaves_of(factor, stops)
@@ -646,7 +657,7 @@ def _opaque(node: Node, stops: set[Node], names: dict[int, str]) -> list[str]:
 
 
 def _concatenated(node: Node, stops: set[Node], names: dict[int, str]) -> list[Node]:
-    """The nodes of tables that a concatenation puts next to something else."""
+    """The nodes of tables that a concatenation joins with other tensors."""
     found: list[Node] = []
     for part, _ in node.next_functions if node.name() == "CatBackward0" else ():
         leaves = None if part is None else leaves_of(part, stops)
@@ -665,13 +676,14 @@ def _mixes(node: Node) -> bool:
 
 
 def _is_beside(node: Node, start: Node, stops: set[Node], projections: Collection[Node]) -> bool:
-    """True if every projection behind a sum or mean is reached without it too, as where x is divided by a norm that is
-    written out. A sum that all of x passes through is not a norm's: a rotation by 2 × 2 matrices, or pooling."""
+    """True if every projection behind a sum or mean can also be reached without it, as when x is divided by a norm that
+    is written out. A sum through which all of x passes does not belong to a norm; it is, for example, a rotation by 2 ×
+    2 matrices or pooling."""
     return _reached(node, None, stops, projections) <= _reached(start, node, stops, projections)
 
 
 def _reached(start: Node, without: Node | None, stops: set[Node], projections: Collection[Node]) -> set[Node]:
-    """The projections that are reached from a node, not passing another one."""
+    """The projections that are reached from a node without passing through another node."""
     seen: set[Node] = set()
     queue = [start]
     while queue:
@@ -699,7 +711,7 @@ def _projection(node: Node, names: dict[int, str], normed: bool, stops: set[Node
     after = node.next_functions[x][0]
     above: tuple[Projection, ...] = ()
     if depth > 1 and after is not None:
-        # A norm cuts the path: what lies before it does not scale the logit.
+        # A norm ends the path, because the weights before it do not scale the logit.
         above = tuple(p for p in walk(after, stops, names, depth - 1).nearest if not p.normed)
     biases = () if b is None or b >= len(node.next_functions) else _biases(node.next_functions[b][0], names)
     axis, order = places
@@ -717,20 +729,21 @@ def _projection(node: Node, names: dict[int, str], normed: bool, stops: set[Node
 
 
 def _joined_places(node: Node, turned: bool, variable: Tensor) -> tuple[int, Tensor | None] | None:
-    """The axis of a weight along which features are made, and their order; None where features are no rows of it."""
+    """The axis of a weight along which the features are produced, and their order. None if the features do not
+    correspond to rows or columns of the weight."""
     name = node.name()
     if name == _CONVOLUTION:
         return None if variable.ndim < 3 or is_transposed(node) else (0, None)
     if variable.ndim == 2:
         if name == "BmmBackward0":
-            turned = _makes_rows(node, variable)  # an einsum permutes what it multiplies in ways of its own
+            turned = _makes_rows(node, variable)  # an einsum may permute its operands in any way
         return (0 if name == "LinearBackward0" or turned else 1), None
     return _order(node, variable) if variable.ndim == 3 else None
 
 
 def _order(node: Node, weight: Tensor) -> tuple[int, Tensor] | None:
-    """The axis and order of the features of a weight of three dimensions, [m h d] or [h m d]: each feature gets a
-    number, and one gradient for each bit of these numbers shows which entries make it."""
+    """The axis and order of the features for a weight of three dimensions, [m h d] or [h m d]. Each feature gets a
+    number, and one gradient for each bit of these numbers shows which entries produce the feature."""
     out = output_like(node)
     if out.ndim > 2 and out.shape[:-2].numel() > 1:
         return None
@@ -742,7 +755,7 @@ def _order(node: Node, weight: Tensor) -> tuple[int, Tensor] | None:
             (grad,) = torch.autograd.grad(GradientEdge(node, 0), weight, own, retain_graph=True)
         codes |= grad.ne(0).long() << bit
     columns = codes.flatten(1).amax(0)
-    empty = codes == 0  # what it multiplies is zero for all tokens
+    empty = codes == 0  # entries whose other factor is zero for all tokens
     if torch.equal(columns.sort().values, numbers) and bool((empty.flatten(1) | (codes.flatten(1) == columns)).all()):
         return 1, columns.argsort().cpu()
     rows = torch.arange(len(weight), device=out.device).view(-1, 1, 1).expand_as(codes)
@@ -753,12 +766,13 @@ def _order(node: Node, weight: Tensor) -> tuple[int, Tensor] | None:
 
 
 def variable_of(node: Node) -> Any:
-    """The leaf tensor whose gradient a node collects; None for any other node."""
+    """The leaf tensor whose gradient a node accumulates, or None for any other node."""
     return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None  # type: ignore[attr-defined]
 
 
 def _biases(node: Node | None, names: dict[int, str]) -> tuple[BiasPart, ...]:
-    """A vector of parameters, as it is, a slice of one, or several one after the other (BEiT's q_bias, 0, v_bias)."""
+    """The entries of a bias vector, which may be a full parameter, a slice of one, or several joined (BEiT's q_bias, 0,
+    v_bias)."""
     if node is None:
         return ()
     variable = variable_of(node)
@@ -776,7 +790,7 @@ def _biases(node: Node | None, names: dict[int, str]) -> tuple[BiasPart, ...]:
     for part in inputs if node.name() == "CatBackward0" else ():
         own = _biases(part, names)
         if len(own) != 1:
-            break  # what is no parameter does not say how long it is
+            break  # the length of a part that is not a parameter is unknown
         first = sum(p.size for p in found)
         found.append(dataclasses.replace(own[0], first=first, shift=own[0].shift - first))
     return tuple(found)
@@ -791,7 +805,8 @@ def _added(node: Node, names: dict[int, str]) -> tuple[BiasPart, ...]:
 
 
 def _makes_rows(node: Node, weight: Tensor) -> bool:
-    """True if a feature of a product is made by a row of a matrix, False if by a column: by one gradient."""
+    """True if a row of a matrix produces a feature of the product, False if a column does; determined by one
+    gradient."""
     first = output_like(node)
     first[..., 0] = 1.0
     with no_operators_seen():
@@ -800,8 +815,8 @@ def _makes_rows(node: Node, weight: Tensor) -> bool:
 
 
 def _weight(node: Node | None, names: dict[int, str]) -> tuple[str, bool, Tensor] | None:
-    """The name of the parameter behind a weight, whether it was transposed since, and itself. What a parametrization
-    does in between is walked through, if it ends in parameters only."""
+    """The name of the parameter behind a weight, whether it was transposed on the way, and the parameter itself. The
+    operations of a parametrization in between are traced through, if they lead only to parameters."""
     if node is None:
         return None
     turned = {node: False}
@@ -815,7 +830,7 @@ def _weight(node: Node | None, names: dict[int, str]) -> tuple[str, bool, Tensor
             if variable.ndim > 1 and len(variable) > 1 and variable[0].numel() > 1:
                 found.append((names[id(variable)], turned[at], variable))
             continue
-        # A slice of a larger matrix: its rows are not those of the parameter.
+        # This is a slice of a larger matrix, whose rows are not those of the parameter.
         if at.name() in _MATRIX or at.name().startswith(_PARTS) or len(turned) > 40:
             return None
         for n, _ in at.next_functions:

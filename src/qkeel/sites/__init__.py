@@ -1,4 +1,4 @@
-"""The places of attention in a model, and the tap that accumulates their statistics."""
+"""The attention sites of a model, and the tap that accumulates their statistics."""
 
 from qkeel.capture.example import describe
 from qkeel.heads.site import AttentionSite, HeadSlice, QKProduct, Reading, Sites, UnrecognizedAttention

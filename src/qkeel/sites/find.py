@@ -1,4 +1,4 @@
-"""`qkeel.find_sites`: the example, the names of modules, one pass, and what it showed."""
+"""`qkeel.find_sites`: the example, the names of modules, and the sites found in one pass."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ from qkeel.patching.modes import (
 )
 from qkeel.sites.trace import SEARCH, ModelTrace, spread, traced, whole_weights
 
-# Several models that are given as one, such as the stages of a pipeline that one process has: each has a name.
+# Several models that are passed as one, such as the pipeline stages of one process. Each of them has a name.
 
 T = TypeVar("T", HeadSlice, NormGain)
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 
 def named_models(given: object, what: str) -> dict[str, nn.Module]:
-    """Returns models by name: "" for one, the keys of a dict or ModuleDict, the places "0", "1", … of a
-    list or ModuleList.
+    """Returns models by name. The name is "" for a single model, the key in a dict or ModuleDict, and the index "0",
+    "1", … in a list or ModuleList.
 
-    Raises: InvalidTypeError if something is not a module (`what` is done with it), InvalidValueError if there is none,
-        a
-    name cannot begin the name of a site, or one model is given twice, or is a part of another.
+    Raises:
+        InvalidTypeError: something is not a module; `what` says in the message what it is needed for.
+        InvalidValueError: there is no model, a name cannot begin the name of a site, or a model is given twice or is a
+            part of another model.
     """
     holder = isinstance(given, (nn.ModuleList, nn.ModuleDict)) and type(given).forward is nn.Module.forward
     if isinstance(given, nn.Module) and not holder:
@@ -75,9 +76,10 @@ def named_models(given: object, what: str) -> dict[str, nn.Module]:
 
 
 def of_each(given: object, names: Sequence[str], what: str) -> dict[str, object]:
-    """Returns what is given for one model, or for each of several, as a list or by their names; None applies to all.
+    """Returns the value for each model. Values for several models are given as a list or by the models' names; None
+    applies to all models.
 
-    Raises: InvalidTypeError if it is neither, naming `what`.
+    Raises: InvalidTypeError if the values are given in neither form; `what` names them in the message.
     """
     if given is None or list(names) == [""]:
         return dict.fromkeys(names, given)
@@ -92,9 +94,10 @@ def of_each(given: object, names: Sequence[str], what: str) -> dict[str, object]
 
 
 def sites_of_each(given: object, models: Mapping[str, nn.Module]) -> dict[str, Sites | None]:
-    """Takes the sites that were found earlier for each model, or those of a larger model of which each model is a part.
+    """Takes the sites that were found earlier for each model, or the sites of a larger model of which each model is a
+    part.
 
-    Raises: InvalidTypeError if they are not sites for each, RefusedError if they are those of other models.
+    Raises: InvalidTypeError if they are not sites for each model, RefusedError if they belong to other models.
     """
     whole = isinstance(given, Sequence) and all(isinstance(site, AttentionSite) for site in given)
     each = dict.fromkeys(models, given) if whole else of_each(given, [*models], "sites")
@@ -102,7 +105,7 @@ def sites_of_each(given: object, models: Mapping[str, nn.Module]) -> dict[str, S
 
 
 def within(model: str, name: str) -> str:
-    """The name of a site of a named model among the sites of all models.
+    """The name of a site of a named model among the sites of all models together.
 
     >>> within("", "layers.0"), within("decoder", "layers.0"), within("decoder", ""), within("decoder", "#1")
     ('layers.0', 'decoder.layers.0', 'decoder', 'decoder#1')
@@ -111,7 +114,7 @@ def within(model: str, name: str) -> str:
 
 
 def site_label(name: str, root: str) -> str:
-    """The label of a site in tables: its name or, if the attention is the whole model, the model's class.
+    """The label of a site in tables: its name or, if the attention module is the model itself, the model's class.
 
     >>> site_label("layers.0", "Net"), site_label("", "Net"), site_label("#1", "Net")
     ('layers.0', 'Net', 'Net#1')
@@ -120,7 +123,7 @@ def site_label(name: str, root: str) -> str:
 
 
 def all_sites(of: Mapping[str, Sites]) -> Sites:
-    """Joins the sites of named models: names, also of weights, begin with that of the model."""
+    """Joins the sites of named models. The names of sites and weights begin with the name of the model."""
     if [*of] == [""]:
         return of[""]
     missed = (
@@ -134,7 +137,7 @@ def all_sites(of: Mapping[str, Sites]) -> Sites:
 
 
 def _renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite:
-    """A site with other names for its module and its weights."""
+    """A site with new names for its module and its weights."""
 
     def named(parts: tuple[T, ...]) -> tuple[T, ...]:
         return tuple(
@@ -152,7 +155,8 @@ def _renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite
 
 
 def _name_now(model: nn.Module, name: str, *, of_module: bool) -> str:
-    """The name of a module, or of a weight, whose way there may lead through wrappers since the name was found."""
+    """The current name of a module or weight, whose path may lead through wrappers that were added since the name was
+    found."""
     way, mark, ordinal = name.partition("#")
     module, found = model, []
 
@@ -179,14 +183,14 @@ def _name_now(model: nn.Module, name: str, *, of_module: bool) -> str:
 
 
 def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
-    """Binds sites to the modules of this model that have their names; a pipeline stage has some of them.
+    """Binds sites to the modules of this model that have the sites' names; a pipeline stage has only some of them.
 
-    Their heads and rows are numbered as in the whole model. Where activation checkpointing or torch.compile has wrapped
-    modules since, the sites get the names that modules and weights have now.
+    The heads and rows of the sites are numbered as in the full model. If activation checkpointing or torch.compile has
+    wrapped modules in the meantime, the sites get the current names of modules and weights.
 
     Raises:
-        InvalidTypeError: they are not sites.
-        RefusedError: the model has no module of such a name, or lacks rows of a weight that a site names.
+        InvalidTypeError: the arguments are not sites.
+        RefusedError: the model has no module with the name of a site, or a weight that a site names has too few rows.
     """
     if not all(isinstance(site, AttentionSite) for site in sites):
         raise InvalidTypeError("expected sites as qkeel.find_sites returned them")
@@ -202,7 +206,7 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
             if rows < n:
                 raise RefusedError(
                     f"the site {site.name} was found in a model with other weights: expected {part.parameter} with at "
-                    f"least {n} rows, got {rows if rows else 'none of this name'}"
+                    f"least {n} rows, got {rows if rows else 'no weight of this name'}"
                 )
         found.append(dataclasses.replace(site, module=module))
     if not found:
@@ -218,7 +222,7 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
 
 
 def _bound_indexers(sites: Sites, model: nn.Module) -> list[AttentionSite]:
-    """The indexers whose layers are in this model; their modules are those of the layers' names."""
+    """The indexers whose layers are in this model; their modules are found by the layers' names."""
     modules, here = dict(model.named_modules()), (_site_now(model, site) for site in sites.indexers)
     return [
         dataclasses.replace(site, module=modules[home])
@@ -236,29 +240,29 @@ def _site_now(model: nn.Module, site: AttentionSite) -> AttentionSite:
     return dataclasses.replace(by_weight, name=name)
 
 
-# The search for a model's attention sites and the weights that make each head.
+# The search for a model's attention sites and for the weights from which each head is computed.
 
 _OWN = (Attention, MLA, GAU)
 
 
 def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
-    """Returns every attention layer of the model; a module used twice in a forward pass is one site.
+    """Returns every attention layer of the model; a module that is used twice in a forward pass is one site.
 
     Without an example, only qkeel's own modules are found, in module order. With an example, `model(*args, **kwargs)`
-    is run, and every attention call it makes becomes a site, in call order. An experiment on its operators then
-    confirms the weights of each head (`site.verified`). On a larger batch, the experiment uses a few rows if these give
-    the same result. The `missed` attribute of the result lists the attention layers that were seen but not understood.
-    The model, its buffers and caches, gradients and random number generators are left unchanged.
+    is run, and every attention call it makes becomes a site, in call order. An experiment on the recorded operators
+    then confirms the weights of each head (`site.verified`). On a larger batch, the experiment uses only a few rows if
+    these give the same result. The `missed` attribute of the result lists the attention layers that were seen but not
+    understood. The model, its buffers and caches, gradients and random number generators are left unchanged.
 
-    Where fully_shard has split the model, all processes must call this function, and each holds all weights during the
-    search. If the model does not fit into the memory of one process, or if its heads will be split, which hides its
-    weights, find the sites before the split and pass them as `sites=` to watch and apply. For a model on the meta
-    device, a copy with random weights is searched on the CPU, with an example on the CPU. This needs as much memory as
-    the whole model; the sites refer to the model you passed.
+    If fully_shard has split the model, all processes must call this function, and each process holds all weights during
+    the search. If the model does not fit into the memory of one process, or if its heads will be split, which hides its
+    weights, find the sites before splitting the model and pass them as `sites=` to watch and apply. If the model is on
+    the meta device, a copy with random weights is searched on the CPU, with an example on the CPU. This needs as much
+    memory as the full model; the sites refer to the model you passed.
 
     Raises:
         InvalidTypeError: the model is not a torch.nn.Module.
-        RefusedError: there is no attention, or none that can be seen; the message says what was tried.
+        RefusedError: there is no attention, or none that can be observed; the message says what was tried.
         InvalidValueError: the forward pass with this example fails, or the example is on another device.
         ApartError: the model is split, and another process has failed, or has not reached the search within the process
             group's timeout; after 8 seconds, a warning names the missing processes.
@@ -272,8 +276,8 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
 
 
 def found_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, ModelTrace | None]:
-    """The sites of a model, and the pass that showed them: None without an example, for a model that is split over
-    processes, and for one on the meta device."""
+    """The sites of a model, and the trace of the pass in which they were found. The trace is None without an example,
+    for a model that is split over processes, and for a model on the meta device."""
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
     if args or kwargs:
@@ -343,7 +347,7 @@ def _slice(name: str, module: nn.Module, linear: str, n: int) -> HeadSlice:
     layer = module.get_submodule(linear)
     assert isinstance(layer, nn.Linear)
     head = f"{name}.{linear}" if name else linear
-    # A parametrized layer keeps its trained weight under parametrizations.
+    # A parametrized layer keeps its trained weight among its parametrizations.
     weight = "weight" if "weight" in parameters_of(layer) else "parametrizations.weight.original"
     bias = f"{head}.bias" if layer.bias is not None else None
     return rows(f"{head}.{weight}", n, layer.out_features // n, bias)
@@ -359,7 +363,7 @@ def _mla_terms(name: str, module: MLA) -> tuple[QKProduct, ...]:
     h = module.n_heads
     up_q, rope_q = _slice(name, module, "q_up", h), _slice(name, module, "q_rope", h)
     up_k, rope_k = _slice(name, module, "k_up", h), _slice(name, module, "k_rope", 1)
-    # With a norm on the latents the size of the down-projections never reaches the logit.
+    # With a norm on the latents, the scale of the down-projections does not affect the logit.
     direct = module.latent_norm or module.sizes.q_latent is None
     down_q = () if direct else (_slice(name, module, "q_down", 1),)
     down_k = () if module.latent_norm else (_slice(name, module, "kv_down", 1),)
@@ -367,7 +371,7 @@ def _mla_terms(name: str, module: MLA) -> tuple[QKProduct, ...]:
 
 
 def _gau_terms(name: str, module: GAU) -> tuple[QKProduct, ...]:
-    """(W_z, γ_q) and (W_z, γ_k): one projection on both logit paths, the SiLU behind it left out."""
+    """(W_z, γ_q) and (W_z, γ_k): a single projection on both logit paths, without the SiLU that follows it."""
     shared = _slice(name, module, "qk_proj.z_proj", 1)
     made = f"{name}.qk_proj" if name else "qk_proj"
 
@@ -379,21 +383,21 @@ def _gau_terms(name: str, module: GAU) -> tuple[QKProduct, ...]:
 
 
 def is_normed(site: AttentionSite) -> bool:
-    """True if a norm on q or k lies between the weights and the logit."""
+    """True if there is a norm on q or k between the weights and the logit."""
     return site.normed or site.spec.norm.kind != "none"
 
 
 def on_meta(model: nn.Module) -> bool:
-    """Returns whether weights of a model are on the meta device."""
+    """Returns whether the model has weights on the meta device."""
     return any([p.is_meta for p in parameters_in(modules_of(model).values())])  # noqa: C419
 
 
 def with_values(model: nn.Module) -> nn.Module:
-    """A copy on the CPU: what is on the meta device is drawn at random, each tensor once, and no random stream
-    advances.
+    """A copy on the CPU in which tensors on the meta device are replaced by random ones, shared tensors by the same
+    one. The global random generators are not advanced.
 
-    Matrices keep the size of what they multiply; gains and other vectors, and buffers, are near 1. Whole numbers are
-    0, and truth values true, so that a mask among them hides nothing.
+    Matrices are scaled to preserve the size of their input; gains, other vectors and buffers are near 1. Integers are 0
+    and booleans True, so that a mask among them hides nothing.
     """
     made = copy.deepcopy(model)
     source, drawn = torch.Generator().manual_seed(0), dict[int, Tensor]()

@@ -1,16 +1,17 @@
-"""Finds the layers that stand beside attention and mix positions without logits: linear attention, delta nets, SSMs.
+"""Finds the layers next to attention that mix positions without logits: linear attention, delta nets and SSMs.
 
-A hybrid model has such layers in the same list of blocks as its attention. They have a state instead of scores, so
-there is nothing to measure; they are listed so that a table of the model's layers has no silent gap.
+A hybrid model has such layers in the same list of blocks as its attention layers. They have a state instead of scores,
+so there is nothing to measure; they are listed so that a table of the model's layers is complete.
 
-A module is one of them by what it was seen to do, and not by its class:
+A module is recognized as such a layer by its behaviour and not by its class:
 
-- It is in a block of a list in which other modules attend, holds no attention itself, and none of its parts does the
-  following alone.
-- It multiplies activations by each other or goes through the positions one after the other. Convolutions alone, which
-  reach a few neighbours, do neither.
-- Its output at the last position depends on its input at the first, and its output at the first position on no later
-  input. Both are derivatives of the recorded operators, which run once more for this.
+- It is in a block of a list in which other modules contain attention, but contains none itself, and none of its
+  submodules meets the two conditions below by itself.
+- It multiplies activations by each other or processes the positions one after the other. Convolutions alone, which
+  reach only a few neighbouring positions, do neither.
+- Its output at the last position depends on its input at the first position, and its output at the first position
+  depends on no later input. Both are determined from derivatives of the recorded operators, which run once more for
+  this.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from qkeel.patching.modes import function_name
 _CONTRACTIONS = frozenset({"mm", "bmm", "baddbmm"})
 _SCANS = frozenset({"cumsum", "cumprod", "logcumsumexp"})
 _STEPS = frozenset({"select", "slice"})
-_LEAST = 8  # positions that an example must have: with fewer, a short convolution reaches as far as a state
-_LATER = 1e-6  # a derivative below this share of the largest is rounding
-_FAR = 1e-12  # a state that decays with the distance may leave very little
+_LEAST = 8  # positions that an example must have; with fewer, a short convolution reaches as far as a state
+_LATER = 1e-6  # a derivative below this fraction of the largest is rounding
+_FAR = 1e-12  # the corresponding fraction for a state, which may leave very little as it decays with the distance
 
 
 def linear_layers(
@@ -40,9 +41,9 @@ def linear_layers(
 
     Args:
         record: the operators of a pass.
-        dynamic: the memory whose numbers depend on the model's input.
-        frames: every call of a module in it.
-        attending: the names of the modules that attend, understood or not.
+        dynamic: the memory whose contents depend on the model's input.
+        frames: every module call in the pass.
+        attending: the names of the modules with attention, whether it was understood or not.
     """
     homes = {name.partition("#")[0] for name in attending}
     lists = {way[1] for name in homes if (way := re.fullmatch(r"((?:.*\.)?)\d+(?:\..*)?", name))}
@@ -51,7 +52,7 @@ def linear_layers(
     blocks = re.compile(rf"(?:{'|'.join(map(re.escape, sorted(lists)))})\d+(?:\.|$)")
     verdicts: dict[tuple[type[nn.Module], int], bool] = {}
     found: list[ModuleCall] = []
-    around = {outer for home in homes for outer in _line(home)}  # what attends, and whatever that is a part of
+    around = {outer for home in homes for outer in _line(home)}  # modules with attention, and all that contain them
     for frame in sorted(frames, key=lambda f: -len(f.line())):
         if not blocks.match(frame.name) or frame.name in around:
             continue
@@ -67,7 +68,7 @@ def linear_layers(
 
 
 def _line(name: str) -> list[str]:
-    """The names of a module and of those that it is a part of.
+    """The names of a module and of all modules that contain it.
 
     >>> _line("layers.0.attn")
     ['layers.0.attn', 'layers.0', 'layers']
@@ -77,7 +78,8 @@ def _line(name: str) -> list[str]:
 
 
 def _mixes_positions(record: Record, dynamic: set[int], frame: ModuleCall, until: int) -> bool:
-    """True if the last position of a module's output depends on the first of its input, and the first on no other."""
+    """True if the last position of a module's output depends on the first position of its input, and the first position
+    of its output depends on no other position."""
     own = record.operations[frame.since : until]
     if not _may_mix(own, dynamic) or any(isinstance(module, nn.RNNBase) for module in frame.module.modules()):
         return False
@@ -93,7 +95,7 @@ def _mixes_positions(record: Record, dynamic: set[int], frame: ModuleCall, until
         now = again.with_graph({place(given): leaf}, {})(out)
         noise = torch.rand(now.shape, generator=torch.Generator().manual_seed(0)).to(now)
         last, first = (_reached(now, noise, leaf, position) for position in (-1, 0))
-    except Exception:  # operators that can't run again, or not with gradients, show nothing
+    except Exception:  # nothing is known if the operators can't run again, or not with gradients
         return False
     if last is None or first is None:
         return False
@@ -102,7 +104,8 @@ def _mixes_positions(record: Record, dynamic: set[int], frame: ModuleCall, until
 
 
 def _reached(out: Tensor, noise: Tensor, leaf: Tensor, position: int) -> Tensor | None:
-    """The largest derivative [t] of an output position by each input position; None if there is none."""
+    """The largest derivative [t] of one output position with respect to each input position, or None if there is
+    none."""
     weighed = (out * noise)[:, position].sum()
     if not weighed.requires_grad:
         return None
@@ -115,7 +118,7 @@ def _is_like(x: Tensor, given: Tensor) -> bool:
 
 
 def _may_mix(operations: Sequence[Operation], dynamic: set[int]) -> bool:
-    """True if operators may carry something from one position to all later ones."""
+    """True if the operators may carry information from one position to all later positions."""
     steps = 0
     for operation in operations:
         name = function_name(operation.function)

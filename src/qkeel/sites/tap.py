@@ -1,4 +1,4 @@
-"""Statistics of every attention site, and bounds on the largest logit, from a model's own forward passes."""
+"""Collects statistics of every attention site, and bounds on the largest logit, from a model's own forward passes."""
 
 from __future__ import annotations
 
@@ -61,38 +61,38 @@ from qkeel.sites.trace import spread
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import BandCall
 
-# A mode that bounds the largest attention logit of a forward pass at almost no cost.
+# A mode that computes a bound on the largest attention logit of a forward pass at almost no cost.
 
 _GPU = "cuda"
-_OWN = "qkeel_native::attention"  # returns its logsumexp as well
+_OWN = "qkeel_native::attention"  # also returns its logsumexp
 Instead = Callable[[], tuple[Tensor, Tensor | None]]
 
 
 class BracketMode(CallObserver):
-    """A mode that bounds the largest logit of the attention calls made while it is entered.
+    """A mode that computes a bound on the largest logit of the attention calls made while it is active.
 
-    `bound` is at least the largest logit (after a cap, where there is one) of every call that the mode has seen, and
-    None before the first. Where the bound comes from depends on the function that is called:
+    `bound` is None before the first call, and afterwards at least the largest logit (after the cap, if there is one) of
+    all calls that the mode has observed. How the bound is obtained depends on the function that is called:
 
     - F.scaled_dot_product_attention: torch's fused kernels compute the logsumexp of each row anyway. The mode calls the
-      kernel that torch would choose and reads them; output and gradients keep their bits. Over n keys,
+      kernel that torch would choose and reads the logsumexps; output and gradients are bitwise unchanged. Over n keys,
       lse - ln n <= max <= lse. qkeel's compiled attention and functional_attention return logsumexps too.
-    - The same function where torch chooses no fused kernel, with dropout, with a mask on a GPU, or under autocast on a
-      CPU: the norm bound scale·max|q|·max|k|, in O(T d).
-    - flash-attn's functions and torch's varlen_attn: their logsumexps; the norm bound with dropout, or where the
+    - The same function if torch chooses no fused kernel, with dropout, with a mask on a GPU, or under autocast on a
+      CPU: the norm bound scale·max|q|·max|k|, computed in O(T d).
+    - flash-attn's functions and torch's varlen_attn: their logsumexps, or the norm bound with dropout or if the
       logsumexps are padded.
-    - flex_attention: the logsumexps or maxima that its caller asked for (asking for more would compile it again), else
-      the norm bound; nothing where there is a score_mod.
+    - flex_attention: the logsumexps or maxima if its caller requested them (requesting more would recompile it),
+      otherwise the norm bound; no bound if there is a score_mod.
     - A softmax over rows of scores: their maximum.
 
-    Attention inside torch.nn.MultiheadAttention, compiled code and transforms of torch.func is not seen.
+    Attention inside torch.nn.MultiheadAttention, compiled code and transforms of torch.func is not observed.
     """
 
     logsumexps = True
 
     def __init__(self, guard: Guarded = unguarded) -> None:
         super().__init__(guard)
-        self._found: list[Tensor] = []  # the largest of each call
+        self._found: list[Tensor] = []  # the bound of each call
 
     def begin(self, undo: ExitStack) -> None:
         undo.enter_context(observed_by(self))
@@ -105,7 +105,7 @@ class BracketMode(CallObserver):
 
     @torch.no_grad()
     def called(self, name: str, arguments: Kwargs, out: object) -> None:
-        """Adds the bound of a call of flex_attention or of one of flash-attn's functions."""
+        """Adds the bound for a call of flex_attention or of one of flash-attn's functions."""
         if not isinstance(out, Tensor | tuple) or not (out[0] if isinstance(out, tuple) else out).numel():
             return
         if name == "flex_attention":
@@ -127,24 +127,24 @@ class BracketMode(CallObserver):
             scale = call.spec.factor(call.pos_q, call.q.shape[-1], {}, torch.float32)
             self._found.append(_norm_bound(call.q, call.k, float(scale)))
             return
-        # Rows that see no key have +inf there, -inf or what was in memory before.
+        # For rows that see no key, the kernel leaves +inf, -inf or whatever was in memory before.
         seen = call.high > call.low if isinstance(call, BandCall) else _some_key(call)
         self._found.append((lse if seen is None else lse.where(seen, -torch.inf)).amax())
 
     @property
     def bound(self) -> Tensor | None:
-        """The largest bound of all calls so far, in two kernel launches."""
+        """The largest bound of all calls so far, computed with two kernel launches."""
         if not self._found:
             return None
-        device = self._found[0].device  # parts of a model may be on others
+        device = self._found[0].device  # parts of a model may be on other devices
         return torch.stack([x.to(device, torch.float32, non_blocking=True) for x in self._found]).amax()
 
     def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | str | Instead:
         """Returns the kernel that a call of SDPA would use, if it returns bounds on the logits."""
         if any(isinstance(x, Tensor) and not x.numel() for x in args):
-            return False  # no rows, as of an expert that got no tokens
+            return False  # no rows, as for an expert that received no tokens
         if in_function_transform():
-            return False  # tensors inside torch.func's transforms mean nothing outside
+            return False  # tensors inside torch.func's transforms have no meaning outside them
         name = function_name(function)
         given = sdpa_arguments(args, kwargs) if name == "scaled_dot_product_attention" else {}
         if given and _on_one_gpu(given):
@@ -160,7 +160,7 @@ class BracketMode(CallObserver):
 
     @torch.no_grad()
     def saw(self, function: Function, args: Args, kwargs: Kwargs, out: Any, more: Tensor | None) -> None:
-        """Adds the bound of a call; `more` are its logsumexps, where the kernel returned them."""
+        """Adds the bound for a call; `more` holds its logsumexps if the kernel returned them."""
         if function_name(function) == "scaled_dot_product_attention":
             given = sdpa_arguments(args, kwargs)
             new = _norm_bound(given["query"], given["key"], given["scale"]) if more is None else more.detach().amax()
@@ -174,19 +174,20 @@ class BracketMode(CallObserver):
 
 
 def _by_row(lse: object, t: int) -> Tensor | None:
-    """Logsumexps [... t] of [... t] or [t h]; None where those of packed sequences are padded, as in old versions."""
+    """Converts logsumexps [... t] or [t h] to [... t]; returns None if those of packed sequences are padded, as in old
+    versions."""
     if not isinstance(lse, Tensor) or t not in (lse.shape[-1], lse.shape[0]):
         return None
     return lse.detach() if lse.shape[-1] == t else lse.detach().mT
 
 
 def _some_key(call: AttentionCall) -> Tensor | None:
-    """True for the rows [1 t] of a call without window that see a key at all; None where all do."""
+    """A mask [1 t] of the rows that see at least one key in a call without a window, or None if all rows do."""
     return call.pos_q >= 0 if call.causal and call.q.shape[2] > call.k.shape[2] else None
 
 
 def _on_one_gpu(given: Kwargs) -> bool:
-    """True if the fused operators of a GPU may take these arguments: dense, without mask and dropout."""
+    """True if the fused operators of a GPU may accept these arguments: dense tensors, no mask and no dropout."""
     qkv = [given[name] for name in ("query", "key", "value")]
     if given["attn_mask"] is not None or given["dropout_p"]:
         return False
@@ -194,7 +195,7 @@ def _on_one_gpu(given: Kwargs) -> bool:
 
 
 def _on_gpu(function: Function, given: Kwargs) -> tuple[Tensor, Tensor | None]:
-    """SDPA's output, cast as autocast casts its inputs; and the logsumexps where a kernel returns them."""
+    """SDPA's output for inputs cast as autocast casts them, and the logsumexps if a kernel returns them."""
     q, k, v = (given[name] for name in ("query", "key", "value"))
     if torch.is_autocast_enabled(_GPU):
         kind = torch.get_autocast_dtype(_GPU)
@@ -212,7 +213,7 @@ def _flash_on_cpu(given: Kwargs) -> bool:
     if torch.is_autocast_enabled("cpu"):
         return False
     if given["dropout_p"] or (mask is not None and (mask.dtype == torch.bool or mask.requires_grad)):
-        return False  # SDPA turns a boolean mask into an additive one of its own
+        return False  # SDPA itself turns a boolean mask into an additive one
     choice = kernel_choice(
         q, k, v, mask, 0.0, bool(given["is_causal"]), scale=given["scale"], enable_gqa=bool(given["enable_gqa"])
     )
@@ -220,7 +221,7 @@ def _flash_on_cpu(given: Kwargs) -> bool:
 
 
 def _norm_bound(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
-    """The bound scale·max|q|·max|k|: Cauchy–Schwarz."""
+    """The bound scale·max|q|·max|k|, by Cauchy–Schwarz."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else abs(scale)
     return q.detach().float().norm(dim=-1).amax() * k.detach().float().norm(dim=-1).amax() * scale
 
@@ -234,15 +235,18 @@ MeasureCall = Callable[[Seen], Found | LogitStats | None]
 MeasureRows = Callable[[AttentionCall, KernelRows], Found | LogitStats | None]
 
 
-# By name the modules in which attention was seen, and the functions of torch that show it, None for any.
+# The modules in which attention was observed, keyed by name, with the torch functions by which it is found, or None for
+# all functions.
 Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]
 
 _NOTHING: Look = "nothing"
-# Primes: batches of kinds that take turns are all met, those of up to four kinds by the first four searches.
+# Primes, so that all kinds of batches that alternate are eventually searched; with up to four kinds, by the first four
+# searches.
 _SELDOM, _HARDLY = 17, 257
-_FORMS = 64  # forms of a call that are remembered for each phase; a model may be called with a new text each time
+_FORMS = 64  # call forms remembered for each phase; a model may be called with a new string argument every time
 _FUSED = SDPA_BY_NAME | {F.multi_head_attention_forward, functional_attention}
-# Functions whose calls a mode in their own module is enough to see, by name, with the torch functions to look for.
+# Functions, by name, whose calls are all observed by a mode that is active only in the calling module, with the torch
+# functions to look for.
 _LOCAL: dict[str, frozenset[Function] | None] = {
     "scaled_dot_product_attention": _FUSED,
     "multi_head_attention_forward": _FUSED,
@@ -255,55 +259,57 @@ _OFF = "qkeel's tap failed and switched itself off: {}. The model continues unwa
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """What is known of some sites: which were described by hand, and by name their layouts and their numbers of query
-    and key heads."""
+    """The facts known about some sites: which were described by hand, and their layouts and numbers of query and key
+    heads, keyed by name."""
 
     sites: list[AttentionSite]
     described: list[AttentionSite]
     layouts: Mapping[str, HeadLayout]
     key_heads: Mapping[str, tuple[int, int]]
-    indexers: Mapping[str, HeadLayout | None]  # by the name of the layer
+    indexers: Mapping[str, HeadLayout | None]  # keyed by the name of the layer
 
 
 class Visitor:
-    """A second observer of the passes that a tap measures. Its methods do nothing; a subclass overrides some."""
+    """A second observer of the passes that a tap measures. Its methods do nothing; subclasses override those they
+    need."""
 
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
-        """A pass with these arguments is about to begin; returns whether it is to be measured."""
+        """Called when a pass with these arguments is about to begin; returns whether the pass should be measured."""
         return True
 
     def looking(self, phase: Phase) -> Handle | None:
-        """Begins the measured pass, in compiled models the extra one; the handle is removed after it."""
+        """Called when the measured pass begins (in compiled models, the additional pass). The returned handle is
+        removed after the pass."""
 
     def call(self, name: str, call: Seen, phase: Phase) -> None:
-        """Takes a measured attention call of a site."""
+        """Called with a measured attention call of a site."""
 
     def index(self, layer: str, call: ScoresCall, phase: Phase) -> None:
-        """Takes the scores by which an indexer chooses keys of this layer."""
+        """Called with the scores by which an indexer chooses keys for this layer."""
 
     def after(self, phase: Phase, output: object, seen: bool) -> None:
-        """The model's own pass has ended; `seen` is True if attention was seen in it."""
+        """Called after the model's own pass; `seen` is True if attention was observed in the pass."""
 
     def failed(self) -> None:
-        """The model's own pass ended in an exception, so nothing of it counts."""
+        """Called if the model's own pass ended in an exception, so that nothing in it is counted."""
 
     def bracket(self, bound: Tensor) -> None:
-        """A pass has ended of which only a bound on its largest logit was wanted."""
+        """Called after a pass for which only a bound on the largest logit was requested."""
 
 
 class Tap(Handle):
     """Watches the attention calls of a model's forward passes; `read()` returns the statistics since the last read.
 
     The tap computes statistics without gradients, from tensors that the forward pass computes anyway, and changes
-    nothing. qkeel's own modules report their calls. A function mode around the whole pass finds other attention of
-    eager code; once the modules that contain it are known, the mode is entered in their calls only, and the whole pass
-    is searched from time to time (see `places`).
+    nothing. qkeel's own modules report their calls. A function mode around the full pass finds other attention in eager
+    code; once the modules that contain it are known, the mode is active only in their calls, and a full pass is
+    searched from time to time (see `places`).
 
     Compiled models, and torch modules with a fast path for evaluation, are measured in an additional pass before their
-    own. It runs eagerly and without gradients, and random number generators and buffers are restored after it.
-    Compiled code must not run inside a mode; torch modules with a
-    fast path for evaluation would lose it inside a mode, so that results would differ in the last bits. Where no sites
-    are known, one more pass before the first measured one shows whether there is attention inside torch.jit.script or
+    own pass. The additional pass runs eagerly and without gradients, and random number generators and buffers are
+    restored after it. It is needed because compiled code must not run inside a mode, and because torch modules would
+    not take their fast path inside a mode, so that results would differ in the last bits. If no sites are known,
+    another pass before the first measured one determines whether there is attention inside torch.jit.script or
     torch.func.vmap; such attention is then observed operator by operator.
 
     Activations that gradient checkpointing recomputes are counted once. Passes that end in an exception are not
@@ -312,20 +318,20 @@ class Tap(Handle):
     Args:
         model: the model to watch.
         when_training: whether to ignore passes in eval mode.
-        parts: whether qkeel's own modules also report calls made outside a pass of the whole model.
-        due: due(training, compiled) returns what to measure in a pass; "bracket" is a bound on the largest logit, see
-            `BracketMode`.
-        measure: computes the statistics of a call.
-        measure_rows: computes the statistics from what a kernel returned for each row.
-        measure_plain: computes the statistics from q, k, the scale and whether the call is causal, for calls of torch's
-            function without a mask at a known site; returns None if it cannot.
+        parts: whether qkeel's own modules also report calls that are made outside a pass of the full model.
+        due: a function that is called as due(training, compiled) and returns what to measure in a pass; "bracket"
+            stands for a bound on the largest logit, see `BracketMode`.
+        measure: the function that computes the statistics of a call.
+        measure_rows: the function that computes the statistics from what a kernel returned for each row.
+        measure_plain: the function that computes the statistics from q, k, the scale and whether the call is causal,
+            for calls of torch's function without a mask at a known site; it returns None if it cannot.
         keeps: whether to keep the batch of the latest training pass, for `look_again`.
-        guard: reports the first fault in the tap with a warning, and switches the tap off.
+        guard: the guard that reports the first failure in the tap with a warning and switches the tap off.
 
     Attributes:
         visitor: a second observer of the measured passes.
-        own_alone: True if the model is known to have no attention besides qkeel's own modules, so that no other is
-            searched for.
+        own_alone: True if the model is known to have no attention except in qkeel's own modules, so that no other
+            attention is searched for.
     """
 
     def __init__(
@@ -344,17 +350,17 @@ class Tap(Handle):
         self.measure, self.measure_rows = measure, measure_rows
         self.measure_plain = find_plain_rows if measure is find and measure_plain is None else measure_plain
         self.visitor = Visitor()
-        self.sites = Sites()  # those that are known: how to see them
+        self.sites = Sites()  # the known sites, with the information needed to observe them
         self._known: _Known | None = None
-        self.latest: LastPass | None = None  # of those in training
+        self.latest: LastPass | None = None  # the latest training pass
         self._keeps = keeps
         self.own_alone = False
-        self._begun: dict[Phase, int] = {"train": 0, "eval": 0}  # passes
-        self._form: object = None  # what the pass that begins was called with; see `_call_form`
-        self._forms: dict[Phase, set[object]] = {"train": set(), "eval": set()}  # of the passes that were searched
+        self._begun: dict[Phase, int] = {"train": 0, "eval": 0}  # the number of passes
+        self._form: object = None  # the form of the current call; see `_call_form`
+        self._forms: dict[Phase, set[object]] = {"train": set(), "eval": set()}  # the forms of the searched passes
         self._places: dict[Phase, Places | None] = {"train": None, "eval": None}  # where searched passes had attention
-        self._searched: dict[Phase, list[tuple[str, nn.Module]]] = {}  # the modules that there were then
-        self._below: bool | None = None  # whether operators must be seen, where no sites are known
+        self._searched: dict[Phase, list[tuple[str, nn.Module]]] = {}  # the modules that existed at that time
+        self._below: bool | None = None  # whether operators must be observed, if no sites are known
         self.empty = 0  # passes over an empty batch
         self.calls_seen: dict[Phase, int] = {"train": 0, "eval": 0}  # attention calls that were measured
         self.compiled = False  # whether any pass so far ran compiled code
@@ -376,21 +382,23 @@ class Tap(Handle):
 
     @property
     def phase(self) -> Phase:
-        """The phase of a pass that begins now."""
+        """The phase of a pass that would begin now."""
         return "train" if self.model.training else "eval"
 
     def places(self, phase: Phase) -> Places | None:
-        """The modules in which the next pass is searched for attention outside qkeel's modules; None means everywhere.
+        """The modules in which the next pass is searched for attention outside qkeel's modules, or None to search
+        everywhere.
 
-        Searching everywhere costs a callback per function of torch, so this is done where something may have changed:
-        in the first two passes; in the first pass of each new form of a call (`_call_form`), of 64 forms at most; after
-        a module was added or replaced; and after a pass in which a module that has attention showed none. Changes
-        without any of these signs are found by searching every 17th pass up to the 68th, and every 257th from then on.
+        Searching everywhere costs one callback for every torch function call, so it is done only when something may
+        have changed: in the first two passes; in the first pass of each new call form (`_call_form`), up to 64 forms;
+        after a module is added or replaced; and after a pass in which no attention was seen in a module known to
+        contain it. Changes without any of these signs are found by searching every 17th pass up to the 68th, and every
+        257th pass from then on.
         """
         n, self._begun[phase] = self._begun[phase], self._begun[phase] + 1
         if self.own_alone:
             return {}
-        others = self._searched.get(phase) is not self.tree.named()  # modules that came, or took another's place
+        others = self._searched.get(phase) is not self.tree.named()  # modules were added or replaced
         searched = n < 2 or self._is_new_form(phase) or n % (_SELDOM if n <= 4 * _SELDOM else _HARDLY) == 0
         return None if others or searched else self._places[phase]
 
@@ -399,28 +407,28 @@ class Tap(Handle):
         return len(known) < _FORMS and self._form not in known
 
     def searched(self, phase: Phase, places: Places | None) -> None:
-        """Adds the modules that had attention in a fully searched pass to those of earlier passes; with None, the next
-        pass is fully searched too."""
+        """Adds the modules with attention in a fully searched pass to those of earlier passes. With None, the next pass
+        is fully searched too."""
         if places is not None:
             same = self._searched.get(phase) is self.tree.named()
             for name, (module, only) in (self._places[phase] or {}).items() if same else ():
                 places[name] = module, _either(only, places[name][1]) if name in places else only
             if not places and not self.tree.of_kind(SpecModule):
-                places = None  # there was none: it may come anywhere
+                places = None  # no attention was found, so it may appear anywhere
         self._places[phase], self._searched[phase] = places, self.tree.named()
         if self._is_new_form(phase):
             self._forms[phase].add(self._form)
 
     def has(self, phase: Phase) -> bool:
-        """True if there is anything to read."""
+        """True if there are statistics to read."""
         return bool(self._stats[phase])
 
     def read(self, phase: Phase | None = None) -> SiteStats:
-        """Returns, by site name, the statistics since the last read; sites without a call are absent.
+        """Returns the statistics since the last read, keyed by site name; sites without a call are absent.
 
-        Passes in training and in eval mode are kept apart. Without a phase, the statistics are those of training passes
-        or, if there were none, of eval passes. Where a module computes its heads one by one, they are combined into one
-        site.
+        Statistics of training passes and of eval passes are separate. Without a phase, the statistics are those of
+        training passes or, if there were none, of eval passes. If a module computes its heads one by one, they are
+        combined into one site.
         """
         if phase is None:
             phase = "train" if self.has("train") else "eval"
@@ -435,8 +443,8 @@ class Tap(Handle):
                 module.observers.remove(part)
 
     def take_part(self, name: str, call: AttentionCall, training: bool, rows: KernelRows | None = None) -> None:
-        """Receives a call of one of qkeel's own modules outside a pass of the model, with the statistics of its rows if
-        known."""
+        """Receives a call that one of qkeel's own modules made outside a pass of the model, with the statistics of its
+        rows if they are known."""
         if self._forwards.busy or recomputing() or self._due(training, False) != "statistics":
             return
         known = self.measure_rows is not None and rows is not None
@@ -448,8 +456,8 @@ class Tap(Handle):
             self.calls_seen[phase] += 1
 
     def calls(self, args: Args, kwargs: Kwargs) -> dict[str, Seen]:
-        """Returns the first call of each site in an additional pass with these arguments: eager, without
-        gradients, with the same random numbers each time. The pass is not counted and changes nothing."""
+        """Returns the first call of each site in an additional pass with these arguments. The pass runs eagerly and
+        without gradients, and with the same random numbers each time; it is not counted and changes nothing."""
         kept: dict[str, Seen] = {}
         look = _ForwardPass(self, self.phase, kept)
         self._extra_pass(look, args, kwargs, seed=0)
@@ -458,7 +466,7 @@ class Tap(Handle):
         return kept
 
     def look_again(self) -> bool:
-        """Measures the model in an additional pass over the batch that was kept, and changes nothing.
+        """Measures the model in an additional pass over the batch that was kept; the model is left unchanged.
 
         Returns:
             False if no batch was kept.
@@ -481,15 +489,16 @@ class Tap(Handle):
 
     @property
     def sees_operators(self) -> bool:
-        """True if some attention is seen only operator by operator, as inside torch.jit.script."""
+        """True if some attention can be observed only operator by operator, such as attention inside
+        torch.jit.script."""
         return bool(self._below) or any([site.below for site in self.sites])  # noqa: C419
 
     @property
     def known(self) -> _Known:
-        """The facts known about the sites; they are collected again when `sites` has changed."""
+        """The facts known about the sites, which are collected again whenever `sites` has changed."""
         sites = [*self.sites]
         if self._known is None or self._known.sites != sites:
-            indexers = self.sites.indexers if isinstance(self.sites, Sites) else ()  # a plain list of sites has none
+            indexers = self.sites.indexers if isinstance(self.sites, Sites) else ()  # an ordinary list has no indexers
             self._known = _Known(
                 sites=sites,
                 described=[site for site in self.sites if site.description is not None],
@@ -500,9 +509,9 @@ class Tap(Handle):
         return self._known
 
     def _look_below(self, args: Args, kwargs: Kwargs) -> None:
-        """Finds out, by an additional pass before the first measured one, whether there is attention that a function
-        mode would not see. Not needed where sites are known or all attention is qkeel's own, and left out where other
-        processes would wait for a pass that fails on this one."""
+        """Determines, in an additional pass before the first measured one, whether there is attention that a function
+        mode would not observe. This is not needed if sites are known or if all attention is in qkeel's own modules. It
+        is left out if other processes would wait for a pass that fails on this process."""
         if self._below is not None or any([site.description is None for site in self.sites]):  # noqa: C419
             return
         if spread(self.model) or self.tree.of_kind(SpecModule):
@@ -514,7 +523,7 @@ class Tap(Handle):
             try:
                 with watcher:
                     self.model(*copied(args), **copied(dict(kwargs)))
-            except Exception:  # of the model's, which the pass itself will show, or of what can't be seen so
+            except Exception:  # the model fails, as its own pass will too, or it can't be observed in this way
                 below.clear()
         self._below = any(below)
 
@@ -547,14 +556,15 @@ class Tap(Handle):
                 self._running = None
                 return
             self._look_below(args, kwargs)
-            if extra or self.sees_operators:  # torch compiles nothing while a mode sees operators
+            if extra or self.sees_operators:  # torch compiles nothing while a mode observes operators
                 self._extra_pass(running, args, kwargs)
             else:
                 call = (args, kwargs) if self._forwards.model is self.model else None
                 running.begin(call, self._forwards.around)
 
     def _extra_pass(self, look: _ForwardPass, args: Args, kwargs: Kwargs, seed: int | None = None) -> object:
-        """Makes the pass that the model is about to make, eagerly; returns its output. `seed` seeds the generators."""
+        """Makes the pass that the model is about to make, but eagerly, and returns its output. `seed` seeds the random
+        generators."""
         with extra_pass(self), torch.no_grad(), torch.compiler.set_stance("force_eager"), undisturbed(self.model):
             if seed is not None:
                 torch.manual_seed(seed)
@@ -563,7 +573,7 @@ class Tap(Handle):
                     look.begin(None, around)
                     return self.model(*copied(args), **copied(dict(kwargs)))
             except Exception as error:
-                look.error = error  # no fault of the tap's if the model's own pass fails too
+                look.error = error  # it is not an error of the tap if the model's own pass fails too
         return None
 
     def _after(self, output: object, failed: bool) -> None:
@@ -585,7 +595,7 @@ class Tap(Handle):
             self.visitor.after(look.phase, output, self.has(look.phase))
 
     def warn_of_guess(self, captured: CapturedCall) -> None:
-        """Warns once for each site whose heads are a guess."""
+        """Warns once for each site whose head layout was guessed."""
         layout = captured.layout
         if layout is None or not layout.guess or captured.name in self._guessed:
             return
@@ -601,8 +611,8 @@ class Tap(Handle):
 
 
 class _ForwardPass:
-    """One observed forward pass. qkeel's own modules report their calls, and a `CaptureMode` sees those of other code.
-    With `kept` the first call of each site is stored there, and nothing is measured."""
+    """One observed forward pass. qkeel's own modules report their calls, and a `CaptureMode` observes those of other
+    code. With `kept`, the first call of each site is stored there, and nothing is measured."""
 
     def __init__(self, tap: Tap, phase: Phase, kept: dict[str, Seen] | None = None) -> None:
         self.tap, self.kept = tap, kept
@@ -611,10 +621,11 @@ class _ForwardPass:
         self.error: Exception | None = None
         self.watcher: CaptureMode | None = None
         self.places: dict[str, tuple[nn.Module, frozenset[Function] | None] | None] = {}
-        self.indexers: dict[str, nn.Module] = {}  # modules that chose keys
+        self.indexers: dict[str, nn.Module] = {}  # modules that choose keys
 
     def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
-        """Observes until `around` is closed; `call` are the arguments of the model's own call if that has begun."""
+        """Observes until `around` is closed; `call` holds the arguments of the model's own call if that has already
+        begun."""
         visit = self.tap.visitor.looking(self.phase) if self.kept is None else None
         if visit is not None:
             around.callback(visit.remove)
@@ -637,7 +648,7 @@ class _ForwardPass:
             layouts=self.tap.known.layouts,
             only_in=only_in,
         )
-        interceptor.maxima = self.tap.measure is find_maxima  # nothing else of a call is read
+        interceptor.maxima = self.tap.measure is find_maxima  # no other result of a call is read
         interceptor.key_heads = self.tap.known.key_heads
         if self.tap.known.indexers and self.kept is None:
             interceptor.index, interceptor.index_layouts = self._index, self._index_layout
@@ -648,25 +659,26 @@ class _ForwardPass:
         interceptor.look(around)
 
     def over(self) -> None:
-        """After the pass: determines which modules the next pass is searched in."""
+        """Called after the pass to determine the modules in which the next pass is searched."""
         watcher = self.watcher
         if watcher is None or self.kept is not None:
             return
         if not watcher.whole:
             if 0 in [frame.calls + frame.indexes for frame in watcher.called_in]:
-                self.tap.searched(self.phase, None)  # its attention is computed otherwise now
+                self.tap.searched(self.phase, None)  # attention that was found there is now computed elsewhere
             return
         self._add_indexers()
         local = not (watcher.hidden or self.tap.sees_operators)
         for name, place in self.places.items():
-            # Attention of qkeel's modules inside is not to be taken for the module's own.
+            # Attention of qkeel's modules inside must not be attributed to this module.
             if place is not None and any([m is not place[0] and isinstance(m, SpecModule) for m in place[0].modules()]):  # noqa: C419
                 self.places[name] = None
         self.tap.searched(self.phase, self.places if local and None not in self.places.values() else None)  # type: ignore[arg-type]
 
     def _add_indexers(self) -> None:
-        """Adds the modules that chose keys to the places. Of two places, one in the other, every function would be seen
-        twice: the outer one is enough, unless attention in the inner one would get its name."""
+        """Adds the modules that choose keys to the places. If one place is inside another, every function would be
+        observed twice, so only the outer place is kept, unless attention in the inner module would then get the outer
+        module's name."""
         for name, module in self.indexers.items():
             outer = next((place for place in self.places if name == place or name.startswith(f"{place}.")), None)
             holds = any([place.startswith(f"{name}.") for place in self.places])  # noqa: C419
@@ -674,7 +686,7 @@ class _ForwardPass:
             self.places[name if outer is None else outer] = None if holds or known is None else (known[0], None)
 
     def _note_place(self, captured: CapturedCall) -> None:
-        """Notes in which module attention was seen, and by which function."""
+        """Records the module in which attention was observed, and the function by which it was found."""
         layout, name = captured.layout, captured.frame.name
         known = layout is None or (layout == self.tap.known.layouts.get(captured.name) and not layout.guess)
         if captured.below or captured.headless or not name or not known or captured.how not in _LOCAL:
@@ -700,7 +712,7 @@ class _ForwardPass:
         self._own(name, call, lambda _: measure(call, rows))
 
     def _plain(self, frame: ModuleCall, ordinal: int, q: Tensor, k: Tensor, scale: float, causal: bool) -> bool:
-        """Measures a call of torch's own function from q and k; returns whether that was possible."""
+        """Measures a call of torch's own function from q and k, and returns whether that was possible."""
         measure = self.tap.measure_plain
         if measure is None or not self.tap.active or extra_of_another(self.tap):
             return False
@@ -712,7 +724,7 @@ class _ForwardPass:
         return True
 
     def _layer(self, frame: ModuleCall) -> str | None:
-        """The layer whose keys a module chooses, where it is one of a known indexer."""
+        """The layer whose keys a module chooses, if the module belongs to a known indexer."""
         known = self.tap.known.indexers
         layer = layer_of(frame.name, [site.name for site in self.tap.sites]) if known else None
         return layer if layer in known else None
@@ -744,7 +756,7 @@ class _ForwardPass:
         self._take(captured.name, captured.call, captured.frame.name if captured.headless else None, measure)
 
     def _take(self, name: str, call: Seen, part_of: str | None = None, measure: MeasureCall | None = None) -> None:
-        """Measures one call; `part_of` names the site of a module that computes its heads one by one."""
+        """Measures one call. If a module computes its heads one by one, `part_of` is the name of its site."""
         if extra_of_another(self.tap):
             return
         if self.kept is not None:
@@ -759,7 +771,7 @@ class _ForwardPass:
 
 
 class Connection:
-    """Connects one of qkeel's modules to a tap, for calls outside a pass. Copies of the module have no connection."""
+    """Connects one of qkeel's modules to a tap, for calls outside a pass. Copies of the module are not connected."""
 
     def __init__(self, tap: Tap, name: str, module: SpecModule) -> None:
         self.tap, self.name, self.module = tap, name, module
@@ -770,11 +782,11 @@ class Connection:
 
     @property
     def reads(self) -> bool:
-        """True if the statistics of a kernel's rows suffice."""
+        """True if the row statistics of a kernel are sufficient."""
         return self.tap.measure_rows is not None
 
     def read(self, call: AttentionCall, rows: KernelRows) -> None:
-        """Takes a call and the statistics of its rows, from code that runs the module's calls in its place."""
+        """Receives a call and the statistics of its rows, from code that runs the module's calls in its place."""
         self.tap.guard(self.tap.take_part, self.name, call, self.module.training, rows)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
@@ -785,12 +797,12 @@ class Connection:
 
 
 def is_empty(args: Args, kwargs: Kwargs) -> bool:
-    """True if the tensors among a model's arguments are all of an empty batch: none holds a number.
+    """True if the tensors among a model's arguments form an empty batch, that is, if all of them have no elements.
 
     >>> is_empty((torch.zeros(0, 5),), {"mask": None}), is_empty((torch.zeros(2, 5), torch.zeros(0)), {})
     (True, False)
     """
-    for x in (*args, *kwargs.values()):  # most often the first one tells, without a call of Python's
+    for x in (*args, *kwargs.values()):  # in most cases the first one decides, without another Python call
         if isinstance(x, Tensor) and x.ndim and x.numel():
             return False
     sizes = [x.numel() for x in tensors((args, dict(kwargs))) if x.ndim]
@@ -798,8 +810,8 @@ def is_empty(args: Args, kwargs: Kwargs) -> bool:
 
 
 def _call_form(args: Args, kwargs: Kwargs) -> object:
-    """What a model may choose another way through its modules by: switches, dtypes, numbers of dimensions, orders of
-    magnitude of sizes, and whether gradients and autocast are on.
+    """The properties of a call by which a model may choose a different path through its modules: switches, dtypes,
+    numbers of dimensions, orders of magnitude of sizes, and whether gradients and autocast are on.
 
     >>> _call_form((torch.zeros(2, 5), None), {"cached": True})[2:]
     ((torch.float32, 2, 4), None, 'cached', True)
@@ -817,22 +829,24 @@ def _call_form(args: Args, kwargs: Kwargs) -> object:
 
 
 def _has_no_rows(call: Seen) -> bool:
-    """True of a call without queries or keys, as of an expert that got no tokens."""
+    """True if a call has no queries or no keys, as in an expert that received no tokens."""
     x = call.logits if isinstance(call, ScoresCall) else call.q
     return not x.numel() or (not isinstance(call, ScoresCall) and not call.k.numel())
 
 
 def _key_heads(site: AttentionSite) -> tuple[int, int]:
-    """The numbers of query and key heads in the calls of a site; keys in an order of their own stay repeated."""
+    """The numbers of query and key heads in the calls of a site. Keys that are repeated in an order other than blocks
+    stay repeated."""
     return site.n_heads, site.n_kv_heads if site.key_heads is None else site.n_heads
 
 
 def _either(one: frozenset[Function] | None, other: frozenset[Function] | None) -> frozenset[Function] | None:
-    """The functions of interest where both are; None for any."""
+    """The functions of interest if both sets are given, or None, which means all functions."""
     return None if one is None or other is None else one | other
 
 
 def _takes_fast_path(tree: ModuleTree) -> bool:
-    """True if torch may run parts of it by the one operator that computes a whole layer in evaluation."""
+    """True if torch may run parts of the model through the single operator that computes a complete layer in
+    evaluation."""
     layers = tree.of_kind(nn.MultiheadAttention, nn.TransformerEncoderLayer)
     return bool(layers) and torch.backends.mha.get_fastpath_enabled() and any(not m.training for _, m in layers)

@@ -1,9 +1,9 @@
 """One recorded pass of a model: its attention calls and sites, and the operators that computed them.
 
 `traced` runs a model once on a short part of an example, with gradients and with every operator recorded, reads the
-sites from that pass and verifies them. It then runs the whole example once, with little observation, to see whether it
+sites from that pass and verifies them. It then runs the full example once, with few observations, to check whether it
 makes the same calls. `find_sites` returns the sites. `apply`, its remedies and their checks keep the trace while they
-run: they take operands, the weights of values, and the modules that were called from it instead of running the model
+run, and take the operands, the weights of the values, and the called modules from it instead of running the model
 again.
 """
 
@@ -70,12 +70,12 @@ from qkeel.spec import AttentionCall
 _LOG = logging.getLogger(__name__)
 
 SEARCH = "the search for attention in a model that is split over processes"
-ONE_LENGTH = 1e-3  # what a norm adds under its root changes lengths by less
+ONE_LENGTH = 1e-3  # what a norm adds under its root changes norms by less than this fraction
 
 Gains = tuple[NormGain, ...]
-Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]  # see `CaptureMode`: modules to look at, by name
-# How much is read of the sites of a pass: whether a norm precedes the logit ("norms": also where only operators are
-# seen), also the weights, or also whether an experiment confirms these.
+Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]  # see `CaptureMode`: modules to observe, by name
+# How much is read about the sites of a pass: whether a norm precedes the logit ("plain norms", or "norms" to include
+# attention that only operators show), also the weights, or also whether an experiment confirms the weights.
 Wanted = Literal["plain norms", "norms", "weights", "verified"]
 
 
@@ -84,11 +84,11 @@ class Operand:
     """The q or k of one product of a site.
 
     Attributes:
-        width: how many features a logit is a sum over.
-        lengths: the length of each vector.
-        tables: the names of parameters that it consists of, by views and indices alone, as relative positions do;
-            empty for what was computed from the input.
-        rounding: the share by which lengths of normed vectors may differ in its dtype.
+        width: the number of features over which a logit is summed.
+        lengths: the norm of each vector.
+        tables: the names of the parameters of which it consists, through views and indexing only, as relative positions
+            do; empty if it was computed from the input.
+        rounding: the relative difference that rounding in its dtype may cause between the norms of normed vectors.
     """
 
     width: int
@@ -97,8 +97,8 @@ class Operand:
     rounding: float = ONE_LENGTH
 
     def normed(self, over: str, tolerance: float | None = None) -> bool:
-        """True if all vectors of a head, or of all heads together, have one length (or are zero), up to rounding or to
-        the share `tolerance`."""
+        """True if all vectors of a head, or of all heads together, have the same norm (or are zero), up to rounding or
+        up to the relative `tolerance`."""
         if self.tables:
             return True
         lengths = self.lengths if over == "head" else self.lengths.square().sum(1, keepdim=True).sqrt()
@@ -107,7 +107,7 @@ class Operand:
         return bool((most - least <= max(self.rounding, tolerance or 0.0) * most).all())
 
     def extremes(self) -> tuple[float, float]:
-        """The smallest and the largest mean square of the nonzero vectors."""
+        """The smallest and the largest mean square among the nonzero vectors."""
         squares = self.lengths.square() / self.width
         shown = squares[squares > 0]
         return (float(shown.min()), float(shown.max())) if len(shown) else (0.0, 0.0)
@@ -116,21 +116,21 @@ class Operand:
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ModelTrace:
-    """The attention calls of one pass of a model, with what was computed on the way to them.
+    """The attention calls of one pass of a model, and what was computed on the way to them.
 
     A trace holds every tensor of the pass and should be released as soon as it has been used.
 
     Args:
         model: the model.
-        sites: its attention sites, in the order of the calls.
-        given: the arguments of the pass, possibly a part of a larger example.
-        calls: the first call of each site; one for each head where heads are computed one by one.
-        values: what the weights of each site's softmax were multiplied by.
+        sites: the attention sites, in the order of the calls.
+        given: the arguments of the pass, which may be a part of a larger example.
+        calls: the first call of each site, or one call for each head if the heads are computed one by one.
+        values: the tensors by which the softmax weights of each site were multiplied.
         called: the ids of the modules that ran.
-        minima: the smallest visible logit of each site that is written out by hand, on the whole example.
-        unrecognized: those of `sites.missed` that were found from the operators, and not by a reader of calls.
-        operators: every operator that ran, where they were recorded.
-        frames: every call of a module then.
+        minima: the smallest visible logit of each hand-written site, on the full example.
+        unrecognized: the entries of `sites.missed` that were found from the operators, and not by a reader of calls.
+        operators: every operator that ran, if operators were recorded.
+        frames: every module call, if operators were recorded.
     """
 
     model: nn.Module
@@ -145,13 +145,14 @@ class ModelTrace:
     frames: Sequence[ModuleCall] = ()
 
     def verified(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
-        """Returns the sites; with a reason where an experiment on the recorded operators does not confirm weights."""
+        """Returns the sites, with a reason for each site whose weights an experiment on the recorded operators does not
+        confirm."""
         checks = Verification(self.model, self.operators, self.given)
         return [checks.site(site, self.calls.get(site.name, [])) for site in sites]
 
     def places(self) -> Places | None:
-        """Returns the modules that made the calls, by name, if all attention calls are calls of
-        F.scaled_dot_product_attention by that name in modules inside the model; else None."""
+        """Returns the modules that made the calls, keyed by name, if all attention calls are calls of
+        F.scaled_dot_product_attention through that name in modules inside the model; otherwise returns None."""
         calls = [one.captured for each in self.calls.values() for one in each]
         named = all(c.named and c.frame.name and not c.below and not c.headless for c in calls)
         plain = named and not self.sites.missed and {c.name for c in calls} == {site.name for site in self.sites}
@@ -159,17 +160,18 @@ class ModelTrace:
 
     @functools.cached_property
     def record(self) -> Record:
-        """The operators, with an index of the memory that each reads and writes."""
+        """The operators, with an index of the memory that each operator reads and writes."""
         return Record(self.operators)
 
     def repeated(self, name: str, values: Values, frame: ModuleCall, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the input of a module that follows a site's attention: as it was, and as other weights would make it.
+        """Returns the input of a module that follows a site's attention, once as it was and once as it would be with
+        other weights.
 
         Args:
             name: the name of the site.
-            values: other numbers in the places of weights.
-            frame: the call of the module, inside the call of the site's module.
-            x: the module's input.
+            values: the values that replace the weights, keyed by the places of the weights.
+            frame: the call of the following module, inside the call of the site's module.
+            x: that module's input.
         """
         first, weights = self.calls[name][0], {where[0] for where in values}
         inside = self.record.behind({memory(x)}, frame.since, since=first.captured.frame.since)
@@ -177,7 +179,7 @@ class ModelTrace:
         return again({})(x), again(values)(x)
 
     def operands(self) -> dict[str, list[tuple[Operand, Operand]]]:
-        """By site: the operands of every product of its first call that was seen in full."""
+        """The operands of every product of each site's first call that was fully observed, keyed by site."""
         names, found = names_of(self.model), dict[str, list[tuple[Operand, Operand]]]()
         for name, (first, *_) in self.calls.items():
             captured, call = first.captured, first.captured.call
@@ -187,9 +189,10 @@ class ModelTrace:
         return found
 
     def value_slices(self) -> dict[str, tuple[HeadSlice, ...] | str]:
-        """By site: the last weights on the path of its values [b g s d], or why they are unknown."""
+        """The last weights on the path of each site's values [b g s d], or the reason why they are unknown, keyed by
+        site."""
         names = names_of(self.model)
-        # A view that is made here belongs to the graph of the pass, whatever mode the caller is in.
+        # A view made here belongs to the graph of the pass, regardless of the caller's mode.
         with torch.inference_mode(False), torch.enable_grad():
             return {
                 name: _value_slices(first.captured, self.values.get(name), names)
@@ -200,11 +203,11 @@ class ModelTrace:
 def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> ModelTrace:
     """Returns the trace of the shortest part of an example that suffices.
 
-    A part suffices if all its sites are verified and a pass over the whole example, of which nothing is kept, makes the
-    same calls. Several processes have to make the same passes, so they use the whole example.
+    A part suffices if all its sites are verified and a pass over the full example, of which nothing is kept, makes the
+    same calls. Several processes have to make the same passes, so they use the full example.
 
     Raises:
-        RefusedError: no attention was seen, and some was `expected`.
+        RefusedError: no attention was observed although it was `expected`.
         InvalidValueError: the forward pass with this example fails, or the example is on another device.
     """
     model = uncompiled(model)
@@ -230,16 +233,16 @@ def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> M
 def seen(
     model: nn.Module, args: Args, kwargs: Kwargs, *, below: bool = True, earlier: ModelTrace | None = None
 ) -> ModelTrace:
-    """Returns the trace of a pass over the whole example: its sites and whether their q or k is normed, without the
-    weights of their heads.
+    """Returns the trace of a pass over the full example, with its sites and with whether their q or k is normed, but
+    without the weights of their heads.
 
     Args:
         model: the model.
         args: its arguments.
         kwargs: its keyword arguments.
-        below: observe operators too.
-        earlier: a pass on the same example. If all its attention calls were calls of F.scaled_dot_product_attention by
-            that name, only such calls in the modules that made these are looked at.
+        below: whether to observe operators too.
+        earlier: the trace of a pass on the same example. If all its attention calls were calls of
+            F.scaled_dot_product_attention through that name, only such calls in the same modules are observed.
     """
     model = uncompiled(model)
     places = None if earlier is None or below else earlier.places()
@@ -249,10 +252,11 @@ def seen(
 
 
 def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
-    """Makes a pass that is not observed and of which nothing is kept, for what the model itself records in it.
+    """Makes a pass that is not observed and of which nothing is kept, for the sake of what the model itself records in
+    it.
 
     Raises:
-        InvalidValueError: the pass fails; its cause is the error.
+        InvalidValueError: the pass fails; its error is the cause of this one.
     """
     model = uncompiled(model)
     try:
@@ -263,7 +267,7 @@ def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
 
 
 def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
-    """The names of hand-written sites whose logits are not just a scale times q·k: with a bias, for example."""
+    """The names of hand-written sites whose logits are not only a scale times q·k, for example because of a bias."""
     found: set[str] = set()
 
     def note(captured: CapturedCall) -> None:
@@ -289,7 +293,7 @@ def _traced(
     read: Wanted = "verified",
     places: Places | None = None,
 ) -> ModelTrace:
-    """The trace of one pass over this example, with as much of its sites as `read` says."""
+    """The trace of one pass over this example, with as much information about its sites as `read` requests."""
     check_devices(model, args, kwargs)
     reading, below = _watched(model, args, kwargs, undo, read, places)
     watcher = reading.watcher
@@ -321,7 +325,7 @@ def _traced(
 
 
 def _typed(sites: Sequence[AttentionSite], seen: Mapping[str, VisibleSets]) -> list[AttentionSite]:
-    """The sites with the types of their visible sets, where those were seen."""
+    """The sites with the types of their visible sets, where these are known."""
     types = told_apart(seen)
     return [dataclasses.replace(s, visible=types.get(s.name, s.visible)) for s in sites]
 
@@ -329,15 +333,16 @@ def _typed(sites: Sequence[AttentionSite], seen: Mapping[str, VisibleSets]) -> l
 def _same_calls(
     model: nn.Module, args: Args, kwargs: Kwargs, trace: ModelTrace, undo: Undo
 ) -> tuple[dict[str, float], dict[str, VisibleSets]] | None:
-    """The smallest visible logits and the visible sets of a pass without gradients, of which nothing else is kept; None
-    unless it has the sites of the trace, with as many heads, and misses the same attention layers."""
+    """The smallest visible logits and the visible sets in a pass without gradients, of which nothing else is kept. None
+    unless the pass has the same sites as the trace, with the same numbers of heads, and misses the same attention
+    layers."""
     sites = trace.sites
     origins: dict[str, KeyOrigin] = {site.name: site.origin for site in sites}
     types: dict[str, VisibleSets] = {}
     found: dict[str, int] = {}
     names: set[str] = set()
     least: dict[str, Tensor] = {}
-    groups: dict[int, tuple[str, ModuleCall]] = {}  # the frame is kept so that no other gets its number
+    groups: dict[int, tuple[str, ModuleCall]] = {}  # the frame is kept so that its id is not reused
 
     def note(captured: CapturedCall) -> None:
         name, low = captured.name, _least(captured.call)
@@ -369,7 +374,7 @@ def _same_calls(
 
 
 def _least(call: object) -> Tensor | None:
-    """The smallest finite logit of a hand-written call that no mask hides."""
+    """The smallest finite logit of a hand-written call that is not hidden by a mask."""
     if not isinstance(call, ScoresCall):
         return None
     seen = torch.isfinite(call.logits) if call.hidden is None else ~call.hidden & torch.isfinite(call.logits)
@@ -377,7 +382,8 @@ def _least(call: object) -> Tensor | None:
 
 
 def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo) -> Sites:
-    """The same sites with norms as one whole sequence shows them: what follows a norm may grow with the position."""
+    """The same sites with the norms that one full sequence shows, because values computed after a norm may grow with
+    the position."""
     try:
         trace = _traced(model, whole.args, whole.kwargs, undo, expected=True, read="weights")
         seen = {site.name: site for site in trace.sites}
@@ -398,7 +404,8 @@ def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo
 
 
 def _is_plain(layout: HeadLayout | None) -> bool:
-    """True if heads have a dimension of their own; on one sequence, heads merged with the batch seem to have one."""
+    """True if heads have a separate dimension; on a single sequence, heads that are merged with the batch seem to have
+    one."""
     return layout is None or layout.groups == tuple("bhts")
 
 
@@ -406,13 +413,13 @@ def check_devices(model: nn.Module, *example: object) -> None:
     """Refuses an example that is not on the device of the model, before running it.
 
     Raises:
-        InvalidValueError: with both devices.
+        InvalidValueError: the example is on another device; the message names both devices.
     """
     modules = modules_of(model).values()
     buffers = [x for module in modules for x in buffers_of(module).values() if x is not None]
     homes = {x.device for x in (*parameters_in(modules), *buffers)}
     for x in tensors(example):
-        # A number on the CPU goes with anything.
+        # A scalar on the CPU can be combined with tensors on any device.
         if homes and x.device not in homes and (x.ndim or x.device.type != "cpu"):
             where = ", ".join(sorted(map(str, homes)))
             raise InvalidValueError(
@@ -423,8 +430,9 @@ def check_devices(model: nn.Module, *example: object) -> None:
 
 @final
 class _Reading:
-    """The sites of a pass, read from the first call of each. Those that are complete at the end of a checkpointed part
-    are read there, as nothing of its graph is kept; the others are read at the end of the pass."""
+    """The sites of a pass, read from the first call of each site. Sites that are complete at the end of a checkpointed
+    part are read there, because nothing of the part's graph is kept; the other sites are read at the end of the
+    pass."""
 
     def __init__(
         self,
@@ -453,11 +461,11 @@ class _Reading:
         self._wanted: Wanted = read
         self.parts = CheckpointedParts(self._at_end_of_part, keep=keep)
         self.sites: dict[str, AttentionSite] = {}
-        self.order: dict[str, RecordedCall] = {}  # the first call of each name
+        self.order: dict[str, RecordedCall] = {}  # the first call for each name
         self.visible: dict[str, VisibleSets] = {}
         self.checks: Verification | None = None
         self._waiting: list[CapturedCall] = []
-        self._recorded: dict[str, list[RecordedCall]] = {}  # of sites that were read before the end
+        self._recorded: dict[str, list[RecordedCall]] = {}  # the calls of sites that were read before the end
 
     def _note(self, captured: CapturedCall) -> None:
         if captured.name not in self.order:
@@ -473,7 +481,7 @@ class _Reading:
         left: list[CapturedCall] = []
         for calls in grouped(self._waiting):
             if calls[0].headless and any(calls[0].frame is frame for frame in running):
-                left += calls  # more heads may come
+                left += calls  # more heads may follow
                 continue
             self._recorded[calls[0].name] = [self.order[call.name] for call in calls]
             with unrounded(scored(calls[0])):
@@ -483,13 +491,13 @@ class _Reading:
 
     def run(self) -> None:
         """Runs the pass."""
-        torch.clear_autocast_cache()  # else a weight's cast may be one of an earlier pass
+        torch.clear_autocast_cache()  # otherwise the cast of a weight may come from an earlier pass
         watcher = self.watcher
         forward(watcher.stack.root.module, _looking(watcher), *self.given, parts=self.parts, guard=watcher.guard)
 
     def finished(self) -> bool:
-        """Reads the remaining sites and verifies those of a recorded pass; False if that needed a checkpointed part
-        which was not kept."""
+        """Reads the remaining sites and verifies those of a recorded pass. Returns False if that needed a checkpointed
+        part that was not kept."""
         if self.watcher.operations:
             self.checks = Verification(self.watcher.stack.root.module, self.watcher.operations, self.given)
             for name, site in self.sites.items():
@@ -503,7 +511,8 @@ class _Reading:
         return not self.parts.missed
 
     def _read_by_kind(self, groups: Sequence[list[CapturedCall]]) -> None:
-        """Reads the sites of these calls: one of each kind from the graph, and as that one those that are like it."""
+        """Reads the sites of these calls. One site of each kind is read from the graph, and similar sites are read by
+        analogy to it."""
         tried: dict[str, set[int]] = {calls[0].name: set() for calls in groups}
         while groups:
             copies: list[tuple[Copy, list[CapturedCall]]] = []
@@ -532,7 +541,7 @@ class _Reading:
         return dataclasses.replace(site, query_gains=query, key_gains=key)
 
     def _checked(self, site: AttentionSite, calls: Sequence[RecordedCall]) -> AttentionSite:
-        """A site that was read earlier, with what the experiment shows, on it or on one that it is like."""
+        """A site that was read earlier, with the result of the experiment on it or on a site that it resembles."""
         assert self.checks is not None
         copy = self.checks.another(calls)
         if copy is not None and _same_terms(copy.site, site) and all(self.checks.same_numbers([copy])):
@@ -540,7 +549,7 @@ class _Reading:
         return self.checks.site(site, calls)
 
     def unrecognized(self) -> list[UnrecognizedAttention]:
-        """The attention of a recorded pass that no reader of calls has seen."""
+        """The attention in a recorded pass that no reader of calls has recognized."""
         if self.checks is None:
             return []
         watcher = self.watcher
@@ -560,7 +569,7 @@ class _Reading:
         return linear_layers(self.checks.record, self.checks.dynamic, self.watcher.stack.frames, attending)
 
     def _with_origin(self, site: AttentionSite, calls: list[CapturedCall]) -> AttentionSite:
-        """Returns the site with what its keys are made of, and stores the visible sets of its first call: neither where
+        """Returns the site with the origin of its keys, and stores the visible sets of its first call. Does neither if
         only norms are read."""
         if self._wanted.endswith("norms"):
             return site
@@ -584,7 +593,8 @@ def _same_terms(one: AttentionSite, two: AttentionSite) -> bool:
 
 @contextmanager
 def _looking(watcher: CaptureMode) -> Iterator[None]:
-    """A context in which a mode observes the calls of a pass, and which of them are made by their name."""
+    """A context in which a mode observes the calls of a pass, and which of them are made through the function's
+    name."""
     with ExitStack() as around:
         watcher.look(around)
         yield
@@ -593,8 +603,9 @@ def _looking(watcher: CaptureMode) -> Iterator[None]:
 def _watched(
     model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted, places: Places | None
 ) -> tuple[_Reading, str]:
-    """One forward pass as it was read, and the reason if its operators could not be recorded. Where weights and the
-    logits that they make lie in two checkpointed parts, a second pass keeps both, and a warning says so."""
+    """Returns what was read in one forward pass, and the reason if its operators could not be recorded. If the weights
+    and the logits computed from them lie in two checkpointed parts, a second pass keeps both parts, and a warning
+    reports this."""
     for keep in (False, True):
         reading, failed, why = _passed(model, args, kwargs, undo, read, places, keep=keep)
         if failed is None and reading.finished():
@@ -617,10 +628,11 @@ def _failed(model: nn.Module, why: str) -> InvalidValueError:
 def _passed(
     model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted, places: Places | None, *, keep: bool
 ) -> tuple[_Reading, Exception | None, str]:
-    """A pass whose operators are recorded, or an ordinary one where that fails; its error, and why recording failed."""
+    """Runs a pass with recorded operators, or an ordinary one if that fails. Returns what was read, the error of the
+    pass, and the reason why recording failed."""
     try:
         given = copied(args), copied(kwargs)
-    except Exception as error:  # what is no tensor may refuse to be copied
+    except Exception as error:  # arguments that are not tensors may not support copying
         raise _failed(model, f"{type(error).__name__}: {error}") from error
     reading = _Reading(model, given, read, dispatch=read != "plain norms", keep=keep, places=places)
     below = _failure(reading, undo)
@@ -634,7 +646,7 @@ def _passed(
 
 
 def _failure(reading: _Reading, undo: Undo) -> Exception | None:
-    """The error that a pass raises."""
+    """Runs the pass and returns the error that it raises, if any."""
     try:
         reading.run()
     except dist.ApartError:
@@ -646,27 +658,29 @@ def _failure(reading: _Reading, undo: Undo) -> Exception | None:
 
 
 def spread(model: nn.Module) -> bool:
-    """Returns whether all processes take part in a pass of this model; the stages of a pipeline take turns."""
+    """Returns whether all processes take part in a pass of this model, rather than taking turns as the stages of a
+    pipeline do."""
     return dist.world() > 1 and any(map(dist.is_split, model.parameters())) and running_stage() is None
 
 
 @contextmanager
 def whole_weights(model: nn.Module) -> Iterator[None]:
-    """A context in which each process holds all weights that fully_shard has split, so that a pass in it shows which of
-    them make what. All processes enter it together, and a process that fails in it leaves none of them waiting."""
+    """A context in which each process holds all weights that fully_shard has split, so that a pass in it shows what is
+    computed from which weights. All processes enter it together, and if one process fails in it, the others do not wait
+    for it."""
     with ExitStack() as undo:
         if spread(model):
             with dist.agreed_collectives(SEARCH):
                 undo.enter_context(gathered(model))
-            if spread(model):  # by heads, which stay so
+            if spread(model):  # the weights are split by heads and remain so
                 undo.enter_context(dist.agreed_collectives(SEARCH))
-        elif dist.world() == 1:  # fully_shard keeps weights apart from those of the passes on one process too
+        elif dist.world() == 1:  # on a single process, too, fully_shard stores other weights than those used in a pass
             undo.enter_context(gathered(model))
         yield
 
 
 def _guard(model: nn.Module) -> Guarded:
-    """The guard for reading a pass: where other processes take part, a fault is raised after the pass."""
+    """The guard for reading a pass; if other processes take part, an error is raised only after the pass."""
     return DeferredError() if spread(model) else unguarded
 
 
@@ -680,24 +694,26 @@ def forward(
     parts: CheckpointedParts | None = None,
     guard: Guarded = unguarded,
 ) -> None:
-    """One eager forward pass under the watcher, with gradients unless no `graph` is wanted.
+    """Runs one eager forward pass under the watcher, with gradients unless `graph` is False.
 
     Args:
-        model, args, kwargs: what is called.
-        watcher: what is entered around it.
-        graph: whether there are gradients.
-        parts: its checkpointed parts; by default nothing of their graphs is kept.
-        guard: what calls the readers of the pass; an error that it has kept is raised when the pass is over.
+        model, args, kwargs: the model and the arguments of the call.
+        watcher: the context that is entered around the call.
+        graph: whether gradients are enabled.
+        parts: the checkpointed parts of the pass; by default nothing of their graphs is kept.
+        guard: the guard that calls the readers of the pass; an error that it has deferred is raised after the pass.
 
-    Raises: ApartError if it involves all processes and fails on only some of them.
+    Raises: ApartError if the pass involves all processes and fails on only some of them.
     """
-    # A script that is optimised runs as one node of the graph, which no walk can enter. (One that was, stays so.)
+    # An optimised script runs as a single node of the graph, through which no gradient path can be traced. (A script
+    # that was already optimised remains so.)
     unoptimised = torch.jit.optimized_execution(False)
     grads = torch.inference_mode(False), torch.enable_grad() if graph else torch.no_grad()
     agreed = dist.agreed_collectives(SEARCH) if spread(model) else nullcontext()
     noticed = (parts or CheckpointedParts()).noticed()
     try:
-        # A stance is taken when it is made: a fault before it is entered would leave it to the process.
+        # A stance is set when it is created, so that an error before the context is entered would leave it set for the
+        # process.
         with agreed, torch.compiler.set_stance("force_eager"), unoptimised, grads[0], grads[1], noticed, watcher:
             model(*args, **kwargs)
         if isinstance(guard, DeferredError):
@@ -709,7 +725,8 @@ def forward(
 
 
 def grouped(firsts: Sequence[CapturedCall]) -> Iterator[list[CapturedCall]]:
-    """Groups the first calls of sites: one call each, or those of all heads where a module computes them one by one."""
+    """Groups the first calls of sites: a single call for each site, or the calls of all heads if a module computes them
+    one by one."""
     done: set[int] = set()
     for first in firsts:
         if id(first) in done:
@@ -743,7 +760,7 @@ def _site(calls: list[CapturedCall], names: dict[int, str], read: Wanted) -> Att
     else:
         terms, normed, why = _terms(products, lost, first, names)
     if layout is not None and layout.guess:
-        # Other features for every head say as much as the experiment would have.
+        # Different features for every head are as conclusive as the experiment would have been.
         shown = bool(terms) and all(s.n > 1 for t in terms for s in t.query[-1:])
         layout = dataclasses.replace(layout, guess="" if shown else layout.guess)
         why = why if shown else "; ".join(filter(None, (why, layout.guess)))
@@ -790,8 +807,8 @@ def _indexers(watcher: CaptureMode, names: Sequence[str]) -> list[AttentionSite]
 def _of_other_source(captured: CapturedCall) -> bool:
     """True if queries and keys come from different inputs of the module that projects them.
 
-    That is the call's module, or one around it: a module that is given queries and keys only multiplies them, and two
-    projections of one hidden state are two inputs of it.
+    That module is the one of the call, or one that contains it. A module that receives queries and keys as arguments
+    only multiplies them, and there two projections of the same hidden state are two different inputs.
     """
     call = captured.call
     pairs = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
@@ -808,8 +825,9 @@ def _of_other_source(captured: CapturedCall) -> bool:
 
 
 def _of_latents(site: AttentionSite, parameters: Mapping[str, nn.Parameter]) -> bool:
-    """True if the keys of all heads, each by its own rows, are computed from one vector per token that is narrower than
-    the input of the widest weight on the way. An adapter beside a whole weight is no such vector."""
+    """True if the keys of all heads are computed, each with separate rows, from one vector per token that is narrower
+    than the input of the widest weight on the path. The low-rank vector of an adapter that is added to a full weight
+    does not count."""
 
     def width(part: HeadSlice) -> int:
         weight = parameters.get(part.parameter)
@@ -822,13 +840,13 @@ def _of_latents(site: AttentionSite, parameters: Mapping[str, nn.Parameter]) -> 
 
 
 def scored(captured: CapturedCall) -> Tensor:
-    """A tensor of a call whose second dimension is heads: its logits, or q."""
+    """The logits of a call, or its q; the second dimension of either is the heads."""
     call = captured.call
     return call.logits if isinstance(call, ScoresCall) else call.q
 
 
 def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """The tensors without None and without repetitions of equal numbers."""
+    """The tensors without None and without repetitions of equal tensors."""
     found: list[Tensor] = []
     for x in tensors:
         if x is not None and not any(x.shape == y.shape and torch.equal(x, y) for y in found):
@@ -837,7 +855,7 @@ def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def _first_of_each(k: Tensor, used: Sequence[int]) -> Tensor:
-    """The first copy of each key head [b g s d], of keys that were repeated for query heads."""
+    """The first copy of each key head [b g s d] among keys that were repeated for query heads."""
     return k if k.shape[1] < len(used) else k[:, [used.index(j) for j in range(max(used) + 1)]]
 
 
@@ -847,7 +865,8 @@ def _terms(
     first: CapturedCall,
     names: dict[int, str],
 ) -> tuple[tuple[QKProduct, ...], bool, str]:
-    """The terms of a site, whether a norm lies between its weights and the logit, and why there are no terms."""
+    """The terms of a site, whether there is a norm between its weights and the logit, and why there are no terms, if
+    so."""
     if first.ordinal and isinstance(first.frame.module, torch.jit.ScriptModule):
         return (), False, "it is one of several in a scripted module, whose parts can't be distinguished"
     if any(side is None for pair in products for side in pair) and len(products) == 1 and not lost:
@@ -860,7 +879,7 @@ def _terms(
 
 
 def _gains(calls: list[CapturedCall], q: Tensor | None, k: Tensor | None, names: dict[int, str]) -> tuple[Gains, Gains]:
-    """The norms of q and k, where the logits are nothing but the spec's scale times their product."""
+    """The norms of q and k, if the logits are exactly the spec's scale times their product."""
     if q is None or k is None or not all(s.added is None and is_product(s.call) for s in calls):
         return (), ()
     query = seen_gains(q, names)
@@ -869,7 +888,7 @@ def _gains(calls: list[CapturedCall], q: Tensor | None, k: Tensor | None, names:
 
 @torch.no_grad()
 def is_product(call: object) -> bool:
-    """True if the logits of a call are nothing but its scale times q·k: no bias was added to it."""
+    """True if the logits of a call are exactly its scale times q·k, without a bias."""
     if not isinstance(call, ScoresCall):
         return isinstance(call, AttentionCall) and call.spec.norm.kind == "none"
     if call.q is None or call.k is None:
@@ -889,7 +908,7 @@ def _stacked(parts: list[Tensor | None]) -> Tensor | None:
 
 
 def unseen(model: nn.Module, watcher: CaptureMode, unrecognized: Sequence[UnrecognizedAttention] = ()) -> str:
-    """The message that no attention was seen: what was tried, why nothing was found, and what to do."""
+    """The message for a pass without observed attention: what was looked for, why nothing was found, and what to do."""
     looked = (
         f"saw no attention in a forward pass of this {type(model).__name__}. Looked for "
         "F.scaled_dot_product_attention, F.multi_head_attention_forward, flex_attention, varlen_attn, flash-attn's "

@@ -1,28 +1,29 @@
-"""Finds attention that no reader of calls recognizes, by what its weights multiply.
+"""Finds attention that no reader of calls recognizes, by the values that its weights multiply.
 
 The readers of `qkeel.capture` know how a product of queries and keys reaches a softmax. Scores may also come from a sum
-over features, a distance, a network, a table or an edge list, and weights from a sigmoid, a power or a root. This
-module therefore asks the opposite question of the recorded operators of a pass. An operator is a candidate if it
-normalizes numbers (a softmax, a quotient by their own sum) or bends them (a sigmoid, a ReLU). Its output is a tensor of
-attention weights if two of its entries contribute to one number of the output, each times a value of a different
-position.
+over features, a distance, a network, a table or an edge list, and weights may come from a sigmoid, a power or a root.
+This module therefore asks the opposite question about the recorded operators of a pass. An operator is a candidate if
+it normalizes values (a softmax, a quotient by their own sum) or applies a nonlinearity to them (a sigmoid, a ReLU). Its
+output is a tensor of attention weights if two of its entries contribute to the same output element, each multiplied by
+a value from a different position.
 
-An experiment decides. The weights are held fixed while the module's input is changed at one position, then at another.
-The derivative of one output number by a weight is the value that this weight multiplies; so the entries whose
-derivative changes are those that multiply a value of the changed position. Three more conditions tell attention from
-what looks alike:
+This is decided by an experiment. The weights are held fixed while the module's input is changed at one position, and
+then at another. The derivative of an output element with respect to a weight is the value that this weight multiplies,
+so the entries whose derivative changes are those that multiply a value from the changed position. Three more conditions
+distinguish attention from similar computations:
 
-- If the dimension of a softmax is known, both entries lie in one row. The softmax of a router or of a gate has classes
-  or features there, all of which multiply what one position holds.
-- The scores depend on the positions. Those of a table that mixes parts of one token (hyper-connections) change as a
-  whole, and a mask does not change.
-- Weights that are not normalized belong to pairs of positions. Either the scores show it (the weights of one position's
-  value all depend on that position, and some of them on the other one, or one value is multiplied by another weight
-  for another output), or the output of the module does: each weight takes the value of one position to one position,
-  and a value has several weights. Gates, recurrences and feature maps of linear attention fail all of these.
+- If the dimension of a softmax is known, both entries lie in the same row. In the softmax of a router or of a gate,
+  this dimension holds classes or features, all of which multiply values from the same position.
+- The scores depend on the positions. The scores of a table that mixes parts of one token (hyper-connections) change
+  everywhere at once, and a mask does not change at all.
+- Weights that are not normalized belong to pairs of positions. Either the scores show this (the weights that multiply
+  one position's value all depend on that position, and some of them on the other one, or the same value is multiplied
+  by another weight for another output), or the output of the module shows it: each weight carries the value of one
+  position to one position, and each value has several weights. Gates, recurrences and feature maps of linear attention
+  meet none of these conditions.
 
-Operators run again only where the weights of a candidate meet activations. In most models that happens in known
-attention alone.
+Operators are run again only if the weights of a candidate are combined with activations. In most models this happens
+only in attention that is already known.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _ACTIVATIONS = frozenset(
     }
 )
 _CANDIDATES = _SOFTMAX | _POWERS | _ACTIVATIONS | {"div"}
-_STARTS = _CANDIDATES | {"log_softmax", "sub"}  # of numbers that others are computed from one by one
+_STARTS = _CANDIDATES | {"log_softmax", "sub"}  # whose input is tracked through elementwise operators
 _PRODUCTS = frozenset({"mul", "addcmul"})
 _CONTRACTIONS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "sparse_mm", "sparse_addmm"}
@@ -63,7 +64,8 @@ _ADDITIONS = frozenset({"add", "sub"})
 _SUMS = _ADDITIONS | {
     *("sum", "mean", "cumsum", "index_add", "scatter_add", "scatter_reduce", "index_put", "segment_reduce"),
 }
-# Neither linear nor a move of numbers: what comes out of these is no longer weights, nor a product of them.
+# Operators that are neither linear nor a rearrangement; their output no longer consists of weights or of products of
+# weights.
 _ENDS = (
     _SOFTMAX
     | _POWERS
@@ -74,7 +76,7 @@ _ENDS = (
     }
 )
 _STATISTICS = frozenset({"std", "var", "std_mean", "var_mean", "linalg_vector_norm"})
-_CHOICES = frozenset({"topk", "sort"})  # (values, indices) of a tensor along a dimension
+_CHOICES = frozenset({"topk", "sort"})  # operators that return (values, indices) of a tensor along a dimension
 _MOVES = _CHOICES | {
     *("view", "unsafe_view", "reshape", "reshape_alias", "flatten", "unflatten", "expand", "unsqueeze", "squeeze"),
     *("transpose", "t", "permute", "select", "slice", "index", "gather", "index_select", "as_strided", "alias"),
@@ -90,11 +92,11 @@ _NORMALIZED = {
     "pow": "powers of scores, divided by their sum,",
     _OWN_SUM: "scores, divided by their sum,",
 }
-_TRIES = 4  # sums that are examined for one candidate, from its first to its last
-_SETTLED = 2  # calls of one computation that are examined before further ones are assumed not to be attention either
-_NEAR, _PAIRS = 3, 4  # positions changed on either side of the middle one, and pairs of them that are compared
-_SMALL = 1e-6  # a change below this share of the largest change is rounding
-_SAME = 1e-5  # two values that differ by less than this share are one value
+_TRIES = 4  # the number of sums that are examined for one candidate, spread from its first to its last
+_SETTLED = 2  # after this many negative results for one computation, further calls are assumed to be negative too
+_NEAR, _PAIRS = 3, 4  # positions changed on either side of the middle, and pairs of them that are compared
+_SMALL = 1e-6  # a change below this fraction of the largest change is rounding
+_SAME = 1e-5  # two values that differ by less than this fraction are considered equal
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,12 +104,13 @@ class _Candidate:
     """An operator whose output may be attention weights.
 
     Attributes:
-        number: its number in the record.
-        name: its name, or `_OWN_SUM`.
-        weights: its output.
-        scores: what it was computed from, as far back as numbers were only changed one by one.
-        normalized: whether the output is normalized; "maybe later" of exponentials that a sum may divide afterwards.
-        dim: the dimension over which it is normalized, where that is known.
+        number: the index of the operator in the record.
+        name: the name of the operator, or `_OWN_SUM`.
+        weights: the output of the operator.
+        scores: the tensor from which it was computed, traced back as far as there were only elementwise operations.
+        normalized: whether the output is normalized; "maybe later" for exponentials that may be divided by a sum
+            afterwards.
+        dim: the dimension over which the output is normalized, if it is known.
     """
 
     number: int
@@ -125,14 +128,14 @@ def unrecognized_attention(
     known: set[int],
     fused: Sequence[tuple[int, int]],
 ) -> list[UnrecognizedAttention]:
-    """Returns the attention of a recorded pass that no reader has reported.
+    """Returns the attention in a recorded pass that no reader has reported.
 
     Args:
         record: the operators of the pass.
-        dynamic: the memory whose numbers depend on the model's input.
-        frames: every call of a module.
-        known: the memory of weights that a reader knows.
-        fused: the ranges of operators, as (first, after the last), inside functions that are known to be attention.
+        dynamic: the memory whose contents depend on the model's input.
+        frames: every module call in the pass.
+        known: the memory of weights that a reader has recognized.
+        fused: the ranges of operators, as (first, last + 1), inside functions that are known to be attention.
     """
     search = _Search(record, dynamic, frames, known, fused)
     found = [one for one in map(search.examined, search.distinct()) if one is not None]
@@ -153,7 +156,7 @@ class _Search:
     ) -> None:
         self.record, self.dynamic, self.frames, self.known = record, dynamic, frames, known
         self._inner: list[ModuleCall | None] = [None] * len(record.operations)  # the innermost call of each operator
-        for frame in frames:  # those inside others begin later
+        for frame in frames:  # calls inside others begin later
             until = self._last(frame)
             self._inner[frame.since : until] = [frame] * (until - frame.since)
         self.candidates = list(self._candidates(fused))
@@ -163,8 +166,8 @@ class _Search:
     # --- which operators may have computed weights
 
     def _candidates(self, fused: Sequence[tuple[int, int]]) -> Iterator[_Candidate]:
-        """The operators whose output may be weights that no reader knows."""
-        scores: dict[int, Tensor] = {}  # by memory: what it was computed from number by number
+        """The operators whose output may be weights that no reader has recognized."""
+        scores: dict[int, Tensor] = {}  # by memory, the tensor from which it was computed element by element
         for number, operation in enumerate(self.record.operations):
             name, out = operation.name, operation.out
             if name not in _STARTS and operation.reads and scores.keys().isdisjoint(operation.reads):
@@ -207,14 +210,14 @@ class _Search:
         elif name in _POWERS and (name != "pow" or not (isinstance(base, Tensor) and base.ndim)):
             dim = _normalized_dim(out)
             kind = "maybe later" if dim is None else "yes"
-        else:  # sparse weights, as sparsemax's, come out of a ReLU
+        else:  # sparse weights, such as those of sparsemax, are the output of a ReLU
             dim = _normalized_dim(out)
             kind = "no" if dim is None else "yes"
         return _Candidate(number=number, name=name, weights=out, scores=given[0], normalized=kind, dim=dim)
 
     def _own_sum(self, number: int, operation: Operation) -> tuple[int, ...] | None:
-        """The dimensions over which a quotient's divisor is a sum of its numerator; empty where they are not known,
-        None where the divisor is something else."""
+        """The dimensions over which the divisor of a quotient is a sum of its numerator. Empty if these are not known,
+        None if the divisor is not such a sum."""
         top, below = operation.args[0], operation.args[1]
         if not (isinstance(top, Tensor) and isinstance(below, Tensor)) or below.ndim == 0:
             return None
@@ -224,7 +227,8 @@ class _Search:
         return tuple(i for i in range(top.ndim) if wide[i] == 1 < top.shape[i])
 
     def _sums_of(self, start: set[int], wanted: int, until: int) -> bool:
-        """True if some memory holds sums over what lies in other memory, apart from moves and constants."""
+        """True if the wanted memory holds sums over the contents of the starting memory, apart from rearrangements and
+        constants."""
         carriers, sums = set(start), set[int]()
         for i in self._onward((carriers, sums), 0, until):
             operation, name = self.record.operations[i], self.record.operations[i].name
@@ -238,7 +242,8 @@ class _Search:
         return wanted in sums
 
     def _onward(self, growing: Sequence[set[int]], since: int, until: int) -> Iterator[int]:
-        """The operators from number `since` on that read any of the memory in sets that the caller lets grow."""
+        """The operators from index `since` on that read any of the memory in these sets, which the caller extends
+        during the iteration."""
         waiting: list[int] = []
         seen, queued = set[int](), set[int]()
         last = since - 1
@@ -255,9 +260,9 @@ class _Search:
             yield last
 
     def distinct(self) -> list[_Candidate]:
-        """The candidates except those in the middle of a chain, such as Sinkhorn's, that normalizes the same scores
-        again and again: all of a chain reach the same sums, so its first and its last weights show whether it is
-        attention."""
+        """The candidates without those in the middle of a chain, such as Sinkhorn's, that normalizes the same scores
+        repeatedly. All candidates of a chain reach the same sums, so the first and the last weights are sufficient to
+        decide whether it is attention."""
         chains: dict[object, list[_Candidate]] = {}
         for candidate in self.candidates:
             inner = self._around(candidate.number, candidate.number)
@@ -265,10 +270,10 @@ class _Search:
             chains.setdefault(chain, []).append(candidate)
         return sorted((c for chain in chains.values() for c in {chain[0], chain[-1]}), key=lambda c: c.number)
 
-    # --- what the weights multiply
+    # --- what is multiplied by the weights
 
     def examined(self, candidate: _Candidate) -> UnrecognizedAttention | None:
-        """The attention whose weights a candidate computes; None if it computes none."""
+        """The attention whose weights a candidate computes, or None if the candidate computes no attention weights."""
         inner = self._around(candidate.number, candidate.number)
         sums = self._sums(candidate)
         if not sums:
@@ -295,17 +300,18 @@ class _Search:
         return unknown
 
     def _sums(self, candidate: _Candidate) -> list[tuple[int, bool]]:
-        """The operators that add up what the weights were multiplied by, and whether these are normalized there."""
+        """The operators that sum the products with the weights, and whether the weights are normalized at each of
+        them."""
         if candidate.number not in self._added_up:
             self._added_up[candidate.number] = [*self._sums_over(candidate)]
         return self._added_up[candidate.number]
 
     def _sums_over(self, candidate: _Candidate) -> Iterator[tuple[int, bool]]:
-        """The operators that add up what the weights were multiplied by, where that depends on the input; and whether
-        the weights are normalized there.
+        """The operators that sum the products with the weights, if the other factors depend on the input; and whether
+        the weights are normalized at each of these operators.
 
-        Weights that are not normalized count where one of them multiplies several numbers, as it does all features of a
-        value: a gate multiplies number by number.
+        Weights that are not normalized count only if one weight multiplies several elements, as an attention weight
+        does with all features of a value. A gate multiplies element by element.
         """
         carriers, products, several = {memory(candidate.weights)}, set[int](), set[int]()
         inner = self._around(candidate.number, candidate.number)
@@ -343,8 +349,9 @@ class _Search:
                     yield i, normalized
 
     def _apart(self, candidate: _Candidate, sums: Iterable[tuple[int, bool]]) -> Iterator[tuple[list[int], bool]]:
-        """The sums that are examined together: those of weights that are not normalized, of one call of a module, as
-        of one query each. A sum over what another one added up is examined alone, as in two hops."""
+        """The groups of sums that are examined together. For weights that are not normalized, a group holds the sums in
+        one module call, which may each belong to one query. A sum over the result of another sum is examined
+        separately, as in two hops."""
         groups: dict[int, list[int]] = {}
         for end, normalized in sums:
             group = groups.setdefault(id(self._around(candidate.number, end)), [])
@@ -355,12 +362,12 @@ class _Search:
         yield from ((group, False) for group in groups.values() if group)
 
     def _comes_from(self, end: int, first: int) -> bool:
-        """True if an operator reads what an earlier one wrote, or what was made of it."""
+        """True if an operator reads what an earlier operator wrote, or something computed from it."""
         written = self.record.operations[first].writes
         return not self.record.reached(written, first + 1, end).isdisjoint(self.record.operations[end].reads)
 
     def _divided_later(self, candidate: _Candidate, end: int) -> bool:
-        """True if what the weights have summed up is divided by the weights' own sum afterwards."""
+        """True if the sum weighted by the weights is later divided by the sum of the weights."""
         until = self._last(self._around(candidate.number, end).parent)
         weights, carriers = {memory(candidate.weights)}, set(self.record.operations[end].writes)
         for i in self._onward((carriers,), end + 1, until):
@@ -374,7 +381,7 @@ class _Search:
         return False
 
     def _around(self, first: int, last: int) -> ModuleCall:
-        """The innermost call of a module in which both operators ran."""
+        """The innermost module call in which both operators ran."""
         frame = self._inner[first] if first < len(self._inner) else None
         while frame is not None and last >= self._last(frame):
             frame = frame.parent
@@ -388,11 +395,13 @@ class _Search:
     def _weighs_positions(
         self, candidate: _Candidate, ends: Sequence[int], frame: ModuleCall, normalized: bool
     ) -> bool:
-        """True if entries of the weights contribute to one number of these sums, each with its own position's value.
+        """True if several entries of the weights contribute to the same element of these sums, each with the value of a
+        different position.
 
         If that does not separate the entries, two more things are held fixed: other weights that may have been
-        multiplied with these, as in a dual softmax, and standard deviations, by which every score depends on all
-        positions. Weights that are zero then get other numbers, so that those that choose one position show all.
+        multiplied with these, as in a dual softmax, and standard deviations, through which every score depends on all
+        positions. Weights that are zero are then replaced by nonzero ones, so that weights which choose a single
+        position reveal all positions.
         """
         operations = self.record.operations
         sums = [next(iter(tensors(operations[end].out))) for end in ends]
@@ -426,9 +435,9 @@ class _Search:
         return False
 
     def _outside(self, candidate: _Candidate, end: int, frame: ModuleCall) -> tuple[int, Tensor | None]:
-        """What a module makes of a sum, until it calls another module, weighs the sum by the same weights (as in two
-        hops), or ends; and the operator that made it: the sum that the queries of linear attention have in common has
-        been multiplied by them there."""
+        """The last tensor that a module computes from a sum before it calls another module, weights the sum by the same
+        weights again (as in two hops), or ends; and the index of the operator that computed it. In linear attention,
+        the sum that all queries share has been multiplied by the queries at that point."""
         later = (f for f in self.frames if f.parent is frame and f.since > end and f.until is not None)
         until = min([*(f.until for f in later if f.until > f.since), self._last(frame)])  # type: ignore[operator]
         until = next((n for n, _ in self._sums(candidate) if end < n < until and self._comes_from(n, end)), until)
@@ -441,8 +450,8 @@ class _Search:
         return last, out
 
     def _repeated(self, wanted: Sequence[Tensor], end: int, since: int, fixed: Set[int]) -> list[Operation]:
-        """The operators from number `since` to `end` that the wanted tensors come from, without those that are fixed:
-        to repeat all of a block costs a step of it."""
+        """The operators from index `since` to `end` on which the wanted tensors depend, without those that are fixed.
+        Repeating all operators of a block would cost as much as a step of it."""
         ends = {id(self.record.operations[n]) for n in fixed}
 
         def unread(operation: Operation) -> Set[int]:
@@ -452,7 +461,8 @@ class _Search:
         return [o for o in behind if id(o) not in ends and _is_smooth(o)]
 
     def _inputs(self, frame: ModuleCall, end: int) -> list[Tensor]:
-        """The numbers of tokens that a module was given, or that it made of integers, as by an embedding."""
+        """The tensors that a module received as input and that depend on the model's input, or that it computed from
+        integers, as an embedding does."""
         inputs = [x for x in _floats(frame.inputs) if memory(x) in self.dynamic and x.ndim > 1]
         if not inputs:
             for o in self.record.operations[frame.since : end]:
@@ -464,7 +474,7 @@ class _Search:
     # --- weights that are normalized a second time
 
     def normalized_twice(self) -> Iterator[UnrecognizedAttention]:
-        """Attention whose known weights are divided by their sums over one dimension after another."""
+        """Attention whose known weights are divided by their sums, first over one dimension and then over another."""
         over: dict[int, int] = {}
         for number, operation in enumerate(self.record.operations):
             out = operation.out
@@ -483,8 +493,8 @@ class _Search:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _State:
-    """One repetition: the weights as a leaf of its graph, the sums to which they contribute, the scores, and what the
-    module makes of the sums; `again` draws still other numbers for the position that was changed."""
+    """One repetition: the weights as a leaf of its graph, the sums to which they contribute, the scores, and the
+    module's output computed from the sums. `again` draws different values for the position that was changed."""
 
     weights: Tensor
     sums: tuple[Tensor, ...]
@@ -493,12 +503,12 @@ class _State:
     again: Callable[[int], _State]
 
     def numbers(self) -> Tensor:
-        """All numbers of the sums, one after the other."""
+        """All elements of the sums, concatenated."""
         return torch.cat([x.flatten() for x in self.sums])
 
     def neighbours(self, index: int) -> Iterator[int]:
-        """The numbers before and after one of them, along each dimension of its sum, and those at its place in the
-        other sums."""
+        """The indices of the elements before and after one element, along each dimension of its sum, and of the
+        elements at the same place in the other sums."""
         first = 0
         sizes = [x.numel() for x in self.sums]
         which = next(i for i in range(len(sizes)) if index < sum(sizes[: i + 1]))
@@ -514,15 +524,15 @@ class _State:
             first += size
 
     def derivative(self, index: int) -> Tensor:
-        """The derivative of one number of the sums by each weight."""
+        """The derivative of one element of the sums with respect to each weight."""
         return self._of(self.numbers()[index])
 
     def mixed_derivative(self, factors: Tensor) -> Tensor:
-        """The derivative of all numbers of the sums, each times its own factor."""
+        """The derivative of all elements of the sums, each multiplied by a separate factor and added up."""
         return self._of((self.numbers() * factors).sum())
 
     def of_position(self, dim: int, position: int) -> Tensor:
-        """The derivative of all that the module makes at one position, each number times a factor of its own."""
+        """The derivative of all that the module outputs at one position, with a random factor for each element."""
         assert self.outside is not None
         made = self.outside.select(dim, position)
         return self._of((made * torch.randn(made.shape, generator=torch.Generator().manual_seed(0)).to(made)).sum())
@@ -533,7 +543,7 @@ class _State:
 
 
 class _Run:
-    """Repetitions of a part of a module with the same weights and another input."""
+    """Repetitions of a part of a module with the same weights and different inputs."""
 
     def __init__(
         self,
@@ -545,17 +555,17 @@ class _Run:
         outside: Tensor | None,
         dense: bool,
     ) -> None:
-        """Takes what is repeated; if `dense`, weights that are zero are given other numbers too."""
+        """Takes the part that is repeated. If `dense`, weights that are zero are replaced too."""
         self.again, self.candidate, self.out, self.given, self.dense = again, candidate, sums, given, dense
         self.outside = outside
 
     def at(self, dim: int | None = None, position: int = 0, seed: int = 0) -> _State:
-        """The numbers as they were, or with others at one position of a dimension of the input."""
+        """The state with the recorded input, or with other values at one position of a dimension of the input."""
         weights = self.candidate.weights.detach().clone()
         if weights.layout == torch.strided:
-            # Other numbers, so that nothing is hidden where all weights are zero, or where they are subtracted from
-            # themselves as in a straight-through estimator. What a mask made zero stays so, unless they are dense:
-            # of weights that choose one position, no number shows a second one.
+            # The weights get other values, so that nothing is hidden where all weights are zero, or where they are
+            # subtracted from themselves as in a straight-through estimator. Weights that a mask set to zero stay zero,
+            # unless `dense` is set: if the weights choose one position, no other values would reveal a second one.
             noise = torch.rand(weights.shape, generator=torch.Generator().manual_seed(0)).to(weights)
             weights = weights * (1 + noise) if bool(weights.any()) and not self.dense else 1 + noise
         weights.requires_grad_()
@@ -578,8 +588,8 @@ class _Run:
 
 
 def _verdicts(candidate: _Candidate, normalized: bool, base: _State, states: Sequence[_State]) -> Iterator[bool]:
-    """For two positions that reach one number: whether an entry of the weights multiplies what lies at one, and another
-    entry of its row what lies at the other."""
+    """For each pair of positions that reach the same element: whether one entry of the weights multiplies a value from
+    the first position, and another entry of the same row a value from the second."""
     moved = [_moved(base.numbers().detach(), state.numbers().detach()) for state in states]
     for (one, here), (two, there) in itertools.combinations(zip(states, moved), 2):
         both = (here & there).nonzero().flatten()
@@ -590,7 +600,7 @@ def _verdicts(candidate: _Candidate, normalized: bool, base: _State, states: Seq
 def _differ(
     candidate: _Candidate, normalized: bool, base: _State, changed: tuple[_State, _State], both: Tensor
 ) -> bool:
-    """The verdict on two positions and the numbers that both reach."""
+    """The verdict on two positions and the elements that both reach."""
     scored = [_moved(base.scores, state.scores) for state in changed]
     if torch.equal(*scored) and (bool(scored[0].any()) or candidate.name == _OWN_SUM):
         return False
@@ -604,7 +614,7 @@ def _differ(
             if normalized:
                 return True
             common = _common(changed, before, n, mine)
-            common = common if candidate.normalized == "maybe later" else max(common, 0.01)  # of feature maps
+            common = common if candidate.normalized == "maybe later" else max(common, 0.01)  # for feature maps
             return common <= 0.5 and any(
                 _of_pairs(base, changed[i], n, before, alone[i], scored[:: -1 if i else 1], common) for i in (0, 1)
             )
@@ -612,18 +622,19 @@ def _differ(
 
 
 def _joins_positions(base: _State, states: Mapping[int, _State], shape: Sequence[int], dim: int) -> bool:
-    """True if the entries of the weights belong to pairs of positions: each takes a value of one position of the input
-    to one position of the module's output, and one value has several of them.
+    """True if the entries of the weights belong to pairs of positions, so that each carries the value of one position
+    of the input to one position of the module's output, and one value has several of them.
 
-    That holds whatever the scores are computed from: two tokens, one of them, or all. Features of linear attention and
-    what a recurrence writes reach many positions of the output, a gate belongs to one value, and the weights that a
-    router gives a token meet values of this token alone.
+    This is true whether the scores are computed from two tokens, from one of them, or from all. Features of linear
+    attention and what a recurrence writes reach many positions of the output, a gate belongs to one value, and the
+    weights that a router assigns to a token multiply only values of this token.
 
     Args:
-        base: the numbers as they were.
-        states: those with other numbers at one position of the input each, by this position.
+        base: the state with the recorded input.
+        states: the states with other values at one position of the input each, keyed by this position.
         shape: the sizes of the input.
-        dim: its dimension of positions. The output has them in the same dimension if it has as many dimensions.
+        dim: the dimension of the input that holds the positions. The output has its positions in the same dimension if
+            it has the same number of dimensions.
     """
     assert base.outside is not None
     out = base.outside.shape
@@ -644,7 +655,7 @@ def _joined(base: _State, states: Mapping[int, _State], dim: int) -> bool:
         if shared in (one, two) or bool(((rows[one] != 0) & (rows[two] != 0)).any()):
             continue
         if bool(meets[one, shared].any()) and bool(meets[two, shared].any()):
-            # A gate of a branch that reads some positions meets the values of several.
+            # The gate of a branch that reads some positions multiplies the values of several positions.
             mine = meets[one, shared]
             others = [meets[one, other] for other in states if other not in (one, shared)]
             if any(bool(other.any()) for other in others) and not any(bool((mine & other).any()) for other in others):
@@ -653,8 +664,8 @@ def _joined(base: _State, states: Mapping[int, _State], dim: int) -> bool:
 
 
 def _told_apart(base: _State, states: Mapping[int, _State], dim: int, shared: int, mine: Tensor) -> bool:
-    """True if another dimension of the output belongs to the positions of the values, as in the scores of an indexer:
-    each number of the output is then made from one value's position, so nothing is summed over positions."""
+    """True if another dimension of the output belongs to the positions of the values, as in the scores of an indexer.
+    Each element of the output is then computed from a single value's position, so nothing is summed over positions."""
     assert base.outside is not None
     sizes = base.outside.shape
     return any(
@@ -665,8 +676,8 @@ def _told_apart(base: _State, states: Mapping[int, _State], dim: int, shared: in
 
 
 def _common(changed: tuple[_State, _State], before: Tensor, number: int, mine: list[Tensor]) -> float:
-    """The share of weights that multiply values of both positions. A feature that one draw of numbers switches off, as
-    a ReLU does, comes on with another."""
+    """The fraction of weights that multiply values of both positions. A feature that is switched off for one random
+    draw, for example by a ReLU, is switched on by another draw."""
     for seed in range(1, 5):
         mine = [
             one | _moved(before, state.again(seed).derivative(number)) for one, state in zip(mine, changed, strict=True)
@@ -678,8 +689,9 @@ def _common(changed: tuple[_State, _State], before: Tensor, number: int, mine: l
 def _of_pairs(
     base: _State, one: _State, number: int, before: Tensor, alone: Tensor, scored: Sequence[Tensor], common: float
 ) -> bool:
-    """True if some of the weights that multiply one position's value, but not all, depend on the other position; and
-    all depend on the first one too, or another weight multiplies the same value for another output."""
+    """True if two conditions hold. Some but not all of the weights that multiply one position's value depend on the
+    other position. In addition, all of them depend on the first position, or another weight multiplies the same value
+    for another output."""
     if scored[0].shape != base.weights.shape:
         return False
     numbers = base.numbers()
@@ -692,8 +704,8 @@ def _of_pairs(
 
 
 def _weighed_elsewhere(base: _State, one: _State, number: int, before: Tensor, alone: Tensor) -> bool:
-    """True if a value that one number of the sums contains is multiplied by another weight for a neighbouring number,
-    as the value of a key is for another query."""
+    """True if a value that contributes to one element of the sums is multiplied by another weight for a neighbouring
+    element, as the value of a key is for another query."""
     values = before[alone]
     for index in base.neighbours(number):
         now = base.derivative(index)
@@ -704,8 +716,8 @@ def _weighed_elsewhere(base: _State, one: _State, number: int, before: Tensor, a
 
 
 def _moved(before: Tensor, after: Tensor) -> Tensor:
-    """Where two tensors differ by more than rounding."""
-    change = (after - before).abs().nan_to_num(0.0, posinf=0.0)  # what a mask hides stays hidden
+    """A mask of the elements in which two tensors differ by more than rounding."""
+    change = (after - before).abs().nan_to_num(0.0, posinf=0.0)  # hidden elements stay hidden
     return change > _SMALL * change.amax().clamp_min(torch.finfo(change.dtype).tiny)
 
 
@@ -718,17 +730,17 @@ def _floats(value: object) -> list[Tensor]:
 
 
 def _made(operation: Operation) -> set[int]:
-    """The memory of the numbers, no indices, that an operator put out or wrote into."""
+    """The memory of the floating-point or complex tensors (not of indices) that an operator returned or wrote to."""
     made = (x for x in tensors((operation.out, operation.changed)) if x.is_floating_point() or x.is_complex())
     return {memory(x) for x in made} & (operation.makes or operation.writes)
 
 
 def _normalized_dim(x: Tensor) -> int | None:
-    """The dimension along which numbers sum to one; None if there is none."""
+    """The dimension along which the values sum to one, or None if there is no such dimension."""
     if x.layout != torch.strided:
         return None
     rounding = max(8 * torch.finfo(x.dtype).eps * max(x.shape, default=1), 1e-6)
-    total = float(x.detach().sum(dtype=widest(x.device)))  # of lines that sum to one: their number
+    total = float(x.detach().sum(dtype=widest(x.device)))  # if all lines sum to one, this is their number
     for dim in reversed(range(x.ndim)):
         n = x.shape[dim]
         likely = n > 1 and abs(total * n / x.numel() - 1) < 2 * rounding and bool(x.isfinite().all())
@@ -738,14 +750,15 @@ def _normalized_dim(x: Tensor) -> int | None:
 
 
 def _is_smooth(operation: Operation) -> bool:
-    """False of an operator without numbers, and of one that would cut the graph."""
+    """False if the output of an operator contains no floating-point or complex values, or if the operator would cut the
+    graph."""
     numbers = any(x.is_floating_point() or x.is_complex() for x in tensors(operation.out))
     return numbers and function_name(operation.function) != "detach"
 
 
 def _with_the_same_choice(operation: Operation) -> Operation:
-    """The operator; of one that chooses numbers, one that takes those at the recorded indices, so that a router sends
-    a token where it did."""
+    """The operator itself, or, for an operator that chooses elements, one that takes the elements at the recorded
+    indices, so that a router sends each token to the same place as before."""
     if function_name(operation.function) not in _CHOICES:
         return operation
     _, indices = operation.out  # type: ignore[misc]
@@ -762,7 +775,8 @@ def _with_the_same_choice(operation: Operation) -> Operation:
 
 
 def _shifts(operation: Operation) -> bool:
-    """True of scores less, or divided by, fewer numbers: one of each row, as their largest, logsumexp or deviation."""
+    """True for the subtraction of, or division by, a smaller tensor with one value per row, such as the largest score,
+    the logsumexp or the deviation."""
     given = [x for x in operation.args if isinstance(x, Tensor)]
     return (
         function_name(operation.function) in ("sub", "div") and len(given) == 2 and given[0].numel() > given[1].numel()
@@ -770,7 +784,7 @@ def _shifts(operation: Operation) -> bool:
 
 
 def _without_aliases(operation: Operation, detached: set[int]) -> Operation:
-    """The operator with copies in the place of detached weights, so that these stay as they were."""
+    """The operator with copies in place of detached weights, so that these are not changed."""
     if not any(id(x) in detached for x in tensors(operation.args)):
         return operation
     copies = mapped(operation.args, lambda x: x.clone() if id(x) in detached else x)
@@ -778,13 +792,15 @@ def _without_aliases(operation: Operation, detached: set[int]) -> Operation:
 
 
 def _repeats(operation: Operation, carriers: set[int]) -> bool:
-    """True if a product has more numbers than its factor that is weights: each weight multiplies several."""
+    """True if a product has more elements than the factor that holds the weights, so that each weight multiplies
+    several elements."""
     weights = [x for x in tensors(operation.args) if memory(x) in carriers]
     own = max(math.prod(n for n, step in zip(x.shape, x.stride(), strict=True) if step) for x in weights)
     return any(x.numel() > own for x in tensors(operation.out))
 
 
 def _mixes_heads(operation: Operation, candidate: _Candidate) -> bool:
-    """True if a product with a parameter may have mixed the heads of a softmax's weights, as talking heads do."""
+    """True if a product with a parameter may have mixed the heads of a softmax's weights, as in talking-heads
+    attention."""
     out = operation.out
     return candidate.name == "softmax" and isinstance(out, Tensor) and out.numel() == candidate.weights.numel()

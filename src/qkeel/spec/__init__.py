@@ -1,4 +1,4 @@
-"""The specification of attention: five slots, each holding an object."""
+"""The specification of attention, which consists of five slots that each hold an object."""
 
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall

@@ -1,6 +1,6 @@
 """AttentionSpec: what attention computes, as data.
 
-Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head.
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d head size.
 """
 
 from __future__ import annotations
@@ -59,23 +59,24 @@ class AttentionSpec:
     def extrapolate(
         self, method: str, *, factor: float = 1.0, train_length: int | None = None, **options: float | int | str
     ) -> Self:
-        """Adapts a trained spec to longer contexts: another position or scale, the same weights.
+        """Adapts a trained spec to longer contexts by changing the position or the scale; the weights stay the same.
 
-        A sliding window no wider than the training length keeps its rotation, since training covered its distances.
+        A sliding window no wider than the training length keeps its rotation, because training covered its distances.
 
         Args:
             method: a name from `qkeel.spec.METHODS`: pi, ntk, ntk_fixed, ntk_mixed, dynamic_ntk, abf, yarn, rerope,
                 leaky_rerope, self_extend, rope, window, log_n, none.
-            factor: test length / training length, at least 1.
-            train_length: in tokens, for methods that need it.
-            options: window= (rerope, leaky_rerope, self_extend: half of train_length; window: train_length), leak= (how
-                much slower distances grow beyond it, default 2·factor), power= (ntk_mixed), base= (abf), ramp=, fast=,
+            factor: the test length divided by the training length, at least 1.
+            train_length: the training length in tokens, for methods that need it.
+            options: the options of the method, which are window= (for rerope, leaky_rerope and self_extend, by default
+                half of train_length; for window, by default train_length), leak= (how many times more slowly distances
+                grow beyond the window, by default 2·factor), power= (ntk_mixed), base= (abf), and ramp=, fast= and
                 slow= (yarn).
 
         Raises:
-            UnknownNameError: unknown method or option.
-            InvalidValueError: an option has a value that is known to fail.
-            RefusedError: the position is not a plain RoPE.
+            UnknownNameError: the method or an option is unknown.
+            InvalidValueError: an option has a value that is known not to work.
+            RefusedError: the position is not an ordinary RoPE.
 
         Example:
 
@@ -87,7 +88,7 @@ class AttentionSpec:
         return dataclasses.replace(self, position=position, scale=scale_for(self.scale, method, train_length))
 
     def init_params(self, n_heads: int, n_kv_heads: int | None = None, head_dim: int = 64) -> Params:
-        """Returns the spec's learnable tensors by name, at their initial values; most specs have none."""
+        """Returns the spec's learnable tensors by name, with their initial values. Most specs have none."""
         needed = self.parameters(n_heads, n_kv_heads, head_dim)
         return {name: parameter.tensor() for name, parameter in needed.items()}
 
@@ -108,22 +109,22 @@ class AttentionSpec:
         return {name: parameter for slot in slots for name, parameter in slot.parameters(geometry).items()}
 
     def core(self, params: Params) -> tuple[Self, Params]:
-        """Returns the spec for encoded q, k and v, and the parameters that it still needs.
+        """Returns the spec to use with encoded q, k and v, and the parameters that it still needs.
 
-        A cache holds encoded keys, so that norm and rotation run once per token.
+        A cache holds encoded keys, so that the norm and the rotation run only once per token.
 
         Raises:
             RefusedError: the position depends on pairs or on the length, so keys must stay raw.
         """
         if not self.position.keeps:
             raise RefusedError(
-                f"{self.position.formula()} needs raw keys; keep those in the cache and attend with the full spec"
+                f"{self.position.formula()} needs raw keys; keep raw keys in the cache and attend with the full spec"
             )
         spec = dataclasses.replace(self, norm=NoNorm(), position=self.position.encoded())
         return spec, {name: p for name, p in params.items() if "_norm" not in name}
 
     def encode(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> tuple[Queries, Keys]:
-        """Returns q [b h t d] and k [b g s d] after norm and rotation, float32 or wider."""
+        """Returns q [b h t d] and k [b g s d] after the norm and the rotation, in float32 or wider."""
         kind = wide(q.dtype)
         q, k = q.to(kind), k.to(kind)
         if self.position.order == "rotate_then_norm":
@@ -133,29 +134,31 @@ class AttentionSpec:
         return self.position.encode(q, k, pos_q, pos_k)
 
     def values(self, v: Values, params: Params) -> Values:
-        """Returns v after its norm, if the norm covers v."""
+        """Returns v after its norm, or v itself if the norm does not cover v."""
         return self.norm.apply("v", v, params)
 
     def factor(self, pos_q: PosQ, head_dim: int, params: Params, dtype: torch.dtype) -> float | Factor:
-        """Returns the scale: a float, or a tensor that broadcasts to [b h t 1], in `dtype` or at least float32."""
+        """Returns the scale, which is a float, or a tensor that broadcasts to [b h t 1], in `dtype` or at least
+        float32."""
         reach = self.position.reach
-        # A position-dependent scale reads how many keys the query sees; a window bounds that number.
+        # A position-dependent scale depends on how many keys the query sees, and a window bounds that number.
         at = pos_q if reach is None else pos_q.clamp_max(reach - 1)
         value = self.scale.factor(at, head_dim, params)
         return value.to(wide(dtype)) if isinstance(value, Tensor) else value
 
     def scores(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
-        """Logits [b h t s] of *encoded* q and k, or of blocks of them: scaled, before the cap."""
+        """Returns the logits [b h t s] of *encoded* q and k, or of blocks of them, scaled but before the cap."""
         scale = self.factor(pos_q, q.shape[-1], params, q.dtype)
-        # Scaling q takes t·d multiplications, scaling the scores t·s.
+        # Scaling q takes t·d multiplications, while scaling the scores takes t·s.
         return self.position.scores(q * scale, k, pos_q, pos_k, params)
 
     def logits(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
-        """*The* definition of an attention logit: [b h t s] of raw q and k, scaled, before the cap."""
+        """*The* definition of an attention logit: returns the logits [b h t s] of raw q and k, scaled but before the
+        cap."""
         return self.scores(*self.encode(q, k, pos_q, pos_k, params), pos_q, pos_k, params)
 
     def explain(self) -> str:
-        """Returns the formula of this spec, one line per step."""
+        """Returns the formula of this spec, with one line per step."""
         position = self.position.formula()
         lines = ["attention of this spec, per head (logits in nats):"]
         lines.append(f"  {self.norm.formula()}; {position}")

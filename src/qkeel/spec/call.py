@@ -1,6 +1,7 @@
-"""One attention call: q, k, v, the spec and the visible pairs, validated once; BandCall holds windows and packing.
+"""An attention call: q, k, v, the spec and the visible pairs, validated once. BandCall holds windows and packed
+sequences.
 
-Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head, e numbers per value.
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d head size, e size of a value.
 """
 
 from __future__ import annotations
@@ -40,30 +41,31 @@ _COUNTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionCall:
-    """One attention call, validated. q [b h t d]; k, v [b g s d]; pos_q [b|1 t]; pos_k [b|1 s].
+    """A validated attention call with q [b h t d], k [b g s d], v [b g s e], pos_q [b|1 t] and pos_k [b|1 s].
 
-    `plain` is True for default positions (0 .. s-1, queries aligned to the end of the keys), where a kernel may use
-    a causal flag instead of comparing positions. Only statistics read `query_mask` [b t]: False excludes a query row,
-    for instance a padded one. Attention still computes that row. `classes` splits statistics by token class.
+    `plain` is True for default positions (0 .. s-1, with the queries aligned to the end of the keys), for which a
+    kernel may use a causal flag instead of comparing positions. `query_mask` [b t] affects only statistics, from which
+    rows where it is False, such as padded rows, are excluded; attention still computes these rows. `classes` splits the
+    statistics by token class.
     """
 
-    spec: AttentionSpec  #: what is computed
+    spec: AttentionSpec  #: the attention that is computed
     q: Queries
     k: Keys
     v: Values
-    params: Params  #: the spec's learned parameters by name
+    params: Params  #: the spec's learned parameters, keyed by name
     causal: bool
-    mask: Mask | None  #: boolean (True = visible) or added to the logits
+    mask: Mask | None  #: a boolean mask (True = visible), or one that is added to the logits
     pos_q: PosQ
     pos_k: PosK
     plain: bool
-    dropout: float = 0.0  #: probability of dropping an attention weight, in [0, 1)
+    dropout: float = 0.0  #: the probability of dropping an attention weight, in [0, 1)
     query_mask: QueryMask | None = None
     classes: TokenClasses | None = None
 
     @property
     def query_shape(self) -> tuple[int, int]:
-        """Batch size b and number of queries t."""
+        """The batch size b and the number of queries t."""
         return self.q.shape[0], self.q.shape[2]
 
     @property
@@ -73,14 +75,16 @@ class AttentionCall:
 
     @property
     def whole(self) -> bool:
-        """True if one fused call without a mask suffices: no key hidden, or square and causal with plain positions."""
+        """True if a single fused call without a mask is sufficient, because no key is hidden or because the call is
+        square and causal with plain positions."""
         if self.mask is not None or self.window is not None:
             return False
         return not self.causal or (self.plain and self.q.shape[2] == self.k.shape[2])
 
     @property
     def window(self) -> int | None:
-        """A query sees the keys fewer than this many tokens away; None if the window hides nothing."""
+        """The window size (a query sees only keys fewer than this many tokens away), or None if the window hides
+        nothing."""
         reach = self.spec.position.reach
         if reach is not None and self.plain and reach >= max(self.q.shape[2], self.k.shape[2]):
             return None
@@ -91,21 +95,23 @@ class AttentionCall:
         return self.spec.encode(self.q, self.k, self.pos_q, self.pos_k, self.params)
 
     def scores(self, q: Queries, k: Keys, rows: slice, keys: slice) -> Logits:
-        """Logits before cap of a block of encoded q and k (already sliced), additive mask included."""
+        """The logits of a block of encoded (already sliced) q and k, before the cap is applied and with the additive
+        mask included."""
         with unrounded(q):
             z = self.spec.scores(q, k, self.pos_q[:, rows], self.pos_k[:, keys], self.params)
         bias = self.bias(rows, keys)
         return z if bias is None else z + bias.to(z.dtype)
 
     def bias(self, rows: slice, keys: slice) -> Mask | None:
-        """The additive mask of a block with 0 in place of -inf; None without an additive mask."""
+        """The additive mask of a block with 0 in place of -inf, or None if there is no additive mask."""
         block = self._mask_block(rows, keys)
         if block is None or block.dtype == torch.bool:
             return None
         return block.masked_fill(_hides(block), 0.0)
 
     def visible(self, rows: slice, keys: slice) -> Visible | None:
-        """True where a query may see a key; broadcasts to [b h rows keys]. None if everything is visible."""
+        """A mask that is True where a query may see a key and broadcasts to [b h rows keys], or None if every key is
+        visible."""
         seen = None
         if self.causal:
             seen = (self.pos_k[:, None, keys] <= self.pos_q[:, rows, None])[:, None]
@@ -120,7 +126,8 @@ class AttentionCall:
         return seen
 
     def span(self, rows: slice) -> slice:
-        """A range that holds every key the rows can see, found without reading data; possibly empty."""
+        """A range that contains every key that the rows can see, determined without reading tensor data. It may be
+        empty."""
         s, t, reach = self.k.shape[2], self.q.shape[2], self.spec.position.reach
         if not self.plain:
             return slice(0, s)
@@ -140,7 +147,7 @@ class AttentionCall:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Visibility:
-    """Which keys each query sees: a `causal` flag, a `mask` and the positions; see `qkeel.attention`."""
+    """Determines which keys each query sees, by a `causal` flag, a `mask` and the positions; see `qkeel.attention`."""
 
     causal: bool = True
     mask: GivenMask | None = None
@@ -150,7 +157,7 @@ class Visibility:
     def call(
         self, spec: AttentionSpec, q: Queries, k: Keys, v: Values, params: Params | None = None, dropout: float = 0.0
     ) -> AttentionCall:
-        """Validates raw q [b h t d], k [b g s d], v [b g s e] and returns their call under `spec`."""
+        """Validates raw q [b h t d], k [b g s d] and v [b g s e] and returns their call under `spec`."""
         if not isinstance(spec, AttentionSpec):
             raise InvalidTypeError(f"expected an AttentionSpec (qkeel.preset(name) creates one), got {spec!r}")
         _check_tensors(q, k, v)
@@ -161,7 +168,7 @@ class Visibility:
         plain = self.pos_q is None and self.pos_k is None
         keys = counted(0, s, q.device) if self.pos_k is None else _positions("pos_k", self.pos_k, q, s)
         if t == s and (self.pos_q is None or self.pos_q is self.pos_k):
-            queries = keys  # the same object, so that tables derived from it are built once
+            queries = keys  # the same object, so that tables computed from it are built only once
         elif self.pos_q is not None:
             queries = _positions("pos_q", self.pos_q, q, t)
         else:
@@ -187,12 +194,12 @@ CallT = TypeVar("CallT", bound=Any)  # a frozen dataclass with query_shape, quer
 def with_query_mask(call: CallT, mask: Bool[Tensor, "b t"]) -> CallT:
     """Restricts the statistics of a call to the query rows where mask [b t] is True.
 
-    Output and gradients do not change. The call is returned unchanged if the mask's shape differs from the call's
-    [b t], for instance when the batch is folded into windows, or for cross-attention or a single cached step.
+    Output and gradients do not change. The call is returned unchanged if the shape of the mask differs from the call's
+    [b t], for example if the batch is folded into windows, in cross-attention, or in a single cached step.
 
     Args:
-        call: an AttentionCall, or the ScoresCall of a hand-written attention.
-        mask: boolean, on any device.
+        call: an AttentionCall, or the ScoresCall of hand-written attention.
+        mask: a boolean mask on any device.
 
     Raises:
         InvalidTypeError: the mask is not boolean.
@@ -208,7 +215,7 @@ def with_query_mask(call: CallT, mask: Bool[Tensor, "b t"]) -> CallT:
 
 
 def _hides(block: Tensor) -> Tensor:
-    # Additive masks hide a key with -inf or, as in transformers, with the most negative number of their dtype.
+    # Additive masks hide a key with -inf or, as in transformers, with the lowest finite value of their dtype.
     return block <= torch.finfo(block.dtype).min
 
 
@@ -225,7 +232,7 @@ def make_call(
     pos_k: GivenPosK | None = None,
     dropout: float = 0.0,
 ) -> AttentionCall:
-    """Returns the validated call of raw q, k, v under `spec`; see `qkeel.attention` for the arguments."""
+    """Returns the validated call of raw q, k and v under `spec`; see `qkeel.attention` for the arguments."""
     seen = Visibility(causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
     return seen.call(spec, q, k, v, params, dropout)
 
@@ -251,12 +258,12 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise InvalidTypeError(f"expected a floating-point {name}, got {x.dtype}; convert it first")
         if x.dtype.itemsize < 2:
             raise InvalidTypeError(
-                f"expected {name} in 16 bits or more, got {x.dtype}; multiply it by its scale and convert it first"
+                f"expected {name} with at least 16 bits, got {x.dtype}; multiply it by its scale and convert it first"
             )
     if not (q.dtype == k.dtype == v.dtype):
-        raise InvalidTypeError(f"expected q, k, v of one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+        raise InvalidTypeError(f"expected q, k and v of the same dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not (q.device == k.device == v.device):
-        raise InvalidValueError(f"expected q, k, v on one device, got {q.device}, {k.device}, {v.device}")
+        raise InvalidValueError(f"expected q, k and v on the same device, got {q.device}, {k.device}, {v.device}")
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise ShapeError(
             "expected q [b h t d], k [b g s d], v [b g s d'] with the same b, g, s, d; got "
@@ -275,8 +282,8 @@ def _positions(name: str, pos: Tensor, q: Tensor, n: int) -> Tensor:
     _check_device(name, pos, q)
     if pos.dtype not in _COUNTS and not (pos.is_floating_point() and pos.dtype.itemsize > 1):
         raise InvalidTypeError(
-            f"expected {name} as whole numbers (int64, int32, int16, int8, uint8) or floats of 16 bits or more, got "
-            f"{pos.dtype}; convert it first"
+            f"expected {name} as integers (int64, int32, int16, int8, uint8) or floating-point numbers of at least 16 "
+            f"bits, got {pos.dtype}; convert it first"
         )
     b = q.shape[0]
     full = pos[None] if pos.ndim == 1 else pos
@@ -293,13 +300,13 @@ def _mask(mask: GivenMask | None, q: Tensor, s: int) -> Tensor | None:
     b, h, t, _ = q.shape
     if mask.dtype != torch.bool and not (mask.is_floating_point() and mask.dtype.itemsize > 1):
         raise InvalidTypeError(
-            "expected a boolean mask (True = may attend) or a float one of 16 bits or more (added to the logits), "
-            f"got {mask.dtype}"
+            "expected a boolean mask (True = may attend) or a floating-point mask of at least 16 bits (added to the "
+            f"logits), got {mask.dtype}"
         )
     if b == t > 1 and mask.shape == (b, s):
         raise ShapeError(
             f"a mask of shape {tuple(mask.shape)} is ambiguous here: it could be [batch keys] or [queries keys]; "
-            "pass mask[:, None, None, :] if it hides padding, mask[None, None] if it hides query-key pairs"
+            "pass mask[:, None, None, :] if it hides padding, or mask[None, None] if it hides query-key pairs"
         )
     full = mask[:, None, None, :] if mask.shape == (b, s) else mask
     while full.ndim < 4:
@@ -327,7 +334,7 @@ def _params(spec: AttentionSpec, q: Tensor, k: Tensor, params: Params | None) ->
         _check_device(f"parameter {name!r}", given[name], q)
         if not given[name].is_floating_point() or given[name].dtype.itemsize < 2:
             raise InvalidTypeError(
-                f"expected parameter {name!r} of floating-point numbers of 16 bits or more, got {given[name].dtype}; "
+                f"expected parameter {name!r} as floating-point numbers of at least 16 bits, got {given[name].dtype}; "
                 "convert it first"
             )
         if given[name].shape != shape:
@@ -335,7 +342,7 @@ def _params(spec: AttentionSpec, q: Tensor, k: Tensor, params: Params | None) ->
     return given
 
 
-# BandCall: each query sees one contiguous range of keys, because of a window or of packed sequences.
+# BandCall: each query sees one contiguous range of keys, because there is a window or because sequences are packed.
 
 Ends = Int[Tensor, " n"]
 CuSeqlens = Ends | tuple[Ends, Ends]
@@ -344,12 +351,13 @@ CuSeqlens = Ends | tuple[Ends, Ends]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BandCall(AttentionCall):
-    """A call in which query i sees only keys from `low[i]` up to, not including, `high[i]`. Made by `band_call`.
+    """A call in which query i sees only keys from `low[i]` up to but not including `high[i]`. Created by `band_call`.
 
-    low, high [1 t] are indices into the whole key tensor. `slopes` [1 h 1|t] are ALiBi's: the bias is
-    -slope · |i - j| with i counted from the end of the keys, as in flash-attn. `of_key` [s] is the sequence number of
-    each key of packed sequences. `longest` bounds how far away a visible key can be. `masked` is True if `mask` is the
-    caller's; otherwise `mask` is a placeholder that hides nothing, so that kernels read `visible`.
+    low and high [1 t] are indices into the full key tensor. `slopes` [1 h 1|t] are the slopes of ALiBi, whose bias is
+    -slope · |i - j| with i counted from the end of the keys, as in flash-attn. `of_key` [s] is the index of the packed
+    sequence to which each key belongs. `longest` is a bound on the distance of a visible key. `masked` is True if
+    `mask` was passed by the caller; otherwise `mask` is a placeholder that hides nothing, which makes kernels read
+    `visible`.
     """
 
     low: Int[Tensor, "1 t"]
@@ -378,7 +386,7 @@ class BandCall(AttentionCall):
         if self.low.device.type == "cpu" and not torch.compiler.is_compiling() and rows.stop > rows.start:
             low, high = self.low[:, rows], self.high[:, rows]
             some = high > low
-            stop = int(high.where(some, 0).max())  # on a GPU this read would wait for the device
+            stop = int(high.where(some, 0).max())  # on a GPU, reading this value would wait for the device
             return slice(min(int(low.where(some, s).min()), stop), stop)
         if self.longest is None:
             return slice(0, s)
@@ -394,12 +402,12 @@ _FIELDS = tuple(f.name for f in dataclasses.fields(AttentionCall))  # torch.comp
 
 
 def fields_of(call: AttentionCall) -> dict[str, Any]:
-    """The fields of AttentionCall by name, without those of a subclass."""
+    """The fields of AttentionCall by name, without the fields of a subclass."""
     return {name: getattr(call, name) for name in _FIELDS}
 
 
 def of_key(call: AttentionCall) -> Int[Tensor, " s"] | None:
-    """The sequence number of each key, -2 for keys of no sequence; None if no sequences are packed."""
+    """The index of the sequence of each key, or -2 for keys outside all sequences; None if no sequences are packed."""
     return call.of_key if isinstance(call, BandCall) else None
 
 
@@ -411,23 +419,24 @@ def band_call(
     cu_seqlens: CuSeqlens | None = None,
     longest: int | None = None,
 ) -> AttentionCall:
-    """Adds a window, ALiBi or packed sequences to a call; returns the call itself if none is given.
+    """Adds a window, ALiBi or packed sequences to a call, and returns the call itself if none of these is given.
 
-    Sequence n has the queries cu_seqlens[n] to cu_seqlens[n + 1] and as many keys, or the keys of the second tensor
-    if two are given. Its last query is aligned with its last key. Tokens of no sequence see nothing. Nothing is read
-    back from a GPU.
+    Sequence n has the queries cu_seqlens[n] to cu_seqlens[n + 1] and the keys at the same indices or, if two tensors
+    are given, at those in the second tensor. The last query of a sequence is aligned with its last key. Tokens outside
+    all sequences see no keys. No data is read back from a GPU.
 
     Args:
-        call: validated, with plain positions; a batch of one if sequences are packed.
-        window: query i sees the keys from i - left to i + right; -1 for no bound.
-        slopes: ALiBi's slopes, [h] or [b h]; [n h] for n packed sequences.
-        cu_seqlens: cumulative lengths: the start of each sequence and the end of the last one, from 0 on.
-        longest: number of tokens of the longest sequence, if known.
+        call: a validated call with plain positions; its batch size must be 1 if sequences are packed.
+        window: a pair (left, right), with which query i sees the keys from i - left to i + right; -1 means no bound.
+        slopes: the slopes of ALiBi, [h] or [b h], or [n h] for n packed sequences.
+        cu_seqlens: the cumulative lengths, that is, the start of each sequence, beginning with 0, and the end of the
+            last sequence.
+        longest: the number of tokens of the longest sequence, if known.
 
     Raises:
         ShapeError: cu_seqlens or the batch has the wrong shape.
         InvalidTypeError: cu_seqlens is not a tensor of int32 or int64.
-        InvalidValueError: cu_seqlens does not ascend from 0 to the number of tokens (checked on a CPU only).
+        InvalidValueError: cu_seqlens does not ascend from 0 to at most the number of tokens (checked only on a CPU).
     """
     if window == (-1, -1) and slopes is None and cu_seqlens is None:
         return call
@@ -454,7 +463,7 @@ def band_call(
             slopes = slopes[n].mT[None] if slopes.ndim == 2 else slopes[None, :, None]
     low, high = _spans(call, at, begin, length, window)
     mask = call.mask
-    if mask is None:  # a placeholder that neither hides nor adds anything
+    if mask is None:  # use a placeholder that neither hides nor adds anything
         mask = call.q.new_ones((1, 1, 1, 1), dtype=torch.bool) if slopes is None else call.q.new_zeros(1, 1, 1, 1)
     elif slopes is not None and mask.dtype == torch.bool:  # only an additive mask can carry ALiBi's bias
         mask = call.q.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
@@ -462,7 +471,8 @@ def band_call(
 
 
 def _tokens(ends: Ends, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens 0 .. total-1, the sequence number of each (of the nearest one outside all), and whether it is inside."""
+    """Tokens 0 .. total-1, the index of the sequence of each (or of the nearest one if it is in none), and whether it
+    is in a sequence."""
     token = torch.arange(total, device=ends.device)
     found = torch.searchsorted(ends, token, right=True) - 1
     n = found.clamp(0, len(ends) - 2)
@@ -472,8 +482,8 @@ def _tokens(ends: Ends, total: int) -> tuple[Tensor, Tensor, Tensor]:
 def _spans(
     call: AttentionCall, at: Tensor, begin: Tensor, length: Tensor, window: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Bounds [1 t] of the keys that each query can see. `at` is a query's position among its `length` keys, which
-    start at key `begin`."""
+    """The bounds [1 t] of the keys that each query can see. `at` is the position of a query among its `length` keys,
+    which start at key `begin`."""
     left, right = window
     if (reach := call.spec.position.reach) is not None:
         left, right = (reach - 1 if x < 0 else min(x, reach - 1) for x in window)

@@ -1,4 +1,4 @@
-"""The three slots behind q·k: the scale, the soft cap, and the normalizer that turns logits into weights.
+"""The three slots after q·k: the scale, the soft cap, and the normalizer that turns logits into weights.
 
 Shapes: b batch, t queries, s keys, h heads.
 """
@@ -43,7 +43,8 @@ class Scale(Slot):
         """The factor for queries at pos_q [b|1 t]."""
 
     def constant(self, head_dim: int) -> float | None:
-        """The factor if it is one constant for all queries; None if it is learned or depends on the position."""
+        """The factor if it is the same constant for all queries, or None if it is learned or depends on the
+        position."""
         learned = self.parameters(ParameterSizes(n_heads=1, n_kv_heads=1, head_dim=head_dim))
         if learned or self.follows_position:
             return None
@@ -60,20 +61,20 @@ class Scale(Slot):
 
     @property
     def last_position(self) -> int:
-        """The last training position of a factor that grows up to it; 0 for any other scale."""
+        """The last training position of a factor that grows until that position, or 0 for any other scale."""
         return 0
 
     def with_multiplier(self, multiplier: float) -> Scale:
-        """The same scale with its 1/√d multiplied by a number; a scale without 1/√d returns itself."""
+        """The same scale with its 1/√d multiplied by a number. A scale without 1/√d is returned unchanged."""
         return self
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InverseSqrt(Scale):
-    """The factor multiplier / √dim; dim is head_dim unless given (Gemma's query_pre_attn_scalar)."""
+    """The factor multiplier / √dim, where dim is head_dim unless it is given (as Gemma's query_pre_attn_scalar)."""
 
-    dim: int | None = None  #: at least 1; None: head_dim
-    multiplier: float = 1.0  #: finite factor
+    dim: int | None = None  #: an integer of at least 1, or None for head_dim
+    multiplier: float = 1.0  #: a finite factor
     kind = "inverse_sqrt"
 
     def __post_init__(self) -> None:
@@ -92,7 +93,7 @@ class InverseSqrt(Scale):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sqrt(Scale):
-    """√d: with unit-norm q and k, this equals RMS-normed q and k with the scale 1/√d."""
+    """The scale √d. With unit-norm q and k, it is equivalent to RMS-normed q and k with the scale 1/√d."""
 
     kind = "sqrt"
 
@@ -122,7 +123,7 @@ class Fixed(Scale):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GradientMax(Scale):
-    """The scale at which cosine attention over `keys` visible keys passes the most gradient, for any head size.
+    """The scale at which cosine attention over `keys` visible keys passes on the most gradient, for any head size.
 
     See `qkeel.functional.logits.gradient_scale`.
     """
@@ -131,7 +132,7 @@ class GradientMax(Scale):
     kind = "gradient_max"
 
     def __post_init__(self) -> None:
-        gradient_scale(self.keys, 128)  # validates the number
+        gradient_scale(self.keys, 128)  # validates `keys`
 
     def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float:
         return gradient_scale(self.keys, head_dim)
@@ -142,10 +143,10 @@ class GradientMax(Scale):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Learned(Scale):
-    """A learned scale per layer or head. `log` stores its logarithm, which `maximum` may clamp."""
+    """A learned scale per layer or per head. With `log`, its logarithm is stored, which `maximum` may clamp."""
 
-    init: float  #: initial scale, above 0
-    per: Literal["layer", "head"] = "layer"  #: one number for the layer, or one for each head
+    init: float  #: the initial scale, above 0
+    per: Literal["layer", "head"] = "layer"  #: whether the layer has a single scale, or each head has its own
     log: bool = False
     maximum: float | None = None
     kind = "learned"
@@ -165,7 +166,7 @@ class Learned(Scale):
         scale = params["logit_scale"]
         if not self.log:
             return scale
-        scale = scale.to(wide(scale.dtype))  # an exponential in bfloat16 would round every logit alike, by up to 2^-9
+        scale = scale.to(wide(scale.dtype))  # in bfloat16, exp would change all logits by one factor of up to 1 ± 2^-9
         return (scale if self.maximum is None else scale.clamp(max=math.log(self.maximum))).exp()
 
     def formula(self) -> str:
@@ -215,16 +216,17 @@ class PositionFactor(Scale):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogN(PositionFactor):
-    """Scale inner · ln(n) / ln(train_length), n = position + 1 or a smaller window; `clip` keeps the ratio at ≥ 1.
+    """The scale inner · ln(n) / ln(train_length), where n is position + 1 or a smaller window; `clip` keeps the ratio
+    at 1 or more.
 
-    With `learned`, per layer or head: inner · s · ln(n), where the parameter `log_n_scale` (s) starts at
-    1/ln(train_length).
+    If `learned` is "layer" or "head", the scale is inner · s · ln(n), where s is the parameter `log_n_scale`, which
+    starts at 1/ln(train_length).
 
-    Source: Su 2021, kexue.fm 8823; learned: scalable softmax, Nakanishi 2025, arXiv 2501.19399. The initial value of
-    s is qkeel's choice: it equals the constant form at the training length.
+    Source: Su 2021, kexue.fm 8823; learned: scalable softmax, Nakanishi 2025, arXiv 2501.19399. The initial value of s
+    is qkeel's choice; with it, the scale starts out equal to the form that is not learned.
     """
 
-    train_length: int  #: tokens, at least 2
+    train_length: int  #: the training length in tokens, at least 2
     clip: bool = False
     learned: Literal["none", "layer", "head"] = "none"
     kind = "log_n"
@@ -269,10 +271,11 @@ class LogN(PositionFactor):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FloorLogTemperature(PositionFactor):
-    """Scale inner · (1 + alpha·ln(1 + ⌊(position + 1)/floor⌋)), Llama 4's temperature on layers without RoPE."""
+    """The scale inner · (1 + alpha·ln(1 + ⌊(position + 1)/floor⌋)), which is Llama 4's temperature on layers without
+    RoPE."""
 
-    alpha: float = 0.1  #: weight of the logarithm
-    floor: int = 8192  #: tokens, at least 1
+    alpha: float = 0.1  #: the weight of the logarithm
+    floor: int = 8192  #: a number of tokens, at least 1
     kind = "floor_log"
 
     def __post_init__(self) -> None:
@@ -297,7 +300,7 @@ class Cap(Slot):
 
     __slots__ = ()
     kind: CapKind = "other"
-    limit: float | None = None  # c of c·tanh(z/c); None for the identity, also at c = infinity
+    limit: float | None = None  # the c in c·tanh(z/c), or None for the identity, which includes c = infinity
 
     @abc.abstractmethod
     def apply(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -306,7 +309,7 @@ class Cap(Slot):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoCap(Cap):
-    """No cap: logits pass unchanged."""
+    """No cap: logits remain unchanged."""
 
     kind = "none"
 
@@ -345,15 +348,15 @@ NormalizerKind = Literal["softmax", "sink", "sigmoid", "squared_relu", "softpick
 
 
 class Normalizer(Slot):
-    """Turns logits [b h t s] into weights; `visible` broadcasts to them, None means all keys."""
+    """Turns logits [b h t s] into weights. `visible` broadcasts to the logits; None means that all keys are visible."""
 
     __slots__ = ()
     kind: NormalizerKind = "other"
-    softmax_over_keys: bool = False  # True if weights rescaled to sum to one are those of a plain softmax
+    softmax_over_keys: bool = False  # True if the weights, rescaled to sum to one, are those of an ordinary softmax
 
     @abc.abstractmethod
     def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
-        """Returns the weights [b h t s], 0 where a key is not visible."""
+        """Returns the weights [b h t s], which are 0 where a key is not visible."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -372,10 +375,11 @@ class Softmax(Normalizer):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sink(Normalizer):
-    """Weights exp(z) / (exp(s) + Σ exp(z)); s is learned per head (gpt-oss) or the constant 0 ("off by one")."""
+    """Weights exp(z) / (exp(s) + Σ exp(z)), where s is learned per head (gpt-oss) or constant (0 for "off by
+    one")."""
 
-    learned: bool = True  #: whether s is learned, one per head
-    init: float = 0.0  #: s, or its initial value if learned; below +inf
+    learned: bool = True  #: whether s is learned, with one value per head
+    init: float = 0.0  #: s, or its initial value if it is learned; below +inf
     kind = "sink"
     softmax_over_keys = True
 
@@ -397,8 +401,8 @@ class Sink(Normalizer):
 class Sigmoid(Normalizer):
     """Weights σ(z + b). The published initial value is b = -ln(training length)."""
 
-    bias: float  #: b, finite
-    learned: bool = False  #: whether b is learned, one per head
+    bias: float  #: the finite bias b, or its initial value if it is learned
+    learned: bool = False  #: whether b is learned, with one value per head
     kind = "sigmoid"
 
     def __post_init__(self) -> None:
@@ -417,7 +421,7 @@ class Sigmoid(Normalizer):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SquaredReLU(Normalizer):
-    """Weights relu(z)² / n for n visible keys."""
+    """Weights relu(z)² / n, where n is the number of visible keys."""
 
     kind = "squared_relu"
 
@@ -432,7 +436,7 @@ class SquaredReLU(Normalizer):
 class Softpick(Normalizer):
     """Weights relu(e^z - 1) / Σ|e^z - 1|."""
 
-    eps: float = 1e-8  #: added to the sum, above 0
+    eps: float = 1e-8  #: a constant above 0 that is added to the sum
     kind = "softpick"
 
     def __post_init__(self) -> None:

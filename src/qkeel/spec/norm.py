@@ -1,6 +1,6 @@
 """The norm slot: which of q, k and v are normalised, over which axis, and with which gain.
 
-Shapes: b batch, t tokens, h heads, d numbers per head.
+Shapes: b batch, t tokens, h heads, d head size.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ On = Literal["q", "k", "qk", "qkv"]
 Over = Literal["head", "layer"]
 GainKind = Literal["none", "dim", "one_plus_dim", "head_dim", "scalar", "head"]
 NormedPart = Literal["q", "k", "v"]
-# The statistic that a norm divides by. No kernel knows "other", so torch computes it.
+# The statistic that a norm divides by. Kernels do not support "other", so torch computes it.
 NormKind = Literal["none", "rms", "l2", "layer", "other"]
 
 _PARTS: tuple[NormedPart, ...] = ("q", "k", "v")
-# How a formula writes each gain, and the gain's shape for a number of heads and a head size.
+# How each gain is written in a formula, and the gain's shape for a given number of heads and head size.
 _GAINS: dict[GainKind, tuple[str, Callable[[int, int], Shape]]] = {
     "none": ("", lambda heads, dim: ()),
     "dim": (" · w", lambda heads, dim: (dim,)),
@@ -37,7 +37,7 @@ _GAINS: dict[GainKind, tuple[str, Callable[[int, int], Shape]]] = {
 
 
 class Norm(Slot):
-    """Normalises q, k or v of shape [b h t d]. Kernels and audits read the attributes to choose what they compute."""
+    """Normalises q, k or v of shape [b h t d]. Kernels and audits read the attributes to decide what they compute."""
 
     __slots__ = ()
     kind: NormKind = "other"
@@ -45,33 +45,34 @@ class Norm(Slot):
     gain: GainKind = "none"
     eps: float = 0.0
     bias: bool = False
-    shared: bool = False  # True if q and k share one gain
+    shared: bool = False  # True if q and k share the same gain
 
     @property
     def sides(self) -> str:
-        """The parts of q, k and v that this norm normalises, such as "qk"; all of them for an unknown norm."""
+        """The parts among q, k and v that this norm normalises, such as "qk", or "qkv" for an unknown norm."""
         return "qkv"
 
     @property
     def commutes_with_rotation(self) -> bool:
-        """True if normalising before or after a rotation gives the same: no mean, no bias, no gain per dimension."""
+        """True if normalising before or after a rotation gives the same result, which requires that the norm has no
+        mean, no bias and no gain per dimension."""
         known = self.kind in ("none", "rms", "l2")
         return known and not self.bias and self.gain in ("none", "scalar", "head")
 
     def weight(self, part: NormedPart, params: Params) -> Float[Tensor, "*gain"] | None:
-        """The gain that multiplies a part after the normalisation; None without one."""
+        """The gain that multiplies a part after the normalisation, or None if there is no gain."""
         return None
 
     def inverse(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n 1"]:
-        """The factor [... 1] by which the norm multiplies x (kinds "rms" and "l2"), float32 or wider."""
+        """The factor [... 1] by which the norm multiplies x (for the kinds "rms" and "l2"), in float32 or wider."""
         raise RefusedError(f"{type(self).__name__} does not define the factor by which it multiplies a vector")
 
     def with_eps(self, eps: float) -> Norm:
-        """The same norm with another eps; a norm without eps returns itself."""
+        """The same norm with a different eps. A norm without eps is returned unchanged."""
         return self
 
     def without_keys(self) -> Norm:
-        """The same norm without its normalisation of k; a norm that leaves k alone returns itself."""
+        """The same norm without the normalisation of k. A norm that does not normalise k is returned unchanged."""
         if "k" not in self.sides:
             return self
         raise RefusedError(
@@ -80,7 +81,7 @@ class Norm(Slot):
 
     @abc.abstractmethod
     def apply(self, part: NormedPart, x: HeadTensor, params: Params) -> HeadTensor:
-        """Returns x normalised, or x itself if this norm leaves the part alone."""
+        """Returns x normalised, or x itself if this norm does not apply to the part."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,13 +105,13 @@ class NoNorm(Norm):
 class GainNorm(Norm):
     """A normalisation with an optional gain."""
 
-    on: On = "qk"  #: which of q, k, v
-    over: Over = "head"  #: each head's d numbers, or all heads of a token (a logit then reaches √d·√(H·Hk), not √d)
+    on: On = "qk"  #: which of q, k and v are normalised
+    over: Over = "head"  #: each head, or all heads of a token together (a logit then reaches √d·√(H·Hk), not √d)
     gain: GainKind = "none"  #: "dim" w [d], "one_plus_dim" 1 + w (Gemma), "head_dim" [h d], "scalar" [], "head" [h]
-    eps: float = 1e-6  #: at least 0
-    bias: bool = False  #: whether a bias is added; needs gain "dim" [d] or "head_dim" [h d]
-    value_gain: GainKind | None = None  #: the gain of v if it differs (Gemma 4 normalises v without a gain)
-    shared: bool = False  #: whether q and k use the same gain
+    eps: float = 1e-6  #: a constant of at least 0
+    bias: bool = False  #: whether a bias is added, which requires gain "dim" [d] or "head_dim" [h d]
+    value_gain: GainKind | None = None  #: the gain of v, if it differs (Gemma 4 normalises v without a gain)
+    shared: bool = False  #: whether q and k share the same gain
 
     symbol = "norm"
 
@@ -212,7 +213,7 @@ class GainNorm(Norm):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class L2Norm(GainNorm):
-    """L2 norm: x / max(‖x‖₂, eps). The result has length 1."""
+    """L2 norm: x / max(‖x‖₂, eps). The result has norm 1."""
 
     eps: float = 1e-12
     kind = "l2"
@@ -227,7 +228,7 @@ class L2Norm(GainNorm):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RMSNorm(GainNorm):
-    """RMS norm: x / sqrt(mean(x²) + eps). The result has length √d."""
+    """RMS norm: x / sqrt(mean(x²) + eps). The result has norm √d."""
 
     kind = "rms"
     symbol = "RMS"

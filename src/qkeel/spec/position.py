@@ -1,6 +1,6 @@
-"""Positions that are not plain rotations (ALiBi, Kerple, ReRoPE), and methods that adapt a trained position.
+"""Position encodings other than RoPE (ALiBi, Kerple, ReRoPE), and methods that adapt a trained position.
 
-Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head. i is a query's position, j a key's.
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d head size. i is a query's position, j a key's.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from qkeel.spec.norm import Norm
 from qkeel.spec.rope import NTK, PI, DynamicNTK, Position, Rope, SlidingWindow, Stretch, YaRN
 from qkeel.spec.slot import HeadTensor, Keys, Logits, Parameter, ParameterSizes, Params, PosK, PosQ, Queries
 
-# Positions that add a bias to the logit, a function of the distance |i - j|.
+# Positions that add a bias to the logit, which is a function of the distance |i - j|.
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class ALiBi(Position):
-    """Logits z - m_h |i - j|, m_h = 2^(-8h/H) fixed per head. Source: Press et al. 2022, arXiv 2108.12409."""
+    """Logits z - m_h |i - j|, where m_h = 2^(-8h/H) is fixed for each head. Source: Press et al. 2022, arXiv
+    2108.12409."""
 
     kind = "alibi"
     folds = False
@@ -43,9 +44,10 @@ class ALiBi(Position):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kerple(Position):
-    """Logits z plus a learned kernel of the distance, per head: -p ln(1 + a|i - j|) (kind log) or -a|i - j|^p (power).
+    """Logits z plus a learned function of the distance, per head: -p ln(1 + a|i - j|) (kind "log") or -a|i - j|^p (kind
+    "power").
 
-    Initial values are spread evenly over the heads, a in (0, 1) and p in (0, 2). In the source, they are drawn at
+    The initial values are evenly spaced over the heads, a in (0, 1) and p in (0, 2). In the source, they are drawn at
     random.
     Source: Chi et al. 2022, arXiv 2205.09921.
     """
@@ -71,27 +73,27 @@ class Kerple(Position):
 
 
 def _apart(pos_q: Tensor, pos_k: Tensor) -> Tensor:
-    """|i - j| as [b|1 1 t s]."""
+    """|i - j| as a tensor [b|1 1 t s]."""
     return (pos_q[:, :, None] - pos_k[:, None, :]).abs()[:, None]
 
 
-# Positions that clip the distance: the usual rotation near the query, a nearly constant angle far from it.
+# Positions that clip the distance. They use the normal rotation near the query and a nearly constant angle far from it.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReRope(Position):
-    """RoPE whose distance r = i - j stops growing at the window w: r where |r| < w, else ±w.
+    """RoPE whose distance r = i - j stops growing at the window w: the distance is r where |r| < w, and ±w elsewhere.
 
-    The score depends on the pair, so keys stay unrotated, also in a cache. Each score is one of two products: the usual
-    one near the query; far from it, q rotated to position w times the unrotated k. The best windows are a quarter to a
-    half of the training length. Training with ReRoPE is reported to spoil extrapolation (kexue.fm 9948).
+    The score depends on the pair, so keys stay unrotated, even in a cache. Each score is one of two products: near the
+    query the normal one, and far from it that of q, rotated to position w, and the unrotated k. The best windows are a
+    quarter to a half of the training length. Training with ReRoPE is reported to impair extrapolation (kexue.fm 9948).
 
     Source: Su 2023, kexue.fm 9708.
     """
 
-    window: int  #: w, in tokens
-    base: float = 10_000.0  #: of RoPE's frequencies
-    rotary: float = 1.0  #: share of a head that is rotated
+    window: int  #: the window w, in tokens
+    base: float = 10_000.0  #: the base of RoPE's frequencies
+    rotary: float = 1.0  #: the fraction of each head that is rotated
     kind = "rerope"
     folds = False
     rounded = False  # True if positions beyond the window are rounded to integers
@@ -103,7 +105,7 @@ class ReRope(Position):
 
     @property
     def leak(self) -> float:
-        """The number of tokens of distance beyond the window that count as one."""
+        """The number of tokens beyond the window that count as one token of distance."""
         return math.inf
 
     def check(self, head_dim: int) -> None:
@@ -121,11 +123,11 @@ class ReRope(Position):
         return Position.scores(self, q, k, q, k, {})
 
     def near(self, x: HeadTensor, pos: PosQ) -> HeadTensor:
-        """Returns q or k rotated as usual, for pairs inside the window."""
+        """Returns q or k with the normal rotation, for pairs inside the window."""
         return self._rotated(x, pos)
 
     def far_query(self, q: Queries, pos_q: PosQ, side: int = 1) -> Queries:
-        """Returns q for keys at least a window before it (side 1) or after it (side -1)."""
+        """Returns q for keys that are at least a window before it (side 1) or after it (side -1)."""
         within = math.floor(self.window / self.leak) if self.rounded else self.window / self.leak
         return self._rotated(q, self._slowed(q, pos_q) + side * (self.window - within))
 
@@ -146,17 +148,18 @@ class ReRope(Position):
 
 
 def rerope(position: Position) -> ReRope | None:
-    """Returns the position if it is a ReRope that fused kernels know; None for others and for unknown subclasses."""
+    """Returns the position if it is a ReRope that fused kernels support, or None for other positions and for unknown
+    subclasses."""
     return position if isinstance(position, ReRope) and position.kind == "rerope" else None
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeakyReRope(ReRope):
-    """ReRoPE whose distance keeps growing beyond the window, `factor` times slower: w + (r - w)/factor.
+    """ReRoPE whose distance keeps growing beyond the window, but `factor` times more slowly: w + (r - w)/factor.
 
-    Self-Extend is the form with integer positions (`rounded`): ⌊i/f⌋ + w - ⌊w/f⌋ for q, ⌊j/f⌋ for k. InvLeaky ReRoPE
-    trains with a factor below 1 (1/16) and tests with plain RoPE.
+    Self-Extend is the variant with integer positions (`rounded`): ⌊i/f⌋ + w - ⌊w/f⌋ for q, ⌊j/f⌋ for k. InvLeaky ReRoPE
+    trains with a factor below 1 (1/16) and is tested with ordinary RoPE.
 
     Source: Su 2023, kexue.fm 9708, 9728; Self-Extend: Jin et al. 2024, arXiv 2401.01325.
     """
@@ -178,12 +181,12 @@ class LeakyReRope(ReRope):
         return f"{name}(window {self.window}, 1/{self.factor:g} beyond, base {self.base:g})"
 
 
-# Methods that adapt a trained spec to longer contexts: they change the position or the scale and keep the weights.
+# Methods that adapt a trained spec to longer contexts. They change the position or the scale and keep the weights.
 
 OptionValue = float | int | str | bool
 Options = Mapping[str, OptionValue]
 
-# Name -> what the method does [source]. "log_n" changes the scale, all others the position.
+# Maps each name to what the method does and its source. "log_n" changes the scale, all others the position.
 METHODS: dict[str, str] = {
     "none": "as trained",
     "pi": "position interpolation, θ / factor [arXiv 2306.15595]",
@@ -200,7 +203,7 @@ METHODS: dict[str, str] = {
     "self_extend": "leaky_rerope at integer positions [arXiv 2401.01325]",
     "log_n": "logits × max(1, ln n / ln train_length) at test time [kexue.fm 9706]",
 }
-# Options besides factor and train_length.
+# The options of each method, in addition to factor and train_length.
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "ntk_mixed": ("power",),
     "abf": ("base",),
@@ -227,7 +230,7 @@ def position_for(
     if method == "window":
         return _seeing(position, train_length, options)
     if isinstance(position, SlidingWindow):
-        # A window inside the training length shows no untrained distance, so its rotation stays.
+        # A window within the training length contains only trained distances, so its rotation is kept.
         inner = position_for(position.inner, norm, method, factor, train_length, options)
         trained = position.window <= _length(method, train_length)
         return position if trained else dataclasses.replace(position, inner=inner)
@@ -241,7 +244,8 @@ def position_for(
         return _clipped(position, method, factor, train_length, options)
     stretch = _stretch(method, factor, train_length, options)
     if stretch.magnitude != 1 and position.order == "rotate_then_norm":
-        # A norm behind the rotation would cancel the factor on cos and sin; before it, the scores are the same.
+        # A norm after the rotation would cancel the factor on cos and sin. If the norm commutes, moving it before the
+        # rotation gives the same scores.
         if not norm.commutes_with_rotation:
             raise RefusedError(
                 f"YaRN's factor on cos and sin would be cancelled by the norm after the rotation ({norm.formula()}), "

@@ -1,4 +1,4 @@
-"""Tables of specs by name: placements of positions over layers, and published attention recipes."""
+"""Tables of named specs: how position encodings are assigned to layers, and published attention recipes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from qkeel.spec.norm import L2Norm, LayerNorm, On, RMSNorm
 from qkeel.spec.position import METHODS, ALiBi, Kerple, LeakyReRope
 from qkeel.spec.rope import NoPosition, Position, Rope, SlidingWindow, XPos
 
-# Positions by name. Each builder returns one spec per layer: equal ones, or windows in most layers and none in a few.
+# Positions by name. Each builder returns one spec per layer. The specs are equal, or most layers have a window and a
+# few do not.
 
 Specs = tuple[AttentionSpec, ...]
 
@@ -88,7 +89,7 @@ def _deep_enough(name: str, n_layers: int) -> None:
         )
 
 
-# Names that are not here may be methods of `AttentionSpec.extrapolate`, here used in training.
+# Names that are not listed here may be methods of `AttentionSpec.extrapolate`, which are then used in training.
 POSITIONS: dict[str, Recipe[Specs]] = {
     "rope": Recipe("rotary; base=, rotary= (fraction of each head)", "arXiv 2104.09864", _rope),
     "nope": Recipe("none: the causal mask alone", "arXiv 2305.19466", _plain(NoPosition())),
@@ -115,7 +116,8 @@ POSITIONS: dict[str, Recipe[Specs]] = {
 
 
 def positions() -> dict[str, str]:
-    """Returns the names of all positions and placements, each with a one-line description and its source.
+    """Returns the names of all position encodings and of their assignments to layers, each with a one-line description
+    and its source.
 
     >>> "alibi" in positions()
     True
@@ -125,17 +127,18 @@ def positions() -> dict[str, str]:
 
 
 def layer_specs(spec: AttentionSpec, n_layers: int, positions: str = "", train_length: int | None = None) -> Specs:
-    """Returns one spec per layer: `spec` with its position replaced by the named one.
+    """Returns one spec per layer, each of which is `spec` with its position replaced by the named one.
 
     Args:
         spec: the attention of every layer.
-        n_layers: number of layers.
-        positions: a name from POSITIONS or from `qkeel.spec.METHODS` with options, like "alibi" or "hwfa:window=16";
-            several joined by "/" alternate over the layers, like "window:window=64/rope". Empty: `spec` unchanged.
-        train_length: in tokens, for positions that depend on it, unless their options give it.
+        n_layers: the number of layers.
+        positions: a name from POSITIONS or from `qkeel.spec.METHODS`, with options if needed, such as "alibi" or
+            "hwfa:window=16". Several names joined by "/", such as "window:window=64/rope", alternate over the layers.
+            If it is empty, `spec` is used unchanged.
+        train_length: the training length in tokens, for positions that depend on it and whose options do not give it.
 
     Raises:
-        UnknownNameError: unknown position or option.
+        UnknownNameError: the position or an option is unknown.
         InvalidValueError: an option is out of range.
         RefusedError: the spec cannot have this position.
 
@@ -169,16 +172,17 @@ def _placed(spec: AttentionSpec, n_layers: int, text: str, train_length: int | N
     return build(f"position {name!r}", make, options, spec, n_layers)
 
 
-# Every published recipe is one row. All constants of papers and models are here, with their source.
+# Every published recipe is one row. All constants from papers and models are listed here, with their source.
 
 _HF = "as shipped in transformers 5.23"
 _SU = "Su 2023, kexue.fm 9859"
-FAR_OFF = 1.25  # scale_advice speaks up if a fixed λ differs from the best one by more than this factor
+FAR_OFF = 1.25  # scale_advice gives advice if a fixed λ differs from the best one by more than this factor
 
 
 def _slots(on: On, gain: bool) -> dict[str, Any]:
-    """Norm and position slots. As in the source, the norm follows the rotation; a gain per dimension must precede it,
-    since after the rotation it would make logits depend on more than the distance."""
+    """The norm and position slots. As in the source, the norm follows the rotation. A norm with a gain per dimension
+    must precede it instead, because after the rotation such a gain would make the logits depend on more than the
+    distance."""
     order = "norm_then_rotate" if gain else "rotate_then_norm"
     return {"norm": L2Norm(on=on, gain="dim" if gain else "none"), "position": Rope(order=order)}
 
@@ -192,7 +196,7 @@ def _baseline_logn(train_length: int = 512, clip: bool = False) -> AttentionSpec
 
 
 def _one_normed(on: On) -> tuple[Callable[..., AttentionSpec], Callable[..., AttentionSpec]]:
-    """Builders of QNA or KNA, without and with log n."""
+    """Builders of QNA or KNA, the first without log n and the second with it."""
 
     def plain(train_length: int = 512, gain: bool = False) -> AttentionSpec:
         return AttentionSpec(**_slots(on, gain), scale=Fixed(1.0))
@@ -216,13 +220,14 @@ def _cosa(train_length: int = 512, gradient: bool = False, gain: bool = False) -
 def _cosa_logn(
     train_length: int = 512, clip: bool = False, gradient: bool = False, gain: bool = False
 ) -> AttentionSpec:
-    # CosA's own dynamic scale is 4 ln n: the fixed 4 ln L times ln n / ln L.
+    # The dynamic scale of CosA is 4 ln n, which is the fixed 4 ln L times ln n / ln L.
     inner = GradientMax(keys=train_length) if gradient else Fixed(4 * math.log(train_length))
     return AttentionSpec(**_slots("qk", gain), scale=LogN(inner=inner, train_length=train_length, clip=clip))
 
 
 def scale_advice(spec: AttentionSpec, head_dim: int) -> str | None:
-    """Returns advice if a fixed λ = 4 ln n of cosine attention is far from the optimum for this head size."""
+    """Returns advice if the fixed λ = 4 ln n of cosine attention is far from the optimum for this head size, otherwise
+    None."""
     scale = spec.scale.inner if isinstance(spec.scale, LogN) else spec.scale
     if not isinstance(scale, Fixed) or spec.norm != L2Norm(on="qk") or not scale.value > 1:
         return None
@@ -383,11 +388,11 @@ def preset(name: str, **options: float | int | bool) -> AttentionSpec:
     """Returns the spec of a published recipe.
 
     Args:
-        name: a name of `presets()`.
-        options: the recipe's own constants (train_length, base, eps, …).
+        name: a name from `presets()`.
+        options: values for the constants of the recipe (train_length, base, eps, …).
 
     Raises:
-        UnknownNameError: unknown preset or option; the message names the nearest.
+        UnknownNameError: the preset or an option is unknown; the message names the nearest known one.
         InvalidTypeError: an option has the wrong type.
 
     Example:
@@ -400,7 +405,7 @@ def preset(name: str, **options: float | int | bool) -> AttentionSpec:
 
 
 def attention_spec(text: str) -> AttentionSpec:
-    """Returns the spec of a preset string.
+    """Returns the spec that a preset string describes.
 
     >>> attention_spec("gemma2:cap=30").cap
     Softcap(cap=30)

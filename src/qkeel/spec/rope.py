@@ -1,6 +1,6 @@
 """Rotary position embeddings: RoPE, its context extensions (stretches), windows and xPos, and the cache of tables.
 
-Shapes: b batch, t queries, s keys, h heads, d numbers per head, half rotated pairs.
+Shapes: b batch, t queries, s keys, h heads, d head size; `half` is the number of rotated pairs.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from qkeel.patching.autograd import version_of
 from qkeel.patching.modes import in_python_mode, transformed
 from qkeel.spec.slot import Keys, Logits, Parameter, ParameterSizes, Params, PosK, PosQ, Queries, Slot
 
-# Cache of positions and of the cos and sin tables built from them, shared by layers and steps on a GPU.
+# A cache of positions and of the cos and sin tables computed from them, shared by layers and steps on a GPU.
 #
-# Building a table there takes as many kernel launches as the attention of a layer. On a CPU it costs no more than the
-# lookup. Only tables of positions that `counted` made are cached: a caller may write into other position tensors in
-# ways that torch does not count (a collective, a kernel, a replayed graph), and reading them would wait for the GPU.
-# The cache is bypassed where a cached tensor would differ from a new one: under torch.compile, during a CUDA graph's
-# capture (its memory belongs to the graph), in transforms and traces, and in modes that see or replace torch's calls.
+# On a GPU, building a table takes as many kernel launches as the attention of a layer; on a CPU, it is no more
+# expensive than the lookup. Only tables for positions that `counted` created are cached, because a caller may write
+# into other position tensors in ways that torch does not track (a collective, a kernel, a replayed graph), and reading
+# them would wait for the GPU. The cache is bypassed if a cached tensor would differ from a new one, that is, under
+# torch.compile, during a CUDA graph's capture (its memory belongs to the graph), in transforms and traces, and in modes
+# that see or replace torch's calls.
 
-KEPT_ON = frozenset({"cuda"})  # device types
-MOST = 16  # entries, counting position tensors and tables
-MOST_BYTES = 128 * 2**20  # of all entries together
+KEPT_ON = frozenset({"cuda"})  # the types of devices whose tables are cached
+MOST = 16  # the maximum number of entries, counting position tensors and tables
+MOST_BYTES = 128 * 2**20  # the maximum size of all entries together
 Tables = TypeVar("Tables", bound=tuple[tuple[Tensor, ...], ...])
 
 
 class _Kept(NamedTuple):
-    """One cache entry. Holding all its tensors keeps their ids from being reused."""
+    """A cache entry. It holds all of its tensors, so that their ids are not reused."""
 
     made: tuple[tuple[Tensor, ...], ...]
     tensors: list[Tensor]
@@ -53,10 +54,10 @@ class _Kept(NamedTuple):
 
 
 class _Store(OrderedDict[tuple[Hashable, Hashable], _Kept]):
-    """Entries by device, stream and setting, least recently used first."""
+    """Entries keyed by device, stream and setting, with the least recently used first."""
 
     def put(self, key: tuple[Hashable, Hashable], one: _Kept) -> None:
-        """Adds an entry and evicts the least recently used ones beyond the limits."""
+        """Adds an entry and evicts the least recently used entries while the limits are exceeded."""
         with _LOCK:
             self[key] = one
             while len(self) > MOST or sum(each.size for each in self.values()) > MOST_BYTES:
@@ -68,7 +69,8 @@ _KEPT = _Store()
 
 
 def kept(make: Callable[[], Tables], setting: Hashable, *positions: Tensor) -> Tables:
-    """Returns the tables that `make` builds from `positions` and `setting`, cached: do not write into them."""
+    """Returns the tables that `make` builds from `positions` and `setting`. They are cached, so do not write into
+    them."""
     return _kept(make, (setting, *map(id, positions)), positions[0].device, positions)
 
 
@@ -84,7 +86,7 @@ def _kept(
     if found is not None and found.untouched:
         _KEPT.put((place, what), found)
         return found.made  # type: ignore[return-value]
-    # A position tensor must itself be a cache entry: only those are known to be unchanged.
+    # A position tensor must itself be a cache entry, because only cache entries are known to be unchanged.
     ours = [id(one.made[0][0]) for (where, _), one in others if where == place]
     if any(id(pos) not in ours for pos in positions):
         return make()
@@ -98,7 +100,7 @@ def _kept(
 
 
 def _stream(device: torch.device) -> int | None:
-    """The stream that may use cached tensors, 0 for devices without streams; None if nothing may be cached."""
+    """The stream that may use cached tensors, 0 for devices without streams, or None if nothing may be cached."""
     if transformed() or in_python_mode():
         return None
     if device.type != "cuda":
@@ -106,16 +108,16 @@ def _stream(device: torch.device) -> int | None:
     return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream
 
 
-# Stretches: RoPE frequencies for contexts longer than those of training.
+# Stretches: RoPE frequencies for contexts longer than the training length.
 
 Frequencies = Float[Tensor, "half"]
 
 
 class Stretch(abc.ABC):
-    """RoPE frequencies in place of θ_i = base^(-2i/d), at training or at test time.
+    """RoPE frequencies that replace θ_i = base^(-2i/d), in training or at test time.
 
-    `changes` is False only if they equal RoPE's own. `follows_length`: they depend on the number of tokens, so rotated
-    keys can't be cached while the sequence grows. `magnitude` multiplies cos and sin.
+    `changes` is False only if the frequencies equal RoPE's own. `follows_length` is True if they depend on the number
+    of tokens, so that rotated keys cannot be cached while the sequence grows. `magnitude` is a factor on cos and sin.
     """
 
     __slots__ = ()
@@ -125,7 +127,8 @@ class Stretch(abc.ABC):
 
     @abc.abstractmethod
     def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
-        """Returns frequencies [half] given RoPE's own [half]. Key positions [b|1 s] are not read back to the host."""
+        """Returns the frequencies [half] that replace RoPE's own [half]. The key positions [b|1 s] are not read back to
+        the host."""
 
     @abc.abstractmethod
     def formula(self) -> str:
@@ -149,7 +152,7 @@ class NoStretch(Stretch):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PI(Stretch):
-    """Position interpolation: θ / factor. Source: Chen et al. 2023, arXiv 2306.15595."""
+    """Position interpolation, with the frequencies θ / factor. Source: Chen et al. 2023, arXiv 2306.15595."""
 
     factor: float  #: test length / training length, at least 1
 
@@ -166,14 +169,14 @@ class PI(Stretch):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NTK(Stretch):
-    """NTK-aware frequencies: kind old (base · factor), exact, fixed, or mixed with `power`.
+    """NTK-aware frequencies. The kinds are "old" (base · factor), "exact", "fixed", and "mixed", which uses `power`.
 
-    Formulas: `qkeel.functional.rope`. Source: kexue.fm 9706. transformers uses the base of "exact".
+    The formulas are in `qkeel.functional.rope`. Source: kexue.fm 9706. transformers uses the base of "exact".
     """
 
     factor: float  #: test length / training length, at least 1
     kind: Literal["old", "exact", "fixed", "mixed"] = "old"  #: the published variant
-    power: float = 0.625  #: of kind "mixed"
+    power: float = 0.625  #: the power of kind "mixed"
 
     def __post_init__(self) -> None:
         _check(self, factor=self.factor)
@@ -193,14 +196,15 @@ class NTK(Stretch):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicNTK(Stretch):
-    """NTK exact with a factor from the current length n: s = max(n, L)/L, base · (factor·s - factor + 1)^(d/(d-2)).
+    """NTK "exact" with a factor that depends on the current length n: s = max(n, L)/L, base · (factor·s - factor +
+    1)^(d/(d-2)).
 
-    Equals RoPE up to the training length L. Each length has its own frequencies, so caches hold unrotated keys.
+    It equals RoPE up to the training length L. Each length has different frequencies, so caches hold unrotated keys.
     Source: emozilla 2023, as in transformers ("dynamic").
     """
 
-    train_length: int  #: L, in tokens, at least 2
-    factor: float = 1.0  #: at least 1
+    train_length: int  #: the training length L in tokens, at least 2
+    factor: float = 1.0  #: a factor of at least 1
     follows_length = True
 
     def __post_init__(self) -> None:
@@ -218,16 +222,18 @@ class DynamicNTK(Stretch):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class YaRN(Stretch):
-    """YaRN: interpolates slow pairs and keeps fast ones; cos and sin times 0.1 ln factor + 1, or `attention_factor`.
+    """YaRN, which interpolates slow pairs and keeps fast ones. cos and sin are multiplied by 0.1 ln factor + 1, or by
+    `attention_factor`.
 
-    ramp="code" is the released form (also in transformers), "paper" the printed one; see `qkeel.functional.rope.yarn`.
+    ramp="code" is the ramp of the released code (and of transformers), "paper" the printed one; see
+    `qkeel.functional.rope.yarn`.
     Source: Peng et al. 2023, arXiv 2309.00071.
     """
 
     factor: float  #: test length / training length, at least 1
-    train_length: int  #: tokens, at least 2
-    fast: float = 32.0  #: a pair with more turns in training keeps its frequency
-    slow: float = 1.0  #: a pair with fewer turns is interpolated by the full factor
+    train_length: int  #: the training length in tokens, at least 2
+    fast: float = 32.0  #: pairs with more turns than this in training keep their frequency
+    slow: float = 1.0  #: pairs with fewer turns than this are interpolated by the full factor
     ramp: f.Ramp = "code"
     attention_factor: float | None = None
 
@@ -254,12 +260,12 @@ class YaRN(Stretch):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3(Stretch):
-    """Llama 3.1's frequencies; see `qkeel.functional.rope.llama3`."""
+    """The frequencies of Llama 3.1; see `qkeel.functional.rope.llama3`."""
 
     factor: float  #: test length / training length, at least 1
-    train_length: int  #: tokens, at least 2
-    low: float = 1.0  #: a pair with fewer turns in training is slowed by the full factor
-    high: float = 4.0  #: a pair with more turns keeps its frequency
+    train_length: int  #: the training length in tokens, at least 2
+    low: float = 1.0  #: pairs with fewer turns than this in training are slowed by the full factor
+    high: float = 4.0  #: pairs with more turns than this keep their frequency
 
     def __post_init__(self) -> None:
         _check(self, factor=self.factor, train_length=self.train_length)
@@ -280,40 +286,42 @@ def _check(stretch: Stretch, *, factor: float, train_length: int = 2) -> None:
     check(train_length >= 2, f"a train_length of at least 2 tokens for {name}", train_length)
 
 
-# Position slot: how positions enter the logits. Here NoPE, RoPE, sliding windows and xPos; others in position.py.
+# Position slot: how positions enter the logits. This file has NoPE, RoPE, sliding windows and xPos; position.py has the
+# others.
 
-CosSin = tuple[Tensor, Tensor]  # cos and sin
+CosSin = tuple[Tensor, Tensor]  # the tables of cos and sin
 Order = Literal["norm_then_rotate", "rotate_then_norm"]
 
 
 def counted(first: int, stop: int, device: torch.device) -> Int64[Tensor, "1 n"]:
-    """Positions first … stop - 1 as [1 n]. On a GPU all callers share one tensor, so they must not write into it."""
+    """Positions first … stop - 1 as a tensor [1 n]. On a GPU, all callers share one tensor, so they must not write into
+    it."""
     if torch.compiler.is_compiling() or device.type not in KEPT_ON:
         return torch.arange(first, stop, device=device)[None]
     return _kept(lambda: ((torch.arange(first, stop, device=device)[None],),), (first, stop), device)[0][0]
 
 
 class Position(Slot):
-    """How positions enter the logits: `encode` changes q and k separately, `scores` may depend on the pair.
+    """How positions enter the logits. `encode` changes q and k separately, whereas `scores` may depend on the pair.
 
-    A rotation does all its work in `encode`. A position that depends on the pair in another way (a bias, ReRoPE)
+    A rotation does all its work in `encode`. A position that depends on the pair in any other way (a bias, ReRoPE)
     overrides `scores` and sets `folds = False`. A position that hides keys sets `reach`.
     """
 
     __slots__ = ()
-    # "none", "rope", "alibi", "rerope", "xpos", "window", "other"; Kerple's is "log" or "power".
+    # One of "none", "rope", "alibi", "rerope", "xpos", "window" and "other", or "log" or "power" for Kerple.
     kind: str = "other"
     folds: bool = True
     order: Order = "norm_then_rotate"
 
     @property
     def keeps(self) -> bool:
-        """True if a cache may hold encoded keys: they do not change as the sequence grows."""
+        """True if a cache may hold encoded keys, because they do not change as the sequence grows."""
         return self.folds
 
     @property
     def reach(self) -> int | None:
-        """A query sees the keys fewer than this many tokens away; None for all keys."""
+        """The window size (a query sees only keys fewer than this many tokens away), or None if all keys are seen."""
         return None
 
     @property
@@ -323,7 +331,7 @@ class Position(Slot):
 
     @property
     def rope(self) -> Rope | None:
-        """This position itself if it is a RoPE, else None."""
+        """This position itself if it is a RoPE, otherwise None."""
         return None
 
     def encoded(self) -> Position:
@@ -331,15 +339,15 @@ class Position(Slot):
         return NoPosition()
 
     def check(self, head_dim: int) -> None:
-        """Raises if this position does not support the head size."""
+        """Raises an exception if this position does not support the head size."""
         return None
 
     def encode(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Queries, Keys]:
-        """Returns q [b h t d] and k [b g s d] after rotation; pos_q [b|1 t], pos_k [b|1 s]."""
+        """Returns q [b h t d] and k [b g s d] after the rotation for pos_q [b|1 t] and pos_k [b|1 s]."""
         return q, k
 
     def scores(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
-        """Unscaled scores [b h t s] of encoded q and k; g key heads serve h / g query heads each."""
+        """The unscaled scores [b h t s] of encoded q and k, where each of the g key heads serves h / g query heads."""
         b, h, t, d = q.shape
         g, s = k.shape[1], k.shape[2]
         if g == h:
@@ -353,7 +361,7 @@ class Position(Slot):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoPosition(Position):
-    """NoPE: order enters through the causal mask alone."""
+    """NoPE: the order of tokens enters only through the causal mask."""
 
     kind = "none"
 
@@ -366,15 +374,15 @@ class Rope(Position):
     """Rotary embedding applied to the first fraction `rotary` of each head's dimensions.
 
     `order` places the norm before or after the rotation. The two orders are equivalent for a norm without a gain per
-    dimension. With such a gain, only norm_then_rotate keeps scores a function of the distance. To raise the base (ABF),
-    set `base`.
+    dimension. With such a gain, the scores are a function of the distance only with norm_then_rotate. To raise the base
+    (ABF), set `base`.
     """
 
-    base: float = 10_000.0  #: of the frequencies base^(-2i/d)
-    rotary: float = 1.0  #: share of each head that is rotated, in (0, 1]
-    pairing: Pairing = "half"  #: which two numbers form a rotated pair, see functional.rope.rotate
+    base: float = 10_000.0  #: the base of the frequencies base^(-2i/d)
+    rotary: float = 1.0  #: the fraction of each head that is rotated, in (0, 1]
+    pairing: Pairing = "half"  #: which two elements form a rotated pair, see functional.rope.rotate
     order: Order = "norm_then_rotate"
-    stretch: Stretch = dataclasses.field(default_factory=NoStretch)  #: frequencies for longer contexts (PI, NTK, …)
+    stretch: Stretch = dataclasses.field(default_factory=NoStretch)  #: the frequencies for longer contexts (PI, NTK, …)
     kind = "rope"
 
     def __post_init__(self) -> None:
@@ -409,7 +417,7 @@ class Rope(Position):
         return rotate(q, cos_q, sin_q, self.pairing), rotate(k, cos_k, sin_k, self.pairing)
 
     def tables(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[CosSin, CosSin]:
-        """The cos and sin of q and those of k, [b|1 1 t half] each, float32 or wider.
+        """The tables (cos, sin) for q and for k, [b|1 1 t half] each, in float32 or wider.
 
         On a GPU, the tables are cached for later layers and steps, so callers must not write into them.
         """
@@ -419,7 +427,7 @@ class Rope(Position):
         return kept(lambda: self._made(q, k, pos_q, pos_k), setting, pos_q, pos_k)
 
     def _made(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[CosSin, CosSin]:
-        # Built on CUDA directly, since a copy from the host would wait. Other devices may lack float64.
+        # Tables are built directly on CUDA, because a copy from the host would wait. Other devices may lack float64.
         device = q.device if q.device.type == "cuda" else None
         theta = rope_frequencies(self._rotated(q.shape[-1]), self.base, device)
         frequencies = self.stretch.frequencies(theta, self.base, pos_k) if self.stretch.changes else theta
@@ -442,16 +450,16 @@ class Rope(Position):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindow(Position):
-    """The position `inner` under a window: query i sees only keys with |i - j| < window.
+    """The position `inner` with a window, so that query i sees only keys with |i - j| < window.
 
     In causal attention, these are the query's own key and the window - 1 keys before it. A window hides keys by their
-    distance, so it belongs to the position slot. log n counts the keys that a query sees, n = min(position + 1,
-    window). Mistral and Gemma use this window in transformers.
+    distance, so it belongs to the position slot. The n in log n is the number of keys that a query sees, min(position +
+    1, window). Mistral and Gemma use this window in transformers.
 
     Source: Child et al. 2019, arXiv 1904.10509; Beltagy et al. 2020, arXiv 2004.05150.
     """
 
-    window: int  #: tokens, at least 1
+    window: int  #: the number of tokens, at least 1
     inner: Position = dataclasses.field(default_factory=Rope)
     kind = "window"
 
@@ -464,12 +472,12 @@ class SlidingWindow(Position):
 
     @property
     def folds(self) -> bool:  # type: ignore[override]
-        """The inner position's."""
+        """Whether `inner` folds."""
         return self.inner.folds
 
     @property
     def order(self) -> Order:  # type: ignore[override]
-        """The inner position's."""
+        """The order of `inner`."""
         return self.inner.order
 
     @property
@@ -506,16 +514,18 @@ class SlidingWindow(Position):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class XPos(Position):
-    """Interleaved RoPE with decay: q pairs times ζ_n^(i/scale), k pairs times ζ_n^(-j/scale): scores fade with i - j.
+    """Interleaved RoPE with decay. The pairs of q are multiplied by ζ_n^(i/scale) and those of k by ζ_n^(-j/scale), so
+    that scores decay with i - j.
 
-    For causal attention only, since scores would grow for keys ahead of the query. The released code centres positions,
-    which changes no score. qkeel does not centre them, so cached keys stay valid, in float32 up to about 35,000 tokens.
+    It is only for causal attention, because scores would grow for keys after the query. The released code centres the
+    positions, which changes no score. qkeel does not centre them, so cached keys stay valid, in float32 up to about
+    35,000 tokens.
 
     Source: Sun et al. 2022, arXiv 2212.10554 (LeX), torchscale.
     """
 
-    base: float = 10_000.0  #: of RoPE's frequencies
-    scale: float = 512.0  #: tokens over which scores fade by ζ
+    base: float = 10_000.0  #: the base of RoPE's frequencies
+    scale: float = 512.0  #: the number of tokens over which scores decay by ζ
     kind = "xpos"
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The base class of spec slots, and the shape letters of tensor annotations."""
+"""The base class of spec slots, and the letters for shapes in tensor annotations."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Bool, Float, Real, Shaped
 from torch import Tensor
 
-# Shapes of tensors at the borders of spec, kernels, ops and nn: b batch, t queries, s keys, h query heads, g key heads
-# (h is a multiple of g), d numbers per head, e numbers per value, m width of the model. `#x` may also be 1.
+# The shapes of tensors at the interfaces of spec, kernels, ops and nn: b batch, t queries, s keys, h query heads, g key
+# heads (h is a multiple of g), d head size, e size of a value, m width of the model. `#x` means that the size may also
+# be 1.
 
 Queries = Float[Tensor, "b h t d"]
 Keys = Float[Tensor, "b g s d"]
@@ -27,13 +28,13 @@ HeadTensor = Float[Tensor, "b heads n d"]  # q, k or v
 Hidden = Float[Tensor, "b t m"]
 Tokens = Real[Tensor, "b t"]
 QueryMask = Bool[Tensor, "b t"]
-# As callers pass them, before `Visibility.call` brings them into the shapes above.
+# Tensors as passed by callers, before `Visibility.call` converts them to the shapes above.
 GivenMask = Shaped[Tensor, "..."]  # bool or float, broadcasting to [b h t s], or [b s]
 GivenPosQ = Real[Tensor, "*b t"]
 GivenPosK = Real[Tensor, "*b s"]
 
 
-# The interface of every slot's object.
+# The interface that the object in every slot implements.
 
 Params = dict[str, Tensor]
 Shape = tuple[int, ...]
@@ -41,7 +42,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSizes:
-    """Head counts and head size that determine the shapes of a spec's parameters."""
+    """The head counts and the head size, which determine the shapes of a spec's parameters."""
 
     n_heads: int
     n_kv_heads: int
@@ -49,7 +50,8 @@ class ParameterSizes:
 
 
 class Parameter(NamedTuple):
-    """A learnable tensor of a slot: its shape and its initial value, one number or one number per head."""
+    """A learnable tensor of a slot, given by its shape and its initial value, which is a single number or one number
+    per head."""
 
     shape: Shape
     start: float | tuple[float, ...]
@@ -75,7 +77,7 @@ class Slot(abc.ABC):
             type.__setattr__(cls, "kind", "other")
 
     def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
-        """Returns this slot's learnable tensors by name; most slots have none."""
+        """Returns this slot's learnable tensors by name. Most slots have none."""
         return {}
 
     def init_params(self, geometry: ParameterSizes) -> Params:
@@ -84,4 +86,4 @@ class Slot(abc.ABC):
 
     @abc.abstractmethod
     def formula(self) -> str:
-        """Returns this slot's part of the formula, on one line."""
+        """Returns this slot's part of the formula on one line."""
