@@ -1,6 +1,6 @@
 """The experiments behind `explain_model`: forward passes with chosen projection outputs, and the observed q, k, logits.
 
-Shapes: h query heads, g key heads, t queries, s keys, d numbers per head.
+Shapes: h query heads, g key heads, t queries, s keys, d dimensions per head.
 """
 
 from __future__ import annotations

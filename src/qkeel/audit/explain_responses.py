@@ -1,6 +1,6 @@
 """Reads a recipe (norm, gain, rotation, scale) from the responses of q and k to the experiments, and formats it.
 
-Shapes: n heads, t tokens, d numbers per head.
+Shapes: n heads, t tokens, d dimensions per head.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The compiled CPU kernels: attention over whole sequences, and decoding of a few tokens.
 
-Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head, e numbers per value.
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d dimensions per head, e dimensions per value.
 """
 
 from __future__ import annotations

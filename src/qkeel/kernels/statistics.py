@@ -1,6 +1,6 @@
 """Per-head statistics for any kernel: exact ones block by block, and bounds from the logsumexps alone.
 
-Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head, r rows of a block.
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d dimensions per head, r rows of a block.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The kernels that need only torch: SDPA, row blocks, ReRoPE in two bands, FlexAttention.
 
-Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head, w window.
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d dimensions per head, w window.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Attention modules with projections and a cache, defined by a spec: MHA, GQA, MQA, GAU, and their base class.
 
-Shapes: b batch, t new tokens, s all tokens, h query heads, g key heads, d numbers per head, m width of the model.
+Shapes: b batch, t new tokens, s all tokens, h query heads, g key heads, d dimensions per head, m width of the model.
 """
 
 from __future__ import annotations

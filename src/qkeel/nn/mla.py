@@ -1,6 +1,6 @@
 """Multi-head latent attention (MLA), in training and with absorbed projections for decoding.
 
-Shapes: b batch, t queries, s keys, h heads, d numbers per head, r rotated numbers of a head, l latent width.
+Shapes: b batch, t queries, s keys, h heads, d dimensions per head, r rotated dimensions of a head, l latent width.
 """
 
 from __future__ import annotations

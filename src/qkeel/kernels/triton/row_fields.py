@@ -4,7 +4,7 @@ The pass takes one of attention's two products, no values, and no T×T matrix. I
 returns (`kernels.native.logit_pass`): the fields of `functional.statistics.ROW_FIELDS` in one tensor. Sums of weights
 are updated while the maximum grows, as in `kernels.triton.statistics`, so that nothing cancels at large logits.
 
-Shapes: b batch, h query heads, g key heads, t queries, s keys, d numbers per head.
+Shapes: b batch, h query heads, g key heads, t queries, s keys, d dimensions per head.
 """
 
 from __future__ import annotations
