@@ -153,7 +153,7 @@ def test_the_smallest_number_of_keys_heads_layers_and_tokens_that_a_formula_take
     for make, says in (
         (lambda: deepnorm(0), "at least one sublayer, got 0"),
         (lambda: alibi_slopes(0), "at least one head, got 0"),
-        (lambda: ntk(torch.ones(1), 2.0, exact=True), "at least 4 rotated numbers"),
+        (lambda: ntk(torch.ones(1), 2.0, exact=True), "at least 4 rotated dimensions"),
         (lambda: gradient_scale(16, 1), "at least 2 numbers"),
     ):
         with pytest.raises(InvalidValueError, match=says):

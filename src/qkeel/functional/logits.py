@@ -108,7 +108,7 @@ def gradient_scale(n: float, head_dim: int | None = None) -> float:
     (22.29, 16.64, 1.8635)
     """
     check(n > 1, "more than one key", n)
-    check(head_dim is None or head_dim >= 2, "cosines of at least 2 numbers", f"head_dim={head_dim}")
+    check(head_dim is None or head_dim >= 2, "a head_dim of at least 2", f"head_dim={head_dim}")
 
     def passed_on(scale: float) -> float:
         spread = scale * scale  # ln M(2λ) - 2 ln M(λ) of N(0, 1)

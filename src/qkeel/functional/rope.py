@@ -181,7 +181,9 @@ def ntk(theta: Frequencies, factor: float | Tensor, *, exact: bool = False) -> F
     """
     half = len(theta)
     if exact and half < 2:
-        raise InvalidValueError("expected at least 4 rotated numbers for the exact base of NTK, got 2; use NTK or PI")
+        raise InvalidValueError(
+            "expected at least 4 rotated dimensions for the exact base of NTK, got 2; use NTK or PI"
+        )
     index = torch.arange(half, dtype=theta.dtype, device=theta.device)
     power = -index / (half - 1 if exact else half)
     return theta * torch.as_tensor(factor, dtype=theta.dtype, device=theta.device) ** power
