@@ -1,4 +1,4 @@
-"""Health check of a model, a run or a checkpoint, which answers in one sentence with a number and a threshold."""
+"""A health check of a model, a run or a checkpoint, which answers in one sentence with a number and a threshold."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
 
 
 def _numbers(stats: LogitStats) -> tuple[float, int, float, bool]:
-    """Returns a site's largest logit, its head, the mean entropy of the heads, and whether a logit is not finite."""
+    """Returns a site's largest logit, the head of that logit, the mean entropy of the heads, and whether a logit is not
+    finite."""
     values = stats.max_logit.double()
     head = int(values.nan_to_num(-math.inf).argmax())
     entropy = stats.value("entropy")
