@@ -39,7 +39,7 @@ def check(what: nn.Module | str | Path, batch: object = None, *, threshold: floa
 
     Raises:
         InvalidTypeError: `what` is of another type, or a model is given without a batch.
-        NoAttentionError: no attention is seen in the forward pass.
+        NoAttentionError: no attention is observed in the forward pass.
         InvalidValueError: the threshold is not above 0.
         RunDirectoryError, DataError: the files cannot be read.
 
@@ -61,7 +61,7 @@ def check(what: nn.Module | str | Path, batch: object = None, *, threshold: floa
 
 
 def is_run(path: Path) -> bool:
-    """True if a directory holds the records of a run."""
+    """True if a directory contains the records of a run."""
     return (path / "metrics.jsonl").is_file()
 
 
@@ -162,7 +162,7 @@ def _of_heads(heads: Heads, threshold: float) -> Health:
 
 
 def of_scan(found: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
-    """Judges a checkpoint by its weights: an upper bound on the logits, where norms give one."""
+    """Judges a checkpoint by its weights, which imply an upper bound on the logits if there are norms."""
     rows, bounds = [], []
     for site in found.sites:
         both = [g if math.isfinite(g) else b for g, b in zip(site.gain_bound, site.logit_bound)]

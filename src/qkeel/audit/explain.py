@@ -55,7 +55,7 @@ from qkeel.sites.tap import Tap
 
 @final
 class QueryOrKey:
-    """The queries or the keys of one site: their responses, and the norm and rotation that explain them."""
+    """The queries or the keys of one site, with their responses and the norm and rotation that explain these."""
 
     def __init__(self, experiment: SiteExperiments, site: AttentionSite, side: Literal["q", "k"]) -> None:
         self.site, self.side = site, side
@@ -87,7 +87,7 @@ class QueryOrKey:
         return scaled(1.0, salt)(random_vector(part.parameter, size), like)[0][part.index.cpu()]
 
     def norm(self) -> NormRecipe:
-        """Returns the norm that is applied, or the factor if there is no norm."""
+        """Returns the norm that is applied, or the factor if q or k is not normed."""
         a = self.answers
         how = response(a)
         if how == "linear":
@@ -427,7 +427,7 @@ def _doubts(turns: list[Rotation | None], scale: tuple[float, ...] | None) -> tu
 
 
 def _biased(reading: Observation, scale: tuple[float, ...] | None) -> bool:
-    """True if something besides q·k makes one key more likely than another."""
+    """True if something other than q·k makes some keys more likely than others."""
     if reading.logits is None:
         return reading.bias is not None and bool((reading.bias[reading.visible] != 0).any())
     if scale is None:

@@ -40,10 +40,11 @@ Stimulus = Callable[[Tensor, Tensor], Tensor]  # x [features], like [tokens feat
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Observation:
-    """One site in one pass, first batch entry, float64.
+    """What was observed at one site in one pass, for the first batch entry, in float64.
 
-    q [h t d], k [g s d], logits [h t s] (None for a fused kernel), a fused kernel's scale and additive bias, visible
-    [h t s], and `beyond` [h t n]: softmax columns beyond the keys. `rounding` is the eps of q's dtype.
+    It holds q [h t d], k [g s d], the logits [h t s] (None for a fused kernel), the scale and additive bias of a fused
+    kernel, the visible pairs [h t s], and `beyond` [h t n], the softmax columns beyond the keys. `rounding` is the eps
+    of q's dtype.
     """
 
     q: Tensor

@@ -112,7 +112,7 @@ def reach(a: Answers) -> str:
 
 
 def subtracts_mean(a: Answers) -> bool:
-    """True if adding a constant to every number leaves q unchanged."""
+    """True if adding a constant to every element leaves q unchanged."""
     return close(a.lifted, a.base, 10 * a.tolerance)
 
 
@@ -247,7 +247,7 @@ def _base(u: Tensor, v: Tensor, r: int) -> tuple[float | None, str]:
     return float(f"{math.exp(-slope * r / 2):.3g}"), ""
 
 
-# The result of explain_model: one SiteRecipe per attention, and the text of all.
+# The result of explain_model: one SiteRecipe per attention layer, and the text of all recipes.
 
 
 @final
@@ -261,7 +261,7 @@ class NormRecipe:
     gain: str = "none"  #: none, scalar …, per dim, per head, per head and dim, unknown
     bias: bool = False  #: whether a bias follows the gain
     parameters: tuple[str, ...] = ()  #: names of the gain and bias parameters
-    factor: float = 1.0  #: factor on q or k if there is no norm
+    factor: float = 1.0  #: factor on q or k if it is not normed
     order: str = ""  #: before RoPE, after RoPE, either (they commute)
     why: str = ""  #: what is unknown or unusual
 
@@ -366,7 +366,7 @@ class Explanation:
     """The recipes of all attention layers of a model, and contradictions with the model's config."""
 
     model: str  #: name of the model's class
-    sites: tuple[SiteRecipe, ...]  #: one recipe for each attention
+    sites: tuple[SiteRecipe, ...]  #: one recipe for each attention layer
     differences: tuple[str, ...] = ()  #: one sentence per config setting that the model contradicts
     linear: tuple[str, ...] = ()  #: names of the layers without logits, see records.LAYER_TYPES
 

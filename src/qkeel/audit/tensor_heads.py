@@ -41,7 +41,7 @@ UNSCALED = frozenset(["t5", "mt5", "umt5", "longt5", "switch_transformers", "pop
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """The sizes of an attention layer; None if neither config nor flags give them. A `scale` of None means
+    """The sizes of an attention layer, each None if neither config nor flags give it. A `scale` of None means
     1/√head_dim."""
 
     n_heads: int | None = None  #: query heads
@@ -523,7 +523,7 @@ def _norm_before(tensors: Tensors, module: str) -> str | None:
 
 
 def _left_over(tensors: Tensors, known: list[str]) -> list[Unknown]:
-    """Returns modules named like attention that hold matrices and belong to no site."""
+    """Returns modules with names like attention that contain matrices but do not belong to any site."""
     lost: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
         match = _ATTENTION.match(name)

@@ -387,7 +387,8 @@ def no_change_rows(like: Tensor) -> dict[str, Tensor]:
 
 
 def reduce_changes(parts: list[dict[str, Tensor]], counted: Bool[Tensor, "b t"] | None) -> LogitChange:
-    """Reduces the rows of all parts to one change per head; rows count if they see a key and are not masked out."""
+    """Reduces the rows of all parts to one change per head; rows are counted if they see a key and are not masked
+    out."""
     rows = {name: torch.cat([part[name] for part in parts], dim=2) for name in parts[0]}
     out = rows["n"] == 0 if counted is None else (rows["n"] == 0) | ~counted[:, None]
     norm, total, most = (rows[name].masked_fill(out, 0.0) for name in ("norm", "total", "most"))

@@ -194,12 +194,14 @@ class ClassStats:
 
     @property
     def query_competition(self) -> Float[Tensor, " h"]:
-        """Largest over smallest mean query norm among the classes; NaN with fewer than two classes seen."""
+        """The ratio of the largest to the smallest mean query norm of any class; NaN if fewer than two classes were
+        seen."""
         return norm_ratio(self.query_norm, self.n_normed)
 
     @property
     def key_competition(self) -> Float[Tensor, " g"]:
-        """Largest over smallest mean key norm among the classes; NaN with fewer than two classes seen."""
+        """The ratio of the largest to the smallest mean key norm of any class; NaN if fewer than two classes were
+        seen."""
         return norm_ratio(self.key_norm, self.n_keys)
 
 

@@ -104,7 +104,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotation written into one new tensor. Its derivative is the inverse rotation, so x is not kept."""
+    """The rotation, written into a new tensor. Its derivative is the inverse rotation, so x is not kept."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:

@@ -184,7 +184,7 @@ def operator_for(device: torch.device) -> EncodeOperator | None:
 
 
 def both_operator(device: torch.device) -> BothOperator | None:
-    """Returns the operator that handles q and k in one launch, gradient included; None if there is none."""
+    """Returns the operator that handles q and k in one launch, gradient included, or None if there is none."""
     if device.type == "cpu" or not available.trusted("norm and rotation", device):
         return None
     from qkeel.kernels.triton import norm_rope as triton_norm_rope

@@ -78,7 +78,7 @@ class Found(abc.ABC):
     @property
     @abc.abstractmethod
     def alike(self) -> tuple[object, ...]:
-        """Returns what must be equal for calls to be reduced together; () for a call that is reduced alone."""
+        """Returns what must be equal for calls to be reduced together; () for a call that is reduced separately."""
 
     @property
     def size(self) -> int:
@@ -553,7 +553,7 @@ def _keys_seen(call: AttentionCall) -> Tensor:
 
 
 def _all_keys_seen(call: AttentionCall) -> bool:
-    """True if all keys are seen, judged without reading masks and positions."""
+    """True if it is known that all keys are seen, without reading masks and positions."""
     if call.query_mask is not None or call.mask is not None:
         return False
     return call.window is None and (not call.causal or call.plain)

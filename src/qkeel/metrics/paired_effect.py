@@ -116,7 +116,7 @@ def bootstrap_interval(
         seed: seed of the resampling.
 
     Raises:
-        InvalidValueError: there are fewer than 2 values, or one is NaN.
+        InvalidValueError: there are fewer than 2 values, or a value is NaN.
 
     Source: Efron 1979; Hesterberg 2015, What Teachers Should Know About the Bootstrap.
 
@@ -178,7 +178,7 @@ def exact_interval(differences: Sequence[float] | np.ndarray, level: float) -> t
 
 @functools.lru_cache(maxsize=512)  # a page asks for the same rows at many levels
 def _subset_means(differences: tuple[float, ...]) -> np.ndarray:
-    """Returns the sorted means of all non-empty subsets, or of many random ones if there are too many."""
+    """Returns the sorted means of all non-empty subsets, or of many random subsets if there are too many."""
     values = np.array(differences)
     if len(values) <= _ALL:
         sums, counts = np.zeros(1), np.zeros(1)
@@ -212,7 +212,7 @@ def nominal(error: float, looks: int) -> float:
 
 
 def _crossing(each: float, looks: int) -> float:
-    """Returns the probability that some look crosses the boundary whose two-sided error in one look is `each`."""
+    """Returns the probability that at least one look crosses the boundary whose two-sided error per look is `each`."""
     bound = -statistics.NormalDist().inv_cdf(each / 2)
     nodes, weights = _rule()
     kept, grid, mass = 1.0, np.zeros(1), np.ones(1)
@@ -291,7 +291,7 @@ class PairedEffect:
 
     @property
     def detectable(self) -> float:
-        """The smallest true mean that a study with this n and spread shows to be beyond the margin in 80 % of cases."""
+        """The smallest true mean that a study with this n and spread finds to be beyond the margin in 80 % of cases."""
         shift = math.inf if math.isinf(self.high) else _shift(self.n, self.level) * self.spread / math.sqrt(self.n)
         return (self.margin or 0.0) + shift
 
@@ -365,7 +365,7 @@ def planned_power(expected: float, spread: float, n: int, level: float = 0.95, m
         spread: standard deviation of the differences, above 0.
         n: number of pairs, at least 2.
         level: coverage of the interval.
-        margin: the largest difference that counts as zero; 0 without a margin.
+        margin: the largest difference that counts as zero; None means 0.
 
     Raises:
         InvalidValueError: an argument is out of range.

@@ -1,4 +1,4 @@
-"""Scalars of whole runs: learning-rate sensitivity, collapse, health, errors of logits, Lyapunov exponents."""
+"""Scalars of runs: learning-rate sensitivity, collapse, health, errors of logits, Lyapunov exponents."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from qkeel.spec.presets import attention_spec, scale_advice
 from qkeel.spec.rope import counted
 from qkeel.spec.slot import GivenMask, GivenPosQ, HeadTensor, Hidden, Keys, Params, PosK, PosQ, Queries, Tokens, Values
 
-# Caches: what attention needs of earlier tokens, one cache per attention module.
+# Caches: what attention needs to know of earlier tokens, one cache per attention module.
 
 Latent = Float[Tensor, "b one t l"]
 Inverse = Float[Tensor, "b #h t"]
@@ -90,7 +90,7 @@ class Cache:
             )
         if self._held and len(self._held) != len(new):
             raise ShapeError(
-                f"this cache holds {len(self._held)} tensors, but the module now needs {len(new)}, because its norm has "
+                f"this cache holds {len(self._held)} tensors, but the module needs {len(new)}, because its norm has "
                 "changed since the cache was created; start a new cache"
             )
         self._held = [self._grown(old, x, length) for old, x in zip(self._held or [None] * len(new), new)]
@@ -138,8 +138,8 @@ class KVCache(Cache):
 class LatentCache(Cache):
     """The cache of multi-head latent attention: one kv latent and one rotated key for all heads, plus key norms.
 
-    A token takes l + r numbers (latent, rotated key) in the module's dtype. If keys are normed, it also takes one
-    inverse magnitude per head in float32 or wider, which is all that is needed to divide key k_h by its magnitude.
+    Each token requires l + r numbers (latent, rotated key) in the module's dtype. If keys are normed, it also requires
+    one inverse magnitude per head in float32 or wider, which is all that is needed to divide key k_h by its magnitude.
     For `max_length` see `Cache`.
     """
 
@@ -153,7 +153,7 @@ class LatentCache(Cache):
         return held[0], held[1] if inverse is not None else None
 
 
-# The base of every attention module: a spec, its parameters by plain names, and observers of its calls.
+# The base of every attention module: a spec, its parameters, and observers of its calls.
 
 Observer = Callable[[AttentionCall], None]
 QKV = tuple[Queries, Keys, Values]

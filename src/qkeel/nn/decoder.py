@@ -383,7 +383,7 @@ class EncoderDecoder(nn.Module):
         source: number of source tokens, at least 1.
 
     Raises:
-        InvalidValueError: the attention is of another kind, or there is no source.
+        InvalidValueError: the attention is not multi-head, or `source` is below 1.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762, with a norm before each branch and after the last block of each side.
 

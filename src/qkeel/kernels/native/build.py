@@ -48,7 +48,7 @@ def opened_folder(make: bool) -> Iterator[int]:
     """Yields a descriptor of the cache folder; `make` creates it and any missing parents, for this user only.
 
     Raises:
-        BuildError: the folder is a link, or other users own it or can write to it.
+        BuildError: the folder is a link, or another user owns it or can write to it.
         OSError: the folder cannot be opened.
     """
     path = cache_folder()
@@ -69,7 +69,7 @@ def opened_library(folder: int, name: str) -> int | None:
     """Returns a descriptor of a library in the folder, which the caller closes; None if it is missing or incomplete.
 
     Raises:
-        BuildError: it is a link, a folder or a device, or other users own it or can write to it.
+        BuildError: the library is a link, a folder or a device, or another user owns it or can write to it.
     """
     where = f"the file {cache_folder() / name}"
     try:
@@ -98,7 +98,7 @@ def opened_library(folder: int, name: str) -> int | None:
 
 
 def sealed(content: bytes) -> bytes:
-    """Appends a library's checksum, in a place that loaders ignore."""
+    """Appends a library's checksum at the end, which loaders ignore."""
     return content + hashlib.sha256(content).digest()
 
 
@@ -337,7 +337,7 @@ def _compile(compiler: str, name: str, folder: int, lock: int) -> None:
 
 @contextmanager
 def _workplace(folder: int, name: str) -> Iterator[int]:
-    """Yields a descriptor of a new folder in the cache, replacing one that a killed process left."""
+    """Yields a descriptor of a new folder in the cache, replacing any that a killed process has left behind."""
     shutil.rmtree(name, ignore_errors=True, dir_fd=folder)
     os.mkdir(name, 0o700, dir_fd=folder)
     inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
@@ -349,7 +349,7 @@ def _workplace(folder: int, name: str) -> Iterator[int]:
 
 
 def _write(folder: int, name: str, content: bytes) -> None:
-    """Writes a new file for this user alone, replacing one that a killed process left."""
+    """Writes a new file that only this user can access, replacing any that a killed process has left behind."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
     try:

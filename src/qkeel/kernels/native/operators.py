@@ -92,7 +92,7 @@ def _functions(name: str, library: str) -> ModuleType | None:
 
 @functools.cache
 def _loaded(source: OperatorSource) -> str | None:
-    """Loads the library and returns its path; returns None after a warning if there is none."""
+    """Loads the library and returns its path, or warns and returns None if there is no library."""
     try:
         try:
             library = _load(opened(source.name))
@@ -236,7 +236,7 @@ def rms_norm_backward(
     inverse: Float[Tensor, "runs rows"],
     gain: Float[Tensor, "runs d"] | None,
 ) -> tuple[Float[Tensor, "runs rows d"], Float[Tensor, " ..."]]:
-    """Returns the gradients of x and of the gain ([0] without one); `inverse` is 1 / rms(x)."""
+    """Returns the gradients of x and of the gain (of shape [0] if there is no gain); `inverse` is 1 / rms(x)."""
     return torch.ops.qkeel_native.stacked_rms_norm_backward(dy, x, inverse, gain)
 
 
@@ -323,7 +323,7 @@ class AdamTensors:
     """The n weights of a step, each a dense float32 matrix or vector, with torch's Adam state and rates.
 
     `maxima` is empty without amsgrad. `rates` [lines] is float32, `squares` [lines] float64; a line is a row (axis 0)
-    or a column (axis 1) of a matrix, or one number of a vector. `grad_scale` and `found_inf` belong to a GradScaler;
+    or a column (axis 1) of a matrix, or an element of a vector. `grad_scale` and `found_inf` belong to a GradScaler;
     only the GPU kernel reads them.
     """
 

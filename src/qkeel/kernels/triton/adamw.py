@@ -28,7 +28,7 @@ _NONE, _COUPLED, _SCALED, _PLAIN = (tl.constexpr(i) for i in range(4))
 
 @triton.jit
 def _tensor(row, field, EVEN):
-    """Returns the address of one of a weight's tensors."""
+    """Returns the address of a tensor that belongs to a weight."""
     start = tl.load(row + field).to(tl.pointer_type(tl.float32))
     if EVEN:
         start = tl.multiple_of(start, 16)
