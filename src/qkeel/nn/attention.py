@@ -74,7 +74,9 @@ class Cache:
     def check_positions(self, pos: GivenPosQ | None, mask: GivenMask | None) -> None:
         """Raises InvalidValueError if positions are given without the mask that they need."""
         if mask is None and (pos is not None or self.pos is not None):
-            raise InvalidValueError("explicit positions with a cache need a mask [b 1 1 keys] that hides the padding")
+            raise InvalidValueError(
+                "explicit positions with a cache need a mask that hides the padding, of shape [b 1 1 keys]"
+            )
 
     def reset(self) -> None:
         """Forgets all tokens but keeps the memory."""
