@@ -136,7 +136,7 @@ def _positive(config: ConfigMapping, key: str) -> float | None:
     """Returns the named number; None if it is missing, null or 0.
 
     Raises:
-        DataError: the value is anything but a positive number.
+        DataError: the value is neither a positive number nor missing, null or 0.
     """
     value = config.get(key)
     if value is None or (value == 0 and not isinstance(value, str)):
@@ -279,7 +279,7 @@ PlansOrUnknown = list[SitePlan | Unknown]
 
 
 def recognise(tensors: Tensors, geometry: Callable[[str], Geometry]) -> PlansOrUnknown:
-    """Returns every attention layer of a checkpoint in the order of its tensors, and the candidates that can't be
+    """Returns every attention layer of a checkpoint in the order of its tensors, and the candidates that cannot be
     read."""
     found: PlansOrUnknown = []
     for name, tensor in tensors.items():
@@ -494,7 +494,7 @@ def _present(tensors: Tensors, module: str) -> str | None:
 
 
 def _with_norms(tensors: Tensors, plan: SitePlan, geometry: Geometry) -> SitePlan:
-    """Returns the plan with the norms next to it and before it."""
+    """Returns the plan with the norms next to and before the projections."""
     at = f"{plan.name}." if plan.name else ""
     gains = [(_present(tensors, at + q), _present(tensors, at + k)) for q, k in GAINS]
     query, key = next((pair for pair in gains if pair[0] or pair[1]), (None, None))

@@ -22,7 +22,7 @@ def chosen_distances(chosen: Pairs, allowed: Pairs, positions: Int[Tensor, " r"]
     sliding window.
 
     Args:
-        chosen: the keys that each row reaches, a part of `allowed`.
+        chosen: the keys that each row attends to, a subset of `allowed`.
         allowed: the keys that the row could have chosen.
         positions: the index of each row's query among the keys.
 
@@ -52,7 +52,7 @@ def dense_comparison(z: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs)
 
     Args:
         z: logits of all pairs after the cap, in nats.
-        chosen: the keys that each row reaches, a part of `allowed`.
+        chosen: the keys that each row attends to, a subset of `allowed`.
         allowed: the keys that the row could have chosen.
 
     Source: derived; llm-internal-medicine's dsa_metrics has the same statistics.

@@ -114,12 +114,12 @@ class LogitStats:
 
     @property
     def non_finite(self) -> PerHead:
-        """1 for a head whose logits or entropy are NaN or infinite, else 0."""
+        """1 for each head whose logits or entropy are NaN or infinite, otherwise 0."""
         return is_not_finite(self.max_logit, self.min_logit, self.entropy, self.n_pairs).to(self.max_logit.dtype)
 
     @property
     def max_abs_logit(self) -> PerHead:
-        """Largest magnitude of a logit; 0 without data."""
+        """The largest magnitude of any logit; 0 if there is no data."""
         return torch.maximum(self.max_logit, -self.min_logit).clamp_min(0)
 
     @classmethod
@@ -614,7 +614,7 @@ def reduce_fields(
     products: bool = True,
     classes: ClassStats | None = None,
 ) -> LogitStats:
-    """Returns LogitStats from the statistics of rows as one tensor, in the order of ROW_FIELDS.
+    """Returns LogitStats from the statistics of rows, given as one tensor in the order of ROW_FIELDS.
 
     All fields are reduced at once, because every operation costs some microseconds, regardless of its size.
 

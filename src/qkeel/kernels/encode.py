@@ -1,4 +1,4 @@
-"""Encodes q and k for the dot product: norm and rotation by fused operators where possible, else by torch."""
+"""Encodes q and k for the dot product: norm and rotation with fused operators where possible, otherwise with torch."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def _gain(plan: _EncodePlan, part: NormedPart, params: Params) -> Tensor | None:
 
 
 def _keeps(x: Tensor, gain: Tensor | None) -> bool:
-    """True if backward needs x itself because some gain is too small to divide by.
+    """True if backward needs x itself because a gain is too small to divide by.
 
     Also True when compiling, where values are unknown, and on a GPU, where reading them would wait for the device.
     """

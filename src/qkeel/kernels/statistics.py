@@ -267,7 +267,7 @@ def _no_statistics(heads: int, dtype: torch.dtype, device: torch.device) -> dict
 
 
 def with_capped(found: LogitStats, cap: Cap) -> LogitStats:
-    """Returns the statistics with the largest logit after the cap filled in."""
+    """Returns the statistics with capped_max_logit filled in."""
     top = found.max_logit
     capped = top if cap.kind == "none" else torch.where(top == -torch.inf, top, cap.apply(top))
     return dataclasses.replace(found, capped_max_logit=capped)
@@ -284,8 +284,8 @@ ROWS = 64  # least rows per block: fewer make inefficient matrix products
 def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> LogitStats:
     """Computes exact statistics of the logits, weights, norms and angles of a call.
 
-    Masked pairs and query rows excluded by the call's `query_mask` are not counted. share_above counts logits above
-    `threshold` nats.
+    Masked pairs and query rows excluded by the call's `query_mask` are not counted. share_above is the share of logits
+    above `threshold` nats.
     """
     return find_rows(call, threshold).with_others(())
 

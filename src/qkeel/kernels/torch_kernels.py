@@ -113,8 +113,8 @@ def _with_nan_of_an_only_key(out: Tensor, q: Tensor, k: Tensor, *, causal: bool)
     """Sets the first query's output to NaN if it sees only the first key and their logit is not finite.
 
     torch's CPU kernel mistakes such a row for a row without keys and returns the first value. With several queries this
-    is done only without gradients: in training all queries see the first key, so a NaN in it shows anyway. Exported
-    programs, which serve every length, are not changed.
+    is done only without gradients: in training, all queries see the first key, so a NaN in it is visible in any case.
+    Exported programs, which serve every length, are not changed.
     """
     if not q.is_cpu or torch.compiler.is_exporting():
         return out

@@ -79,7 +79,7 @@ class Cache:
             )
 
     def reset(self) -> None:
-        """Forgets all tokens but keeps the memory."""
+        """Discards all tokens but keeps the memory."""
         self.length, self.pos = 0, None
 
     def _append(self, new: Sequence[Tensor], pos: Tensor | None) -> list[Tensor]:
@@ -267,7 +267,8 @@ class SpecModule(nn.Module):
 
 
 def check_input(x: Tensor, d_model: int, layer: nn.Module | None = None, name: str = "x") -> None:
-    """Raises unless x is a floating-point [b t m] with the dtype and device of the `layer` that reads it."""
+    """Raises an error unless x is a floating-point tensor [b t m] with the dtype and device of the `layer` that reads
+    it."""
     if not isinstance(x, Tensor):
         raise InvalidTypeError(f"expected {name} to be a tensor, got {type(x).__name__}")
     if not x.is_floating_point() or x.dtype.itemsize < 2:
@@ -307,8 +308,8 @@ class Attention(SpecModule):
         head_dim: width of a head (default: d_model / n_heads).
         spec: a spec, or the name of a preset with its options ("qwen3", "gemma2:cap=30"); "baseline" by default.
         bias: whether the q, k and v projections have biases.
-        dropout: on the attention weights, in training.
-        impl: a kernel's name or "auto".
+        dropout: dropout probability of the attention weights, in training.
+        impl: the name of a kernel, or "auto" to choose one per call.
 
     Example:
         >>> import torch
@@ -472,8 +473,8 @@ class GAU(SpecModule):
         size: width of q and k.
         spec: the attention spec; preset("baseline") by default.
         bias: whether q and k have offsets β.
-        dropout: on the attention weights, in training.
-        impl: a kernel's name or "auto".
+        dropout: dropout probability of the attention weights, in training.
+        impl: the name of a kernel, or "auto" to choose one per call.
 
     Source: Hua et al. 2022, arXiv 2202.10447, section 3.2; the initial values γ = 1 and β = 0 and the lack of biases
     are those of GAU-α (bert4keras).

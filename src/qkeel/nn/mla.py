@@ -196,8 +196,8 @@ class MLA(SpecModule):
         sizes: the sizes of latents and heads; `LatentSizes()` by default.
         spec: the attention spec; `AttentionSpec()` by default.
         latent_norm: whether latents are normed.
-        dropout: on the attention weights, in training.
-        impl: a kernel's name or "auto".
+        dropout: dropout probability of the attention weights, in training.
+        impl: the name of a kernel, or "auto" to choose one per call.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """

@@ -133,7 +133,7 @@ def _arguments(call: AttentionCall) -> OperatorArguments | None:
 
 
 def _encoded(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Returns q and k as they enter the product: unchanged if the spec does not encode them, else in float32."""
+    """Returns q and k as they enter the product: unchanged if the spec does not encode them, otherwise in float32."""
     spec = call.spec
     if spec.norm.kind == "none" and spec.position.unwindowed.kind == "none":
         return call.q, call.k

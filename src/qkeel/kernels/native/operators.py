@@ -374,6 +374,7 @@ def sum_lines(weights: Sequence[Tensor], squares: Sequence[Tensor], axes: Sequen
 
 
 def scale_heads(heads: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-    """Multiplies each of the heads [n r m], float32, by its factor [n], in place; a factor of 1 changes no bit."""
+    """Multiplies each of the float32 heads [n r m] by its factor [n], in place; a factor of 1 leaves the head's bits
+    unchanged."""
     if heads:  # the operator needs a tensor to find its device
         torch.ops.qkeel_native.scale_heads(list(heads), list(factors))

@@ -137,7 +137,7 @@ def forward(
     HEADS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
     KIND: tl.constexpr, GAIN: tl.constexpr, TURN: tl.constexpr, INVERSES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Forward pass of one tensor, by the programs of a launch from number `before` on."""
+    """Forward pass of one tensor, executed by the programs of a launch from number `before` on."""
     n, head, time, ok = _rows(tl.program_id(0) - before, heads, times, outer, blocks, HEADS, TOKENS)
     a, b, c = _pieces(x, n * x_b + head * x_h + time * x_t, ok, D, HALF, WIDE, TAIL, STEP)
     if KIND == LAYER:
@@ -185,7 +185,7 @@ def backward(
     KIND: tl.constexpr, GAIN: tl.constexpr, BY_HEAD: tl.constexpr, TURN: tl.constexpr, KEPT_X: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Backward pass of one tensor, by the programs of a launch from number `before` on."""
+    """Backward pass of one tensor, executed by the programs of a launch from number `before` on."""
     pid = tl.program_id(0) - before
     chunk, block = pid // blocks, pid % blocks
     size = D * heads if WHOLE else D
@@ -347,8 +347,8 @@ def back(
 
 
 def summed(parts: Tensor) -> Tensor:
-    """Sums the parts of the gain's gradient to [h or 1 d], in an order that depends on shapes only; empty without
-    one."""
+    """Sums the parts of the gain's gradient to [h or 1 d], in an order that depends only on shapes; empty if there is
+    no gain."""
     return parts.sum(0) if parts.numel() else parts.new_empty(0)
 
 
