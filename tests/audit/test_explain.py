@@ -166,14 +166,16 @@ def test_where_the_config_says_something_else_it_is_a_sentence() -> None:
     model = nn.Sequential(ByHand(RECIPES["never called"]))
     model.config = {"use_qk_norm": True}
     (said,) = qkeel.explain_model(model, torch.randn(1, 6, 32)).differences
-    assert said == "config.use_qk_norm is true, but no norm acts on q or k (everywhere)"
+    assert said == "config.use_qk_norm is true, but no norm is applied to q or k (everywhere)"
     gemma = MODELS["gemma2"]()
     changes = {"attn_logit_softcapping": 30.0, "query_pre_attn_scalar": 16, "sliding_window": 9}  # after it was built
     for name, value in changes.items():
         setattr(gemma.config, name, value)
     found = qkeel.explain_model(gemma, batch_for("gemma2")).differences
     assert "config.attn_logit_softcapping is 30.0, but the observed cap is 50 (everywhere)" in found
-    assert "config.query_pre_attn_scalar 16 means logits 0.25 · q·k, observed was 0.125 (everywhere)" in found
+    assert (
+        "config.query_pre_attn_scalar 16 means logits 0.25 · q·k, but the observed scale is 0.125 (everywhere)" in found
+    )
 
 
 def test_other_arguments_and_failures_are_told() -> None:

@@ -52,7 +52,7 @@ from qkeel.functional.statistics import LogitStats, merge
 def test_cosines_of_two_numbers_have_a_scale_and_of_one_have_none() -> None:
     # On a circle M is the Bessel function I₀, M(2λ)/M(λ)² ≈ √(πλ): λ (1 - √(πλ)/n) is largest at (2n/3)²/π.
     assert gradient_scale(16, 2) == pytest.approx((2 * 16 / 3) ** 2 / math.pi, rel=0.01)
-    with pytest.raises(InvalidValueError, match="at least 2 numbers"):
+    with pytest.raises(InvalidValueError, match="head_dim of at least 2"):
         gradient_scale(16, 1)
 
 
@@ -153,8 +153,8 @@ def test_the_smallest_number_of_keys_heads_layers_and_tokens_that_a_formula_take
     for make, says in (
         (lambda: deepnorm(0), "at least one sublayer, got 0"),
         (lambda: alibi_slopes(0), "at least one head, got 0"),
-        (lambda: ntk(torch.ones(1), 2.0, exact=True), "at least 4 rotated numbers"),
-        (lambda: gradient_scale(16, 1), "at least 2 numbers"),
+        (lambda: ntk(torch.ones(1), 2.0, exact=True), "at least 4 rotated dimensions"),
+        (lambda: gradient_scale(16, 1), "head_dim of at least 2"),
     ):
         with pytest.raises(InvalidValueError, match=says):
             make()

@@ -130,7 +130,7 @@ def test_a_pass_of_its_own_says_that_it_was_one_and_why(name: str, monkeypatch: 
     )
     for stats in PRICES.values():
         found = attention(q, k, v, spec=spec, stats=stats, **how)[1]
-        assert found.note.startswith("by the full pass over all logits: ")
+        assert found.note.startswith("computed in a full pass over all logits: ")
         assert reason in found.note
         assert found.certified is not None
         assert found.certified.all()

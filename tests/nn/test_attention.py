@@ -120,7 +120,7 @@ def test_weights_come_back_from_a_state_dict() -> None:
     ("arguments", "said"),
     [
         ({"d_model": 24, "n_heads": 4, "n_kv_heads": 3}, "choose one of"),
-        ({"d_model": 24, "n_heads": 5}, "does not split into 5 heads"),
+        ({"d_model": 24, "n_heads": 5}, "does not split evenly into 5 heads"),
         ({"d_model": 24, "n_heads": 0}, "at least one head"),
         ({"d_model": 24, "n_heads": 4, "n_kv_heads": 0}, "at least one head"),
         ({"d_model": 24, "n_heads": 4, "head_dim": 0}, "head_dim"),

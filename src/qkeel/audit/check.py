@@ -1,4 +1,4 @@
-"""Health check of a model, a run or a checkpoint, which answers in one sentence with a number and a threshold."""
+"""A health check of a model, a run or a checkpoint, which answers in one sentence with a number and a threshold."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check(what: nn.Module | str | Path, batch: object = None, *, threshold: floa
 
     Raises:
         InvalidTypeError: `what` is of another type, or a model is given without a batch.
-        NoAttentionError: no attention is seen in the forward pass.
+        NoAttentionError: no attention is observed in the forward pass.
         InvalidValueError: the threshold is not above 0.
         RunDirectoryError, DataError: the files cannot be read.
 
@@ -61,7 +61,7 @@ def check(what: nn.Module | str | Path, batch: object = None, *, threshold: floa
 
 
 def is_run(path: Path) -> bool:
-    """True if a directory holds the records of a run."""
+    """True if a directory contains the records of a run."""
     return (path / "metrics.jsonl").is_file()
 
 
@@ -105,7 +105,8 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
 
 
 def _numbers(stats: LogitStats) -> tuple[float, int, float, bool]:
-    """Returns a site's largest logit, its head, the mean entropy of the heads, and whether a logit is not finite."""
+    """Returns a site's largest logit, the head of that logit, the mean entropy of the heads, and whether a logit is not
+    finite."""
     values = stats.max_logit.double()
     head = int(values.nan_to_num(-math.inf).argmax())
     entropy = stats.value("entropy")
@@ -161,7 +162,7 @@ def _of_heads(heads: Heads, threshold: float) -> Health:
 
 
 def of_scan(found: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
-    """Judges a checkpoint by its weights: an upper bound on the logits, where norms give one."""
+    """Judges a checkpoint by its weights, which imply an upper bound on the logits if there are norms."""
     rows, bounds = [], []
     for site in found.sites:
         both = [g if math.isfinite(g) else b for g, b in zip(site.gain_bound, site.logit_bound)]

@@ -55,7 +55,7 @@ from qkeel.sites.tap import Tap
 
 @final
 class QueryOrKey:
-    """The queries or the keys of one site: their responses, and the norm and rotation that explain them."""
+    """The queries or the keys of one site, with their responses and the norm and rotation that explain these."""
 
     def __init__(self, experiment: SiteExperiments, site: AttentionSite, side: Literal["q", "k"]) -> None:
         self.site, self.side = site, side
@@ -87,7 +87,7 @@ class QueryOrKey:
         return scaled(1.0, salt)(random_vector(part.parameter, size), like)[0][part.index.cpu()]
 
     def norm(self) -> NormRecipe:
-        """Returns the norm that acts, or the factor if there is none."""
+        """Returns the norm that is applied, or the factor if q or k is not normed."""
         a = self.answers
         how = response(a)
         if how == "linear":
@@ -148,7 +148,7 @@ class QueryOrKey:
         return shape, bias, tuple(names)
 
     def rotation(self) -> Rotation | None:
-        """Returns how the vectors turn with the position; None if they do not."""
+        """Returns how the vectors rotate with the position; None if they do not."""
         a = self.answers
         if a.base.shape[1] < 3:
             return Rotation(dims=0, of=a.base.shape[-1], why="the example has fewer than three tokens")
@@ -160,7 +160,7 @@ class QueryOrKey:
         return found if gain is None else rotation(y / gain[:, None], a.tolerance)
 
     def _order(self, gain: Tensor | None, shape: str, kind: str) -> str:
-        """Returns whether the norm precedes the rotation, judged by lengths of pairs under a varying gain."""
+        """Returns whether the norm precedes the rotation, judged by the lengths of pairs under a varying gain."""
         y = odd_part(self.answers)
         if gain is not None:
             for effect in self.effects:
@@ -198,7 +198,7 @@ Check = Callable[[ConfigMapping, SiteRecipe], str]
 
 
 def differences(model: nn.Module, recipes: Sequence[SiteRecipe]) -> tuple[str, ...]:
-    """Returns one sentence per contradiction, with the attention layers it concerns; empty without a config."""
+    """Returns one sentence per contradiction, with the attention layers it concerns; empty if there is no config."""
     where: dict[str, list[str]] = {}
     for recipe in recipes:
         part = _config(model, recipe.name)
@@ -239,9 +239,12 @@ def _norm(config: ConfigMapping, recipe: SiteRecipe) -> str:
         return ""
     acting = [side for side, norm in (("q", recipe.query), ("k", recipe.key)) if norm.acts]
     if config[key] and len(acting) < 2:
-        return f"config.{key} is true, but no norm acts on {'q or k' if not acting else 'q' if 'k' in acting else 'k'}"
+        return (
+            f"config.{key} is true, but no norm is applied to "
+            f"{'q or k' if not acting else 'q' if 'k' in acting else 'k'}"
+        )
     if not config[key] and acting:
-        return f"config.{key} is false, but a norm acts on {' and '.join(acting)}"
+        return f"config.{key} is false, but a norm is applied to {' and '.join(acting)}"
     return ""
 
 
@@ -256,7 +259,7 @@ def _scale(config: ConfigMapping, recipe: SiteRecipe) -> str:
     got = recipe.total_scale
     if math.isnan(got) or abs(got / said - 1) < 2e-3:
         return ""
-    return f"{name} means logits {said:.4g} · q·k, observed was {scale_text((got,), recipe.head_dim)}"
+    return f"{name} means logits {said:.4g} · q·k, but the observed scale is {scale_text((got,), recipe.head_dim)}"
 
 
 def _cap(config: ConfigMapping, recipe: SiteRecipe) -> str:
@@ -313,19 +316,20 @@ _CHECKS: tuple[Check, ...] = (_norm, _scale, _cap, _window, _heads, _base)
 def explain_model(model: nn.Module, batch: object = None) -> Explanation:
     """Determines by forward passes what each attention layer of a model does to q, k and their product.
 
-    Names and types are not trusted. Instead, the projections of every site are made to output chosen numbers (twice as
-    large, tiny, one number larger, equal at every token, …), and the q and k that arrive at attention are compared.
+    Names and types are not trusted. Instead, the projections of every site are made to output chosen values (twice as
+    large, tiny, with one value larger, equal at every token, …), and the q and k that arrive at attention are compared.
     Nearby parameters are changed one by one to see their effect. This takes a few dozen forward passes and leaves the
     model bit for bit unchanged.
 
     Args:
         model: any PyTorch model whose attention `find_sites` finds. Compiled models run eagerly.
         batch: input of a forward pass: a tensor, a tuple of arguments, or a mapping of keyword arguments. Finding
-            positions requires three tokens or more, and details that bfloat16 rounds away require float32. Default: the
-            last batch, if `qkeel.watch` has watched the model during training.
+            positions requires three tokens or more, and details that bfloat16 rounds away require float32. The default
+            is the last training batch, if `qkeel.watch` has watched the model during training.
 
     Returns:
-        An Explanation: print it, or read `sites` and `differences` (from `model.config`, if there is one).
+        An Explanation, which can be printed; its fields include `sites` and `differences` (contradictions to
+        `model.config`, if there is one).
 
     Raises:
         RefusedError: no attention can be analysed.
@@ -423,7 +427,7 @@ def _doubts(turns: list[Rotation | None], scale: tuple[float, ...] | None) -> tu
 
 
 def _biased(reading: Observation, scale: tuple[float, ...] | None) -> bool:
-    """True if something besides q·k makes one key more likely than another."""
+    """True if something other than q·k makes some keys more likely than others."""
     if reading.logits is None:
         return reading.bias is not None and bool((reading.bias[reading.visible] != 0).any())
     if scale is None:

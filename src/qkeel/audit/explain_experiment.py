@@ -1,6 +1,7 @@
-"""The experiments behind `explain_model`: forward passes with chosen projection outputs, and the observed q, k, logits.
+"""The experiments behind `explain_model`: forward passes with chosen projection outputs, and the q, k and logits that
+they show.
 
-Shapes: h query heads, g key heads, t queries, s keys, d numbers per head.
+Shapes: h query heads, g key heads, t queries, s keys, d dimensions per head.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ Stimulus = Callable[[Tensor, Tensor], Tensor]  # x [features], like [tokens feat
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Observation:
-    """One site in one pass, first batch entry, float64.
+    """What was observed at one site in one pass, for the first batch entry, in float64.
 
-    q [h t d], k [g s d], logits [h t s] (None for a fused kernel), a fused kernel's scale and additive bias, visible
-    [h t s], and `beyond` [h t n]: softmax columns beyond the keys. `rounding` is the eps of q's dtype.
+    It holds q [h t d], k [g s d], the logits [h t s] (None for a fused kernel), the scale and additive bias of a fused
+    kernel, the visible pairs [h t s], and `beyond` [h t n], the softmax columns beyond the keys. `rounding` is the eps
+    of q's dtype.
     """
 
     q: Tensor
@@ -60,24 +62,24 @@ Observations = Mapping[str, Observation]
 
 
 def random_vector(name: str, size: int, salt: int = 0) -> Tensor:
-    """Returns [size] numbers of magnitude 0.5 to 1.5 and random sign, determined by the name."""
+    """Returns [size] numbers with magnitudes from 0.5 to 1.5 and random signs, determined by the name and the salt."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name}{salt}".encode()))
     size_of = torch.rand(size, generator=generator, dtype=torch.float64) + 0.5
     return size_of * (2 * torch.randint(0, 2, (size,), generator=generator) - 1)
 
 
 def scaled(factor: float, salt: int = 0) -> Stimulus:
-    """Outputs the same vector times `factor` at every token."""
+    """Returns a stimulus that outputs the same vector, times `factor`, at every token."""
     return lambda x, like: (factor * _other(x, salt)).expand(like.shape)
 
 
 def shifted(by: float) -> Stimulus:
-    """Outputs the same vector plus a constant at every token."""
+    """Returns a stimulus that outputs the same vector plus a constant at every token."""
     return lambda x, like: (x + by).expand(like.shape)
 
 
 def one_number(features: frozenset[int], factor: float = 64.0) -> Stimulus:
-    """Outputs the same vector at every token, with some of its numbers larger at the first token."""
+    """Returns a stimulus that outputs the same vector at every token, with some elements larger at the first token."""
 
     def stimulus(x: Tensor, like: Tensor) -> Tensor:
         out = x.expand(like.shape).clone()
@@ -88,7 +90,7 @@ def one_number(features: frozenset[int], factor: float = 64.0) -> Stimulus:
 
 
 def tokens(salt: int) -> Stimulus:
-    """Outputs a different vector at every token."""
+    """Returns a stimulus that outputs a different vector at every token."""
 
     def stimulus(x: Tensor, like: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(salt * 1000 + len(x))
@@ -105,7 +107,8 @@ def _other(x: Tensor, salt: int) -> Tensor:
 
 
 class _Replace(TorchFunctionMode):
-    """Replaces products with target weights; records the products' inputs and the last softmax's input."""
+    """Replaces the results of products with target weights; records the products' inputs and the last softmax's
+    input."""
 
     def __init__(self, targets: Mapping[int, str], stimulus: Mapping[str, Stimulus]) -> None:
         super().__init__()
@@ -157,7 +160,8 @@ class ControlledModel:
         self.order: list[str] = []
 
     def run(self, stimulus: Stimulus | Mapping[str, Stimulus], also: frozenset[str] = frozenset()) -> Observations:
-        """Runs one pass in which the targets (and the weights in `also`) output the stimulus, common or per weight."""
+        """Runs one pass in which the targets (and the weights in `also`) output the stimulus, which is common to all or
+        given per weight."""
         each = stimulus if isinstance(stimulus, Mapping) else dict.fromkeys(self.targets | also, stimulus)
         seen: dict[str, CapturedCall] = {}
         beyond: dict[str, Tensor | None] = {}
@@ -183,7 +187,7 @@ def ends(site: AttentionSite) -> list[HeadSlice]:
 
 @contextmanager
 def changed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """A context in which the parameters hold other values, all different and none near 0."""
+    """A context in which the parameters have other values, all different and none near 0."""
     kept = [p.detach().clone() for p in parameters]
     try:
         with torch.no_grad():
@@ -270,7 +274,8 @@ class Scope:
         return f"{self.name}.{name}" if self.name else name
 
     def candidates(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns parameters that may be gains, biases of norms, scales or sinks: small and not a projection's."""
+        """Returns parameters that may be gains, biases of norms, scales or sinks: small parameters that do not belong
+        to a projection."""
         known = {s.parameter for s in (*self.site.query, *self.site.key)}
         known |= {f"{name.removesuffix('weight')}bias" for name in known}
         limit = max(self.site.n_heads * self.site.head_dim, 1)
@@ -313,7 +318,8 @@ class _Leaf:
 
 
 def idle_norms(controlled: ControlledModel, scopes: Sequence[Scope], base: Observations) -> dict[str, tuple[str, ...]]:
-    """Returns per site the norms without effect: never called, or called on q or k with an unused result."""
+    """Returns, for each site, the norms without effect: those never called, and those called on q or k whose result is
+    not used."""
     leaves = {scope.site.name: _leaves(scope) for scope in scopes}
     with ExitStack() as undo:
         for leaf in (leaf for some in leaves.values() for leaf in some):
@@ -377,10 +383,11 @@ def _other_leaf(module: nn.Module, args: object, output: object) -> object:
 
 
 def products(reading: Observation, over: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns q·k and the logits [h t s], each row less its mean over the keys in `over` [h t s], and 0 elsewhere.
+    """Returns q·k and the logits [h t s], where each row's mean over the keys in `over` [h t s] is subtracted, and
+    other keys are 0.
 
-    Centring removes what is equal for all keys of a row (a bias of k, a subtracted maximum) and leaves the softmax
-    unchanged.
+    Centring removes everything that is equal for all keys of a row (a bias of k, a subtracted maximum) and leaves the
+    softmax unchanged.
     """
     assert reading.logits is not None
     z = reading.q @ reading.k.repeat_interleave(len(reading.q) // len(reading.k), 0).mT
@@ -485,7 +492,7 @@ class SiteExperiments:
         return frozenset(int(part.index[0, 0]) for part in slices if part.parameter == parameter)
 
     def _effects(self) -> dict[str, list[ParameterEffect]]:
-        """Returns per site the effects of changing each nearby parameter."""
+        """Returns, for each site, the effects of changing each nearby parameter."""
         candidates = {name: scope.candidates() for name, scope in self.scopes.items()}
         found: dict[str, list[ParameterEffect]] = {name: [] for name in candidates}
         for i in range(max(map(len, candidates.values()), default=0)):
@@ -533,7 +540,8 @@ class SiteExperiments:
         return frozenset(what for what, so in named.items() if so)
 
     def _latents(self) -> dict[str, dict[str, str]]:
-        """Returns per site, for weights behind another matrix of the scope, whether a norm lies between the two."""
+        """Returns, for each site and each weight that follows another matrix of the scope, whether a norm lies between
+        the two."""
         above = {n for n, s in self.scopes.items() for n in self._above(s)}
         if not above:
             return {}

@@ -1,6 +1,6 @@
 """Reads a recipe (norm, gain, rotation, scale) from the responses of q and k to the experiments, and formats it.
 
-Shapes: n heads, t tokens, d numbers per head.
+Shapes: n heads, t tokens, d dimensions per head.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Answers:
     number larger.
 
     `small` holds the responses to c · x for c in EPS_FACTORS. `x` and `other` [n r] are each head's own projection
-    outputs if one weight provides r = d of them, else None. `tolerance` is relative, from the dtype's rounding.
+    outputs if one weight provides r = d of them, otherwise None. `tolerance` is a relative tolerance that depends on
+    the dtype's rounding.
     """
 
     base: Tensor
@@ -48,9 +49,9 @@ class Answers:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """The dimensions of a head that rotate with the position; pairing and base if known."""
+    """The dimensions of a head that rotate with the position, with pairing and base if known."""
 
-    dims: int  #: number of dimensions that turn; 0 if unknown
+    dims: int  #: number of dimensions that rotate; 0 if unknown
     of: int  #: d, all dimensions of a head
     pairing: Literal["half", "interleaved", "one pair", ""] = ""  #: which two dimensions form a pair; "" if unknown
     base: float | None = None  #: base of the frequencies base^(-2i/dims)
@@ -78,7 +79,7 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 
 def response(a: Answers) -> Literal["normed", "linear", "partly normed", "other"]:
-    """Classifies how q responds to a doubled projection."""
+    """Classifies how q responds when the projection is doubled."""
     if close(a.double, a.base, a.tolerance):
         return "normed"
     if close(a.double - a.zero, 2 * (a.base - a.zero), a.tolerance):
@@ -90,9 +91,9 @@ def response(a: Answers) -> Literal["normed", "linear", "partly normed", "other"
 
 
 def reach(a: Answers) -> str:
-    """Returns the extent of the norm: the axes along which one larger number changes others.
+    """Returns the extent of the norm, that is, the axes along which enlarging one element changes others.
 
-    A norm over tokens reaches all of them; a convolution or pooled keys reach only "some tokens".
+    A norm over tokens affects all of them; a convolution or pooled keys affect only "some tokens".
     """
     delta = (a.poked - a.base).abs() > 10 * a.tolerance * a.base.abs().max()
     if not bool(delta.any()):
@@ -111,7 +112,7 @@ def reach(a: Answers) -> str:
 
 
 def subtracts_mean(a: Answers) -> bool:
-    """True if adding a constant to every number leaves q unchanged."""
+    """True if adding a constant to every element leaves q unchanged."""
     return close(a.lifted, a.base, 10 * a.tolerance)
 
 
@@ -157,7 +158,8 @@ def shape_of(gain: Tensor, tolerance: float) -> str:
 def eps_of(a: Answers, kind: str, over: str) -> tuple[float | None, bool]:
     """Estimates the eps of a norm from how q shrinks with its projection.
 
-    Returns eps (None if unknown), and True if eps is a floor, max(‖x‖, eps), instead of a number under the root.
+    Returns eps (None if unknown) and whether it is a floor, as in max(‖x‖, eps), rather than a term added under the
+    square root.
     """
     if a.x is None:
         return None, False
@@ -193,12 +195,12 @@ def moving(y: Tensor, tolerance: float) -> Tensor:
 
 
 def rotation(y: Tensor, tolerance: float, among: Tensor | None = None) -> Rotation | None:
-    """Returns the rotation of y [n t d] by position, given equal inputs at every token; None if nothing changes.
+    """Returns how y [n t d] is rotated at each position when every token has the same input; None if nothing changes.
 
     Args:
         y: queries or keys.
-        tolerance: relative, from the dtype's rounding.
-        among: the dimensions that turn, if known already.
+        tolerance: a relative tolerance that depends on the dtype's rounding.
+        among: the dimensions that rotate, if they are already known.
     """
     d = y.shape[-1]
     among = moving(y, tolerance) if among is None else among
@@ -223,7 +225,8 @@ def _turns(u: Tensor, v: Tensor, tolerance: float) -> bool:
 
 
 def _base(u: Tensor, v: Tensor, r: int) -> tuple[float | None, str]:
-    """Estimates the base of frequencies base^(-2i/r) from the angles between positions; else None and the reason."""
+    """Estimates the base of frequencies base^(-2i/r) from the angles between positions; if that fails, returns None and
+    the reason."""
     if r == 2:
         return None, "one pair turns"
 
@@ -244,13 +247,13 @@ def _base(u: Tensor, v: Tensor, r: int) -> tuple[float | None, str]:
     return float(f"{math.exp(-slope * r / 2):.3g}"), ""
 
 
-# The result of explain_model: one SiteRecipe per attention, and the text of all.
+# The result of explain_model: one SiteRecipe per attention layer, and the text of all recipes.
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NormRecipe:
-    """The norm that acts on q or k."""
+    """The norm that is applied to q or k."""
 
     kind: str = "none"  #: none, RMS, layer, L2 or unknown
     over: str = ""  #: head, layer, or the unusual axes
@@ -258,13 +261,13 @@ class NormRecipe:
     gain: str = "none"  #: none, scalar …, per dim, per head, per head and dim, unknown
     bias: bool = False  #: whether a bias follows the gain
     parameters: tuple[str, ...] = ()  #: names of the gain and bias parameters
-    factor: float = 1.0  #: factor on q or k if no norm acts
+    factor: float = 1.0  #: factor on q or k if it is not normed
     order: str = ""  #: before RoPE, after RoPE, either (they commute)
     why: str = ""  #: what is unknown or unusual
 
     @property
     def acts(self) -> bool:
-        """True if a norm was observed to act."""
+        """True if a norm was observed."""
         return self.kind in ("RMS", "layer", "L2")
 
     def text(self) -> str:
@@ -290,18 +293,18 @@ class SiteRecipe:
     name: str  #: name of its module in the model
     n_heads: int  #: query heads
     n_kv_heads: int  #: key heads
-    head_dim: int  #: d, numbers of one head's query
+    head_dim: int  #: d, the width of one head's query
     query: NormRecipe  #: the norm of q
     key: NormRecipe  #: the norm of k
-    rotation: Rotation | None = None  #: rotation by position; None without one
-    latent: str = ""  #: latents behind q and k (MLA); "" without
+    rotation: Rotation | None = None  #: rotation by position; None if there is none
+    latent: str = ""  #: latents behind q and k (MLA); "" if there are none
     key_heads: tuple[int, ...] | None = None  #: key head of each query head; None: consecutive blocks
     scale: tuple[float, ...] = ()
-    scale_parameter: str = ""  #: name of the parameter that learns the scale; "" without
-    softcap: float | None = None  #: cap c of c·tanh(z/c), in nats; None without
-    sinks: str = ""  #: softmax columns beyond the keys; "" without
+    scale_parameter: str = ""  #: name of the learned scale's parameter; "" if there is none
+    softcap: float | None = None  #: cap c of c·tanh(z/c), in nats; None if there is no cap
+    sinks: str = ""  #: softmax columns beyond the keys; "" if there are none
     visible: str = ""  #: the keys that a query sees; "" if unknown
-    window: int | None = None  #: tokens of a sliding window, the query's own included; None without
+    window: int | None = None  #: tokens in the sliding window, including the query's own; None if there is none
     bias: bool = False  #: whether something is added to scale · q·k
     layer_type: str = "full"  #: see records.LAYER_TYPES
     idle: tuple[str, ...] = ()  #: norms in the module that have no effect
@@ -347,7 +350,7 @@ def _key_parameters(key: NormRecipe) -> str:
 
 
 def scale_text(scale: Sequence[float], head_dim: int) -> str:
-    """Returns `1/√64`, `1/64`, `1`, or the numbers."""
+    """Returns text such as `1/√64`, `1/64` or `1`, or the numbers."""
     if not scale or math.isnan(scale[0]):
         return "(unknown)"
     low, high = min(scale), max(scale)
@@ -363,7 +366,7 @@ class Explanation:
     """The recipes of all attention layers of a model, and contradictions with the model's config."""
 
     model: str  #: name of the model's class
-    sites: tuple[SiteRecipe, ...]  #: one recipe for each attention
+    sites: tuple[SiteRecipe, ...]  #: one recipe for each attention layer
     differences: tuple[str, ...] = ()  #: one sentence per config setting that the model contradicts
     linear: tuple[str, ...] = ()  #: names of the layers without logits, see records.LAYER_TYPES
 

@@ -29,22 +29,22 @@ Load = Callable[[str], Tensor | None]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SiteReport:
-    """One attention layer of a checkpoint, with one number per query head (a key head's number is repeated for its
-    queries).
+    """One attention layer of a checkpoint, with one value per query head (a key head's value is repeated for its query
+    heads).
 
     query_*, key_*: norms of W_Q and W_K [head_dim, inputs] (MLA: the up-projections, without the rope part).
     interaction_*: norms of W_Qᵀ W_K. logit_bound: no logit can exceed it at any position, given the norm before the
-    projections; NaN if there is no such norm or if q or k are normed. interaction_bound: a tighter bound if nothing
-    rotates q against k (no RoPE, or a token with itself; for MLA it equals logit_bound). gain_bound: a bound from the
-    gains of the q/k norm; NaN without one. outlier: see `outliers`. Logits are in nats, before any cap, without
-    position biases or additive masks.
+    projections; NaN if there is no such norm or if q or k are normed. interaction_bound: a tighter bound that holds if
+    q and k are not rotated relative to each other (without RoPE, or for a token attending to itself); for MLA it equals
+    logit_bound. gain_bound: a bound from the gains of the q/k norm; NaN if there is no such norm. outlier: see
+    `outliers`. Logits are in nats, before any cap, without position biases or additive masks.
     """
 
     name: str  #: name of the attention's module
     layout: str  #: arrangement of q and k in the weights
     n_heads: int  #: query heads
     n_kv_heads: int  #: key heads
-    head_dim: int  #: d, numbers of one head's query
+    head_dim: int  #: d, the width of one head's query
     scale: float  #: the factor on q·k
     query_frobenius: tuple[float, ...]  #: ‖W_Q‖_F
     query_spectral: tuple[float, ...]  #: ‖W_Q‖₂
@@ -55,8 +55,8 @@ class SiteReport:
     interaction_bound: tuple[float, ...]
     logit_bound: tuple[float, ...]
     gain_bound: tuple[float, ...]
-    query_gain_max: float | None = None  #: largest magnitude of the gain of q's norm; None without one
-    key_gain_max: float | None = None  #: largest magnitude of the gain of k's norm; None without one
+    query_gain_max: float | None = None  #: largest magnitude of the gain of q's norm; None if there is none
+    key_gain_max: float | None = None  #: largest magnitude of the gain of k's norm; None if there is none
     outlier: tuple[bool, ...] = ()
     notes: tuple[str, ...] = ()  #: assumptions and gaps of the bounds
 
@@ -124,11 +124,11 @@ def _trace_root(gram: Tensor) -> Tensor:
 
 @final
 class _Bounds:
-    """The longest query and key that norms allow, and hence the largest logit.
+    """Bounds on the norms of queries and keys that follow from norm layers, and hence on the logits.
 
-    The input of a projection is g∘n + c with ‖n‖ ≤ √width (RMSNorm, LayerNorm), so its length is at most
-    ρ = √width · max|g| + ‖c‖, and ‖W x + b‖ ≤ ‖W‖₂ ρ + ‖b‖. A normed head has length at most √d · max|g| + ‖c‖ (a flat
-    norm over all heads: √(heads · d) · max|g_h|). Rotation keeps lengths, so |q·k| ≤ ‖q‖ ‖k‖ holds at every offset.
+    The input of a projection is g∘n + c with ‖n‖ ≤ √width (RMSNorm, LayerNorm), so its L2 norm is at most ρ = √width ·
+    max|g| + ‖c‖, and ‖W x + b‖ ≤ ‖W‖₂ ρ + ‖b‖. A normed head has an L2 norm of at most √d · max|g| + ‖c‖ (a flat norm
+    over all heads: √(heads · d) · max|g_h|). Rotation preserves L2 norms, so |q·k| ≤ ‖q‖ ‖k‖ holds at every offset.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class _Bounds:
         self.share = plan.n_heads // plan.n_kv_heads
 
     def from_weights(self, interaction: Tensor) -> Tensor:
-        """Bounds |q·k| by ‖q‖ ‖k‖; for MLA by ρ_q ρ_k ‖W_uqᵀ W_uk‖₂ plus the lengths of the rope parts."""
+        """Bounds |q·k| by ‖q‖ ‖k‖; for MLA by ρ_q ρ_k ‖W_uqᵀ W_uk‖₂ plus the product of the norms of the rope parts."""
         plan = self.plan
         if plan.query_gain or plan.key_gain:
             return torch.full_like(interaction, torch.nan)
@@ -195,14 +195,14 @@ class _Bounds:
         return (self.plan.head_dim**0.5 * g.abs().amax() + offset.norm()).expand(heads)
 
     def radius(self, gain: str | None) -> float:
-        """Returns ρ for the named norm; NaN without one."""
+        """Returns ρ for the named norm, or NaN if there is no such norm."""
         if gain is None:
             return math.nan
         g = self._gain(gain).double()
         return g.numel() ** 0.5 * float(g.abs().amax()) + float(self._offset(gain, g).norm())
 
     def gain_max(self, gain: str | None) -> float | None:
-        """Returns max|g|, or None without a gain."""
+        """Returns max|g|, or None if there is no gain."""
         return None if gain is None else float(self._gain(gain).abs().amax())
 
     def _gain(self, name: str) -> Tensor:
@@ -236,7 +236,8 @@ RATIO = 2.0  # an outlier also exceeds this multiple of the median, so that a ti
 
 
 def outliers(sites: Sequence[SiteReport]) -> list[tuple[bool, ...]]:
-    """Marks per site and head where ‖W_Qᵀ W_K‖₂ · scale is far above the median of all heads, on a logarithmic scale.
+    """Marks the heads of each site whose ‖W_Qᵀ W_K‖₂ · scale is far above the median of all heads, on a logarithmic
+    scale.
 
     z = 0.6745 (ln x - median ln x) / median |ln x - median|; an outlier has z > 3.5 and x > 2 · median, or is NaN.
     """
@@ -279,7 +280,7 @@ class TensorReport:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """The result of `scan`: attention sites, candidates that could not be read (each with why), and every tensor."""
+    """The result of `scan`: attention sites, candidates that could not be read (with the reasons), and every tensor."""
 
     path: str  #: path of the checkpoint, as given
     n_bytes: int  #: size of the checkpoint in bytes
@@ -297,13 +298,14 @@ def scan(
 ) -> Scan:
     """Measures every tensor and, per layer and head, W_Q, W_K and W_Qᵀ W_K, and bounds the logits that they allow.
 
-    Memory is bounded by one head and the Gram matrices of a few layers; file pages are released during the scan.
+    Memory use is limited to one head and the Gram matrices of a few layers; file pages are released during the scan.
 
     Args:
         path: a .safetensors file, a folder of shards with model.safetensors.index.json, or a Hugging Face folder.
         flags: head counts that complete or override those of config.json.
         on_progress: called with the number of bytes done and the total number.
-        heads: False for the table of tensors alone; a checkpoint without known attention is then accepted.
+        heads: whether to measure heads; if False, only the tensors are measured, and a checkpoint without known
+            attention is accepted.
 
     Raises:
         RefusedError: the checkpoint is pickled.
@@ -405,7 +407,8 @@ class _TensorPass:
             list(self.sites.values())[-1 - _PENDING].result()
 
     def _norm(self, file: MappedFile, tensor: StoredTensor) -> tuple[float, int]:
-        """Returns the Frobenius norm of the finite values and the count of others; reuses Gram matrices if complete."""
+        """Returns the Frobenius norm of the finite values and the number of other values; reuses Gram matrices if they
+        are complete."""
         known = [(part, gram) for part, gram in self.grams.items() if part.tensor == tensor.name]
         if len(known) == 1 and len(known[0][0].starts) * known[0][0].rows == tensor.shape[known[0][0].axis]:
             square = float(known[0][1].diagonal(dim1=-2, dim2=-1).double().sum())
@@ -424,7 +427,7 @@ class _TensorPass:
 
 
 def _norm(file: MappedFile, tensor: StoredTensor) -> tuple[float, int]:
-    """Returns the Frobenius norm of the finite values, and the count of the others."""
+    """Returns the Frobenius norm of the finite values, and the number of other values."""
     flat = file.view(tensor).reshape(-1)
     size = flat.element_size()
     # One buffer for all chunks: allocating would cost more than converting.
@@ -463,7 +466,7 @@ _COLUMNS = {
 
 
 def as_json(scan: Scan) -> dict[str, Any]:
-    """Returns a scan as plain values for JSON, with None for NaN and infinity.
+    """Returns a scan as JSON-compatible values, with None for NaN and infinity.
 
     Example:
         >>> as_json(Scan(path="m", n_bytes=0, sites=(), unknown=(), tensors=()))["path"]

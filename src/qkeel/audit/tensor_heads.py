@@ -1,4 +1,4 @@
-"""Finds out which rows of which tensors of a checkpoint make which head, from names, shapes and config.json."""
+"""Determines which rows of which tensors of a checkpoint form which head, from names, shapes and config.json."""
 
 from __future__ import annotations
 
@@ -41,18 +41,19 @@ UNSCALED = frozenset(["t5", "mt5", "umt5", "longt5", "switch_transformers", "pop
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """The sizes of an attention layer; None if neither config nor flags give them. `scale` None means 1/√head_dim."""
+    """The sizes of an attention layer, each None if neither config nor flags give it. A `scale` of None means
+    1/√head_dim."""
 
     n_heads: int | None = None  #: query heads
     n_kv_heads: int | None = None  #: key heads
-    head_dim: int | None = None  #: d, numbers of one head's query
-    nope_dim: int | None = None  #: latent attention: unrotated numbers of a head
-    rope_dim: int | None = None  #: latent attention: rotated numbers of a head
-    value_dim: int | None = None  #: numbers of one head's value
+    head_dim: int | None = None  #: d, the width of one head's query
+    nope_dim: int | None = None  #: latent attention: unrotated dimensions of a head
+    rope_dim: int | None = None  #: latent attention: rotated dimensions of a head
+    value_dim: int | None = None  #: dimensions of one head's value
     scale: float | None = None
     rope_factor: float = 1.0  #: factor above 1 on cos and sin (YaRN, LongRoPE)
     model_type: str | None = None  #: as in config.json; decides whether norms multiply by w or 1 + w
-    layout: str | None = None  #: of a fused weight: "blocks" for [q | k | v], or "groups" for q, k, v per key head
+    layout: str | None = None  #: fused weight: "blocks" for [q | k | v], or "groups" for q, k, v per key head
 
     @property
     def one_plus(self) -> bool:
@@ -115,7 +116,7 @@ def _kv_heads(config: ConfigMapping) -> int | None:
 
 
 def _scale(config: ConfigMapping) -> float | None:
-    """Returns the scale, None for 1/√head_dim. DeepSeek's YaRN multiplies that by (0.1·m·ln s + 1)²."""
+    """Returns the scale, or None for 1/√head_dim. DeepSeek's YaRN multiplies that by (0.1·m·ln s + 1)²."""
     if config.get("model_type") in UNSCALED or config.get("scale_attn_weights") is False:
         return 1.0
     if scalar := _positive(config, "query_pre_attn_scalar"):
@@ -135,7 +136,7 @@ def _positive(config: ConfigMapping, key: str) -> float | None:
     """Returns the named number; None if it is missing, null or 0.
 
     Raises:
-        DataError: the value is anything but a positive number.
+        DataError: the value is neither a positive number nor missing, null or 0.
     """
     value = config.get(key)
     if value is None or (value == 0 and not isinstance(value, str)):
@@ -229,7 +230,7 @@ Tensors = Mapping[str, StoredTensor]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Rows (axis 0) or columns (axis 1) of a weight: `rows` of them from each of `starts`, one start per head."""
+    """Rows (axis 0) or columns (axis 1) of a weight: `rows` of them from each of `starts`, with one start per head."""
 
     tensor: str
     axis: int = 0
@@ -278,7 +279,7 @@ PlansOrUnknown = list[SitePlan | Unknown]
 
 
 def recognise(tensors: Tensors, geometry: Callable[[str], Geometry]) -> PlansOrUnknown:
-    """Returns every attention layer of a checkpoint in the order of its tensors, and the candidates that can't be
+    """Returns every attention layer of a checkpoint in the order of its tensors, and the candidates that cannot be
     read."""
     found: PlansOrUnknown = []
     for name, tensor in tensors.items():
@@ -443,7 +444,7 @@ def _latent(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePla
         stored = tensors.get(f"{at}{name}.weight")
         if stored is None or len(stored.shape) != 2 or stored.shape[0] != rows:
             shape = "missing" if stored is None else f"of shape {list(stored.shape)}"
-            return Unknown("", f"{name} is {shape}, config.json requires {rows} rows")
+            return Unknown("", f"{name} is {shape}, but config.json requires {rows} rows")
     latent = tensors[f"{at}kv_b_proj.weight"].shape[1]
     if tensors[f"{at}kv_a_proj_with_mqa.weight"].shape[0] != latent + rope:
         return Unknown("", f"kv_a_proj_with_mqa does not have {latent} + {rope} rows")
@@ -493,7 +494,7 @@ def _present(tensors: Tensors, module: str) -> str | None:
 
 
 def _with_norms(tensors: Tensors, plan: SitePlan, geometry: Geometry) -> SitePlan:
-    """Returns the plan with the norms next to it and before it."""
+    """Returns the plan with the norms next to and before the projections."""
     at = f"{plan.name}." if plan.name else ""
     gains = [(_present(tensors, at + q), _present(tensors, at + k)) for q, k in GAINS]
     query, key = next((pair for pair in gains if pair[0] or pair[1]), (None, None))
@@ -522,7 +523,7 @@ def _norm_before(tensors: Tensors, module: str) -> str | None:
 
 
 def _left_over(tensors: Tensors, known: list[str]) -> list[Unknown]:
-    """Returns modules named like attention that hold matrices and belong to no site."""
+    """Returns modules with names like attention that contain matrices but do not belong to any site."""
     lost: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
         match = _ATTENTION.match(name)

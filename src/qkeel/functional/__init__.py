@@ -1,1 +1,1 @@
-"""Every formula once: torch in, torch out, no state."""
+"""Stateless functions from tensors to tensors, in which each formula is defined once."""

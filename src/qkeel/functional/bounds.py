@@ -1,6 +1,6 @@
-"""Bounds on logits from norms of activations and weights, formulas on weights, and the change made by a step.
+"""Bounds on logits from norms of activations and weights, formulas applied to weights, and the change made by a step.
 
-Shapes: b batch, t queries, s keys, h heads, d numbers per head, m and n widths of weights.
+Shapes: b batch, t queries, s keys, h heads, d dimensions per head, m and n widths of weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qkeel.functional.statistics import PerHead, VisibleKeys
 def entropy_floor(sigma: float, n: int) -> float:
     """Returns the smallest entropy, in nats, of a softmax over n keys whose centred logits have L2 norm <= sigma.
 
-    With β = exp(-σ √(n/(n-1))):  ln(1 + (n-1) β) + σ √(n (n-1)) β / (1 + (n-1) β). Tight.
+    With β = exp(-σ √(n/(n-1))), it is ln(1 + (n-1) β) + σ √(n (n-1)) β / (1 + (n-1) β), a tight bound.
 
     Source: Zhai et al. 2023, arXiv 2303.06296, theorem 3.1.
 
@@ -38,7 +38,7 @@ def entropy_floor(sigma: float, n: int) -> float:
 def rms_logit_bound(head_dim: int, gain: float = 1.0) -> float:
     """Returns √d · gain, the largest |q·k|/√d of RMS-normed q and k whose gains multiply to at most `gain`.
 
-    In nats, before a cap. Source: derived, |q·k| ≤ ‖q‖ ‖k‖ and an RMS-normed vector has norm √d.
+    The bound is in nats, before a cap. Source: derived; |q·k| ≤ ‖q‖ ‖k‖, and an RMS-normed vector has norm √d.
 
     >>> round(rms_logit_bound(128), 6)
     11.313708
@@ -47,7 +47,7 @@ def rms_logit_bound(head_dim: int, gain: float = 1.0) -> float:
 
 
 def dilution_bound(logit: Tensor, n: int) -> Tensor:
-    """Returns the weight e^c / (e^c + (n-1) √e) of the best of n keys, at logit c, if the others' logits are N(0, 1).
+    """Returns the weight e^c / (e^c + (n-1) √e) of the best of n keys if its logit is c and the others are N(0, 1).
 
     If c is the largest logit a head can reach, this bounds the weight that it can put on one of n keys. c is √d for
     gain-free RMS-normed q and k, and λ for cosine attention.
@@ -57,7 +57,7 @@ def dilution_bound(logit: Tensor, n: int) -> Tensor:
         n: number of keys, at least 1.
 
     Returns:
-        Shares in (0, 1], of the same shape.
+        The weights, in (0, 1], with the shape of `logit`.
 
     Source: derived; it explains why Yang et al. 2025, arXiv 2501.18795, find logits under QK-norm too close together.
 
@@ -70,7 +70,7 @@ def dilution_bound(logit: Tensor, n: int) -> Tensor:
 def logit_frobenius(q: Float[Tensor, "*b t d"], k: Float[Tensor, "*b s d"]) -> Float[Tensor, "*b"]:
     """Returns ‖q kᵀ‖_F = sqrt(Σ (qᵀq) ∘ (kᵀk)) over all pairs, from two d×d Gram matrices in O(T d²).
 
-    Multiply by the scale for nats. Source: derived, tr(k qᵀ q kᵀ) = tr(qᵀq kᵀk).
+    Multiply the result by the scale to obtain nats. Source: derived; tr(k qᵀ q kᵀ) = tr(qᵀq kᵀk).
     """
     return ((q.mT @ q) * (k.mT @ k)).sum((-2, -1)).clamp_min(0).sqrt()
 
@@ -80,8 +80,8 @@ def gram_interaction_norms(
 ) -> tuple[Float[Tensor, "*h"], Float[Tensor, "*h"]]:
     """Returns the Frobenius and spectral norms of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ.
 
-    ‖·‖_F² = Σ a ∘ b; for the spectral norm, see `interaction_norm`. NaN where a or b is not finite.
-    Source: as `logit_frobenius`.
+    ‖·‖_F² = Σ a ∘ b; for the spectral norm, see `interaction_norm`. Both are NaN where a or b is not finite.
+    Source: as for `logit_frobenius`.
     """
     finite = (a.isfinite() & b.isfinite()).all(-1).all(-1)
     frobenius = (a * b).sum((-2, -1)).clamp_min(0).sqrt()
@@ -89,11 +89,12 @@ def gram_interaction_norms(
 
 
 def interaction_norm(a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]) -> Float[Tensor, "*h"]:
-    """Returns the spectral norm of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ; NaN if one is not finite.
+    """Returns the spectral norm of W_Qᵀ W_K per head, computed from a = W_Q W_Qᵀ and b = W_K W_Kᵀ; NaN if either is not
+    finite.
 
-    ‖·‖₂² is the largest eigenvalue of a b. A CPU computes it from the symmetric matrix Lᵀ b L with a = L Lᵀ
-    (Cholesky's L; a^½ in float64 if a is singular or a product overflows), other devices use `squared_eigenvalue`.
-    Source: derived: (W_Qᵀ W_K)(W_Qᵀ W_K)ᵀ and a b have the same nonzero eigenvalues.
+    ‖·‖₂² is the largest eigenvalue of a b. On a CPU it is computed from the symmetric matrix Lᵀ b L with a = L Lᵀ
+    (Cholesky's L; a^½ in float64 if a is singular or a product overflows); other devices use `squared_eigenvalue`.
+    Source: derived; (W_Qᵀ W_K)(W_Qᵀ W_K)ᵀ and a b have the same nonzero eigenvalues.
     """
     if not a.is_cpu:
         return squared_eigenvalue(a, b).sqrt()
@@ -107,7 +108,7 @@ def interaction_norm(a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]) -> 
 
 
 def _scaled_interaction_norm(a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]) -> Float[Tensor, "*h"]:
-    """Returns `interaction_norm` of any matrices, scaled so that no product overflows and no eigensolver fails."""
+    """Computes `interaction_norm` for any matrices, scaled so that no product overflows and no eigensolver fails."""
     finite = (a.isfinite() & b.isfinite()).all(-1).all(-1)
     a64, b64 = (x.double().masked_fill(~finite[..., None, None], 0.0) for x in (a, b))
     size_a, size_b = (x.abs().amax((-2, -1)).clamp_min(torch.finfo(x.dtype).tiny) for x in (a64, b64))
@@ -134,12 +135,12 @@ def squared_eigenvalue(
     """Returns the largest eigenvalue λ of m = a b (or m = a), where a and b are symmetric and positive semidefinite.
 
     Computes tr(mᵖ m) / tr mᵖ with p = 2^squarings, on powers rescaled to a trace of √d so that they neither overflow
-    nor vanish. Twelve batched products and fifteen other operations replace torch's GPU eigensolvers, which treat one
-    matrix at a time while the host waits. The result is a mean of eigenvalues with weights λᵢᵖ, so it lies in
-    [λ (1 - ln d / p), λ]: with 11 squarings, it is within 0.4 % of λ if many eigenvalues crowd just below the largest,
-    else exact; rounding adds ± 4 d u tr a · tr b, where u is the dtype's rounding unit. Zero matrices give 0,
-    non-finite ones NaN.
-    Source: derived, power iteration by squaring, from every start at once.
+    nor vanish. Twelve batched products and fifteen other operations replace torch's GPU eigensolvers, which process one
+    matrix at a time while the host waits. The result is the mean of the eigenvalues with weights λᵢᵖ, so it lies
+    between λ (1 - ln d / p) and λ. With 11 squarings, it is within 0.4 % of λ if many eigenvalues lie just below the
+    largest, and exact otherwise. Rounding adds ± 4 d u tr a · tr b, where u is the dtype's rounding unit. Zero matrices
+    give 0, and non-finite matrices give NaN.
+    Source: derived; power iteration by repeated squaring, from all starting vectors at once.
 
     >>> a = torch.diag(torch.tensor([3.0, 1.0, 2.0]))
     >>> round(float(squared_eigenvalue(a)), 5), round(float(squared_eigenvalue(a, torch.eye(3) / 2)), 5)
@@ -171,15 +172,16 @@ class Spectrum(NamedTuple):
     """Three summaries of a matrix's singular values σ, per head; NaN if the matrix is not finite."""
 
     spectral_norm: Float[Tensor, "*h"]  #: the largest, σ₁
-    stable_rank: Float[Tensor, "*h"]  #: Σσ² / σ₁², in [1, rank]; NaN of a zero matrix
-    singular_entropy: Float[Tensor, "*h"]  #: -Σ p ln p of p = σ² / Σσ², in nats, in [0, ln rank]; NaN of a zero matrix
+    stable_rank: Float[Tensor, "*h"]  #: Σσ² / σ₁², in [1, rank]; NaN for a zero matrix
+    singular_entropy: Float[Tensor, "*h"]  #: -Σ p ln p, p = σ² / Σσ², in nats, in [0, ln rank]; NaN for a zero matrix
 
 
 def product_spectrum(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> Spectrum:
     """Returns the spectrum of aᵀ b [m n] from its factors of small rank r.
 
-    With thin QR, aᵀ = Q_a R_a and bᵀ = Q_b R_b, aᵀ b = Q_a (R_a R_bᵀ) Q_bᵀ has the singular values of the small matrix
-    R_a R_bᵀ. Computed in float64, without the squaring that Gram matrices would need. Source: derived.
+    With the thin QR factorisations aᵀ = Q_a R_a and bᵀ = Q_b R_b, aᵀ b = Q_a (R_a R_bᵀ) Q_bᵀ has the same singular
+    values as the small matrix R_a R_bᵀ. It is computed in float64, without the squaring that Gram matrices would need.
+    Source: derived.
 
     >>> a, b = torch.diag(torch.tensor([3.0, 4.0])), torch.eye(2)
     >>> [round(float(x), 4) for x in product_spectrum(a, b)]
@@ -189,9 +191,10 @@ def product_spectrum(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> 
 
 
 def small_product(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> Float[Tensor, "*h i j"]:
-    """Returns a matrix with the singular values of aᵀ b, at most r by r, in float64; NaN if it is not finite.
+    """Returns a matrix of at most r by r with the same singular values as aᵀ b, in float64; NaN if a or b is not
+    finite.
 
-    It is R_a R_bᵀ of thin QR factorisations; see `product_spectrum`. The host does not wait for the device.
+    It is R_a R_bᵀ from thin QR factorisations; see `product_spectrum`. The host does not wait for the device.
 
     Args:
         a: the left factor.
@@ -208,9 +211,9 @@ def small_product(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> Flo
 
 
 def spectrum(product: Float[Tensor, "*h i j"]) -> Spectrum:
-    """Returns the spectra of matrices in float64, such as those that `small_product` returns for many sites.
+    """Returns the spectra of float64 matrices, such as those that `small_product` returns for many sites.
 
-    On a GPU, the host waits once for all of them.
+    On a GPU, the host waits only once for all matrices.
 
     Args:
         product: the matrices.
@@ -232,10 +235,10 @@ def step_products(
     key: Float[Tensor, "*h r n"],
     key_step: Float[Tensor, "*h r n"],
 ) -> tuple[Tensor, Tensor]:
-    """Returns small matrices with the singular values of Δ₂ and Δ₃, the changes that a step makes to each head's W_Qᵀ
-    W_K.
+    """Returns small matrices that have the same singular values as Δ₂ and Δ₃, the changes a step makes to each head's
+    W_Qᵀ W_K.
 
-    Rows are head features, r = d_head.
+    The rows are the features of a head, so r = d_head.
 
     (W_Q + ΔW_Q)ᵀ (W_K + ΔW_K) = W_Qᵀ W_K + Δ₂ + Δ₃ with Δ₂ = ΔW_Qᵀ W_K + W_Qᵀ ΔW_K = [ΔW_Q; W_Q]ᵀ [W_K; ΔW_K], of rank
     at most 2 r, and Δ₃ = ΔW_Qᵀ ΔW_K.
@@ -252,17 +255,14 @@ def step_products(
     return second, small_product(query_step, key_step)
 
 
-# Position functions of the distance r = i - j between a query at i and a key at j.
-
-
 # Expected query norms, the spread of logits, and the size of the softmax's Jacobian.
 
 
 def expected_squared_norm(weight: Float[Tensor, "*h d m"], sigma: float = 1.0) -> Float[Tensor, "*h"]:
     """Returns E‖W x‖² = σ² ‖W‖_F² for x with independent entries of mean 0 and standard deviation σ.
 
-    Inputs with entries k times as large give queries k times as long. After a norm of x (RMS 1 for every token), σ is 1
-    for all inputs. Source: derived, E[x xᵀ] = σ² I.
+    Inputs with entries k times as large give queries with k times the norm. If x is normalised (RMS 1 for every token),
+    σ is 1 for all inputs. Source: derived; E[x xᵀ] = σ² I.
     """
     return sigma**2 * weight.square().sum((-2, -1))
 
@@ -270,14 +270,15 @@ def expected_squared_norm(weight: Float[Tensor, "*h d m"], sigma: float = 1.0) -
 def logit_std(query_rms: float, key_rms: float, head_dim: int, scale: float | None = None) -> float:
     """Returns the standard deviation scale · √d · rms(q) · rms(k), in nats, of the logits of independent q and k.
 
-    With entries of RMS 1, it is 1 at scale 1/√d for any d, √d without a scale, and 1/√d at scale 1/d.
+    With entries of RMS 1 and any d, it is 1 at scale 1/√d, √d at scale 1, and 1/√d at scale 1/d.
+
     Args:
         query_rms: RMS of the entries of queries.
         key_rms: RMS of the entries of keys.
         head_dim: d, the width of a head.
         scale: the factor on q·k; 1/√d if not given.
 
-    Source: derived, a sum of d products of variance rms(q)² rms(k)² each.
+    Source: derived; a logit is a sum of d products, each with variance rms(q)² rms(k)².
 
     >>> [round(logit_std(1, 1, 64, scale), 3) for scale in (1.0, 64**-0.5, 1 / 64)]
     [8.0, 1.0, 0.125]
@@ -286,10 +287,10 @@ def logit_std(query_rms: float, key_rms: float, head_dim: int, scale: float | No
 
 
 def softmax_jacobian_norm(weights: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
-    """Returns ‖diag(p) - p pᵀ‖_F = √(Σp² - 2 Σp³ + (Σp²)²), the gradient's gain through softmax rows p.
+    """Returns ‖diag(p) - p pᵀ‖_F = √(Σp² - 2 Σp³ + (Σp²)²), the gain of gradients through softmax rows p.
 
     It is 0 if one key has all the weight, √(n - 1) / n for equal weights, and at most 1/2 (two keys with half each).
-    Values below about 1e-8 (float64) are rounding errors. Source: derived, Σ of the squared entries p_i (δ_ij - p_j).
+    Values below about 1e-8 (float64) are rounding errors. Source: derived; Σ of the squared entries p_i (δ_ij - p_j).
     """
     square = weights.square().sum(-1)
     return (square - 2 * weights.pow(3).sum(-1) + square.square()).clamp_min(0).sqrt()
@@ -301,8 +302,8 @@ def softmax_jacobian_norm(weights: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]
 def qk_clip_gamma(max_logit: Float[Tensor, " h"], threshold: float) -> Float[Tensor, " h"]:
     """Returns γ_h = τ / S_h where S_h > τ, else exactly 1.
 
-    S_h is the largest signed scaled logit. Zero, negative and -inf maxima (a head without data) give 1. So do NaN and
-    +inf, since a clip by them would zero the head's weights for good.
+    S_h is the largest signed scaled logit. Maxima that are zero, negative or -inf (a head without data) give 1. So do
+    NaN and +inf, because clipping by them would destroy the head's weights permanently.
 
     Source: Kimi K2, arXiv 2507.20534, section 2.1, equation 1.
 
@@ -319,12 +320,12 @@ def repeat_groups(x: Float[Tensor, "g ..."], n_heads: int) -> Float[Tensor, "h .
 
 
 def newton_schulz(g: Float[Tensor, "*b m n"], steps: int = 5) -> Float[Tensor, "*b m n"]:
-    """Returns an approximate orthogonal factor of g (singular values within 1 ± 0.3), in g's own dtype.
+    """Returns an approximate orthogonal factor of g (singular values within 1 ± 0.3), in g's dtype.
 
     X ← aX + (b A + c A²) X with A = X Xᵀ, (a, b, c) = (3.4445, -4.7750, 2.0315), X₀ = g / (‖g‖_F + 1e-7).
 
     Source: Jordan 2024 (Muon); Liu et al. 2025, arXiv 2502.16982. Their code iterates in bfloat16, which CPUs without
-    bfloat16 units emulate; there float32 is faster and no less exact.
+    bfloat16 units emulate; on such CPUs, float32 is faster and no less accurate.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = g.shape[-2] > g.shape[-1]
@@ -343,7 +344,7 @@ def newton_schulz(g: Float[Tensor, "*b m n"], steps: int = 5) -> Float[Tensor, "
 class LogitChange:
     """How much the signed logits of each query head change, before the cap and in nats, over `n_pairs` visible pairs.
 
-    All fields are 0 without pairs. Detached; float32 or wider.
+    All fields are 0 if there are no pairs. The tensors are detached and in float32 or wider.
     """
 
     rms: PerHead  #: root mean square of the change
@@ -355,7 +356,7 @@ class LogitChange:
 def change_factors(q: Tensor, k: Tensor, q_new: Tensor, k_new: Tensor) -> tuple[Tensor, Tensor]:
     """Returns factors a [b h t 2d] and c [b g s 2d] with a cᵀ = q' k'ᵀ - q kᵀ: a = [q' - q, q], c = [k', k' - k].
 
-    The form [q' q][k' -k]ᵀ would subtract numbers of the size of the logits and lose a step of 1e-3 in float32.
+    The form [q' q][k' -k]ᵀ would subtract numbers as large as the logits, and a step of 1e-3 would be lost in float32.
     `logit_frobenius` of both factors is ‖q' k'ᵀ - q kᵀ‖_F.
 
     Args:
@@ -370,7 +371,8 @@ def change_factors(q: Tensor, k: Tensor, q_new: Tensor, k_new: Tensor) -> tuple[
 
 
 def change_rows(change: Tensor, seen: VisibleKeys) -> dict[str, Tensor]:
-    """Returns each query row's root sum of squares, sum and maximum of magnitudes, and count of blanked changes."""
+    """Returns, for each query row of blanked changes, the root of the sum of squares, the sum and the maximum of the
+    magnitudes, and the number of visible pairs."""
     b, h, r, _ = change.shape
     norm = torch.linalg.vector_norm(change, dim=-1)
     size = change.abs_()
@@ -379,13 +381,14 @@ def change_rows(change: Tensor, seen: VisibleKeys) -> dict[str, Tensor]:
 
 
 def no_change_rows(like: Tensor) -> dict[str, Tensor]:
-    """Returns `change_rows` of rows that see no key, one for each entry of `like` [b h r]."""
+    """Returns the result of `change_rows` for rows that see no key, one row for each entry of `like` [b h r]."""
     zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
     return {"norm": zeros, "total": zeros, "most": zeros, "n": none}
 
 
 def reduce_changes(parts: list[dict[str, Tensor]], counted: Bool[Tensor, "b t"] | None) -> LogitChange:
-    """Reduces the rows of all parts to one change per head; rows count if they see a key and are not masked out."""
+    """Reduces the rows of all parts to one change per head; rows are counted if they see a key and are not masked
+    out."""
     rows = {name: torch.cat([part[name] for part in parts], dim=2) for name in parts[0]}
     out = rows["n"] == 0 if counted is None else (rows["n"] == 0) | ~counted[:, None]
     norm, total, most = (rows[name].masked_fill(out, 0.0) for name in ("norm", "total", "most"))

@@ -1,4 +1,4 @@
-"""What sparse attention chooses: how many keys, how far away, and what dense attention would have given them.
+"""Statistics of the keys that sparse attention chooses: how many, how far away, and their weight in dense attention.
 
 Shapes: b batch, h query heads, r rows, s keys.
 """
@@ -14,19 +14,19 @@ Pairs = Bool[Tensor, "b h r s"]
 
 
 def chosen_distances(chosen: Pairs, allowed: Pairs, positions: Int[Tensor, " r"]) -> dict[str, Tensor]:
-    """Returns where the chosen keys of each row lie, as numbers [b h r], keyed by recorded name.
+    """Returns statistics [b h r] of where each row's chosen keys lie, keyed by recorded name.
 
-    With n keys to choose from and c chosen ones: select_share c / n; select_distance, the mean distance of the chosen
-    keys in tokens, divided by n, and select_distance_max, the largest; select_local_share, the share of the chosen keys
-    that are among the c nearest ones, which is 1 where the choice is a sliding window.
+    With n keys to choose from and c chosen keys, select_share is c / n. select_distance is the mean distance of the
+    chosen keys in tokens, divided by n, and select_distance_max is the largest distance, divided by n.
+    select_local_share is the share of the chosen keys that are among the c nearest keys; it is 1 where the choice is a
+    sliding window.
 
     Args:
-        chosen: the keys that each row reaches, a part of `allowed`.
+        chosen: the keys that each row attends to, a subset of `allowed`.
         allowed: the keys that the row could have chosen.
-        positions: the place of each row's query among the keys.
+        positions: the index of each row's query among the keys.
 
-    Source: llm-internal-medicine's dsa_metrics for the first three; the last is derived here, and needs no window
-    width.
+    Source: llm-internal-medicine's dsa_metrics for the first three; the last is derived here and needs no window width.
     """
     s = chosen.shape[-1]
     n, c = (x.sum(-1).clamp_min(1) for x in (allowed, chosen))
@@ -43,18 +43,19 @@ def chosen_distances(chosen: Pairs, allowed: Pairs, positions: Int[Tensor, " r"]
 
 
 def dense_comparison(z: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs) -> dict[str, PerRow]:
-    """Returns how much of dense attention the chosen keys keep, as numbers [b h r], keyed by recorded name.
+    """Returns statistics [b h r] of how much of dense attention the chosen keys retain, keyed by recorded name.
 
-    Let p be the softmax of z over all allowed keys. dense_recall R is the weight of p on the chosen keys. Attention to
-    these keys alone is p / R, so its divergence from dense attention is KL = -ln R, dense_kl in nats. dense_top_share
-    is 1 where the largest logit belongs to a chosen key. dense_entropy is the entropy of p, in nats.
+    Let p be the softmax of z over all allowed keys. dense_recall R is the weight that p puts on the chosen keys.
+    Attention to these keys alone is p / R, so its divergence from dense attention is KL = -ln R, which is recorded as
+    dense_kl, in nats. dense_top_share is 1 where the largest logit belongs to a chosen key. dense_entropy is the
+    entropy of p, in nats.
 
     Args:
         z: logits of all pairs after the cap, in nats.
-        chosen: the keys that each row reaches, a part of `allowed`.
+        chosen: the keys that each row attends to, a subset of `allowed`.
         allowed: the keys that the row could have chosen.
 
-    Source: derived; llm-internal-medicine's dsa_metrics has the same numbers.
+    Source: derived; llm-internal-medicine's dsa_metrics has the same statistics.
     """
     every = z.masked_fill(~allowed, -torch.inf)
     logs = every.log_softmax(-1)
@@ -77,12 +78,14 @@ def key_coverage(chosen: Pairs, allowed: Pairs) -> Float[Tensor, "b h"]:
 
 
 def index_choice(scores: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs) -> dict[str, PerRow]:
-    """Returns how an indexer's scores distinguish chosen keys from others, as numbers [b h r], keyed by recorded name.
+    """Returns statistics [b h r] of how an indexer's scores separate chosen keys from the others, keyed by recorded
+    name.
 
-    index_margin is the mean score of the chosen keys minus that of the others. index_top_mass is the sum of the chosen
-    keys' positive scores over that of all keys, 0 where none is positive.
+    index_margin is the mean score of the chosen keys minus that of the other keys. index_top_mass is the sum of the
+    chosen keys' positive scores divided by the sum of the positive scores of all keys; it is 0 where no score is
+    positive.
 
-    Source: llm-internal-medicine's dsa_metrics, which has the same numbers.
+    Source: llm-internal-medicine's dsa_metrics, which has the same statistics.
     """
 
     def mean(over: Pairs) -> PerRow:
@@ -98,13 +101,13 @@ def index_choice(scores: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs
 def index_divergence(
     scores: Float[Tensor, "b 1 r s"], z: Float[Tensor, "b h r s"], seen: Bool[Tensor, "b 1 r s"]
 ) -> Float[Tensor, "b 1 r"]:
-    """Returns Σ_s p_s ln(p_s / q_s), with q a softmax over an indexer's scores and p the mean of dense attention over
-    heads.
+    """Returns Σ_s p_s ln(p_s / q_s), where q is the softmax of an indexer's scores and p is dense attention averaged
+    over heads.
 
     Args:
         scores: the scores of the indexer.
         z: attention logits of all pairs after the cap, in nats.
-        seen: the keys over which both softmaxes run.
+        seen: the keys over which both softmaxes are computed.
 
     Source: DeepSeek-V3.2 (2025), which trains indexers on this loss while attention is still dense.
     """
@@ -118,9 +121,9 @@ def index_sizes(
 ) -> dict[str, Tensor]:
     """Returns the sizes of an indexer's queries, keys and head weights, keyed by recorded name.
 
-    A score is Σ_j w_j ReLU(q_j·k). index_query_norm and index_key_norm are the L2 norm of each vector.
-    index_weight_mean is w, index_weight_max its magnitude, and index_weight_negative is 1 where w < 0: a large q_j·k
-    then lowers a key's score.
+    A score is Σ_j w_j ReLU(q_j·k). index_query_norm and index_key_norm are the L2 norms of the query and key vectors.
+    index_weight_mean is w, index_weight_max is |w|, and index_weight_negative is 1 where w < 0, so that a large q_j·k
+    lowers a key's score.
 
     Source: llm-internal-medicine's dsa_metrics, which takes root mean squares of the same tensors instead of L2 norms.
     """

@@ -28,9 +28,10 @@ MergeRule = Literal["max", "min", "sum", "root", "mean"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Merge:
-    """How to merge a field: maximum, minimum, sum, root of the sum of squares, or a mean weighted by field `count`.
+    """How to merge a field: by maximum, minimum, sum, root of the sum of squares, or mean weighted by the field
+    `count`.
 
-    `neutral` is the field's value without any data.
+    `neutral` is the field's value when there is no data.
     """
 
     how: MergeRule
@@ -41,8 +42,8 @@ class Merge:
 def rule(
     how: MergeRule, neutral: float = 0.0, count: str = "", of: Callable[[Any], Tensor] | None = None
 ) -> dict[str, object]:
-    """Returns dataclass field metadata with a `Merge` rule and, if `of` is given, the field's formula: the number for
-    each query row, which the rule reduces to one for a head."""
+    """Returns dataclass field metadata with a `Merge` rule and, if `of` is given, the field's formula, which gives a
+    value for each query row; the rule reduces these values to one per head."""
     return {"merge": Merge(how, neutral, count), **({} if of is None else {"of": of})}
 
 
@@ -52,7 +53,7 @@ def merge_rules(kind: type[DataclassInstance]) -> dict[str, Merge]:
 
 
 def row_formulas(kind: type[DataclassInstance]) -> dict[str, Callable[[Any], Tensor]]:
-    """Returns the formulas of a dataclass's fields by name. Fields without one are left out."""
+    """Returns the formulas of a dataclass's fields by name. Fields without a formula are left out."""
     return {field.name: field.metadata["of"] for field in dataclasses.fields(kind) if "of" in field.metadata}
 
 
@@ -104,29 +105,31 @@ PerPair = Float[Tensor, "h c c"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenClasses:
-    """The class of each query and key of a call, as an index into `names`, or -1 for none."""
+    """The class of each query and key of a call, as an index into `names`, or -1 for tokens without a class."""
 
     names: tuple[str, ...]  #: names of the c classes
-    query: Int[Tensor, "#b t"]  #: number of the class of each query; -1: none
-    key: Int[Tensor, "#b s"]  #: number of the class of each key; -1: none
+    query: Int[Tensor, "#b t"]  #: index of each query's class; -1 for no class
+    key: Int[Tensor, "#b s"]  #: index of each key's class; -1 for no class
 
     def keys(self, like: Tensor) -> KeyClasses:
-        """Returns the key classes prepared for logits of the dtype of `like`."""
+        """Returns the key classes, prepared for logits with the dtype of `like`."""
         members = one_hot(self.key, len(self.names))
         columns = None
-        # If all sequences agree, reading a class's columns is cheaper than masking the block. A GPU would have to wait.
+        # If all sequences agree, reading a class's columns is cheaper than masking the block. On a GPU, this check
+        # would wait for the device.
         if like.device.type == "cpu" and bool((members == members[:1]).all()):
             columns = tuple(one.nonzero().flatten() for one in members[0].unbind(-1))
         return KeyClasses(members.to(like.dtype), columns)
 
     def rows(self, rows: slice | Tensor) -> TokenClasses:
-        """Returns the classes of some queries and all keys."""
+        """Returns the classes of the given queries and of all keys."""
         return dataclasses.replace(self, query=self.query[:, rows])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeyClasses:
-    """Membership [b|1 s c], 1 if a key has the class; `columns` holds each class's keys if all sequences agree."""
+    """Membership [b|1 s c] of keys in classes, 1 where a key has the class; `columns` holds the indices of each class's
+    keys if they are the same in all sequences."""
 
     members: Tensor
     columns: tuple[Tensor, ...] | None
@@ -136,7 +139,8 @@ class KeyClasses:
         return self.members[:, :n]
 
     def maxima(self, z: Float[Tensor, "b h r n"], n_of: Tensor) -> Float[Tensor, "b h r c"]:
-        """Row maxima of lowered logits over the keys of each class; -inf if `n_of` says that a row sees none."""
+        """Returns the row maxima of lowered logits over the keys of each class, or -inf where `n_of`, the number of
+        such keys that a row sees, is 0."""
         lowest, n = torch.finfo(z.dtype).min / 4, z.shape[-1]
         tops = []
         if self.columns is None:
@@ -154,19 +158,19 @@ class KeyClasses:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClassStats:
-    """LogitStats of one site split by the class of the query and of the key, per query head [h] or key head [g].
+    """The LogitStats of one site, split by the classes of query and key, per query head [h] or key head [g].
 
     Logits, norms and weights are defined as in LogitStats. Tokens without a class are not counted. The class of the
     query comes first, so max_logit[h, a, b] covers queries of class a and keys of class b.
 
     Attributes:
-        max_logit: largest signed logit before the cap over the `n_pairs` visible pairs; -inf without pairs.
+        max_logit: largest signed logit before the cap over the `n_pairs` visible pairs; -inf if there are no pairs.
         mass: weight from a query of class a to all keys of class b, averaged over the `n_queries` queries of class a
             that see a key. Weights are taken after the cap and before dropout and sum to one over the keys, so rows of
-            `mass` sum to one too, less the weight on keys without a class.
-        uniform_mass: `mass` if every query spread its weight evenly over the keys it sees; the baseline for `mass`.
-        query_norm: mean L2 norm over `n_normed` queries. That count is 0 if only logits, not q and k, were seen.
-        key_norm: mean L2 norm over `n_keys` keys, a count that is 0 in the same case.
+            `mass` also sum to one, minus the weight on keys without a class.
+        uniform_mass: the value that `mass` would have if every query spread its weight evenly over the keys it sees.
+        query_norm: mean L2 norm over `n_normed` queries. `n_normed` is 0 if only the logits were observed, not q and k.
+        key_norm: mean L2 norm over `n_keys` keys. `n_keys` is 0 in the same case.
     """
 
     names: tuple[str, ...]  #: names of the c classes
@@ -187,7 +191,7 @@ class ClassStats:
         return tensors(self)
 
     def pair(self, name: str, query: str, key: str) -> Float[Tensor, " h"]:
-        """Returns one entry of a field by pairs, per head: `stats.pair("mass", "image", "text")`."""
+        """Returns one entry of a pairwise field for each head, as in `stats.pair("mass", "image", "text")`."""
         return tensors(self)[name][:, self.index(query), self.index(key)]
 
     def index(self, name: str) -> int:
@@ -198,12 +202,14 @@ class ClassStats:
 
     @property
     def query_competition(self) -> Float[Tensor, " h"]:
-        """Largest over smallest mean query norm among the classes; NaN with fewer than two classes seen."""
+        """The ratio of the largest to the smallest mean query norm of any class; NaN if fewer than two classes were
+        seen."""
         return norm_ratio(self.query_norm, self.n_normed)
 
     @property
     def key_competition(self) -> Float[Tensor, " g"]:
-        """Largest over smallest mean key norm among the classes; NaN with fewer than two classes seen."""
+        """The ratio of the largest to the smallest mean key norm of any class; NaN if fewer than two classes were
+        seen."""
         return norm_ratio(self.key_norm, self.n_keys)
 
 
@@ -228,7 +234,7 @@ def merge_classes(a: ClassStats | None, b: ClassStats | None) -> ClassStats | No
 
 
 def joined_classes(parts: Sequence[ClassStats | None]) -> ClassStats | None:
-    """Concatenates statistics of one-head calls into those of one site; None if any part is None."""
+    """Concatenates the statistics of one-head calls into the statistics of one site; None if any part is None."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
@@ -237,9 +243,10 @@ def joined_classes(parts: Sequence[ClassStats | None]) -> ClassStats | None:
 
 
 def norm_ratio(norms: Float[Tensor, "*h c"], counts: Int[Tensor, "*h c"]) -> Float[Tensor, "*h"]:
-    """Returns the competition index: the largest over the smallest mean norm of a class; 1 if all are equal.
+    """Returns the competition index, the ratio of the largest to the smallest mean norm of any class; 1 if all are
+    equal.
 
-    Classes without tokens are ignored; NaN if fewer than two remain.
+    Classes without tokens are ignored; the result is NaN if fewer than two classes remain.
 
     Example:
         >>> norm_ratio(torch.tensor([[2.0, 6.0, 0.0]]), torch.tensor([[5, 1, 0]]))
@@ -251,7 +258,7 @@ def norm_ratio(norms: Float[Tensor, "*h c"], counts: Int[Tensor, "*h c"]) -> Flo
 
 
 def one_hot(classes: Int[Tensor, "*n"], n: int) -> Bool[Tensor, "*n c"]:
-    """Returns True at the class of each token; no entry is True for -1."""
+    """Returns a boolean one-hot encoding of the class of each token, which is all False for -1."""
     return classes[..., None] == torch.arange(n, device=classes.device)
 
 
@@ -272,13 +279,13 @@ def class_stats(
     over: Bool[Tensor, "b h t"],
     n_keys: Int[Tensor, "b h t"],
 ) -> dict[str, Tensor]:
-    """Returns the fields of ClassStats over pairs.
+    """Returns all fields of ClassStats except those about norms.
 
     Args:
         query: True at the class of each query.
-        rows: largest logit, weight and number of visible keys by key class, [b h t c] each.
-        over: query rows to count.
-        n_keys: number of keys that each row sees.
+        rows: each row's largest logit, weight and number of visible keys for each key class, [b h t c] each.
+        over: the query rows to count.
+        n_keys: the number of keys that each row sees.
     """
     top, mass, n_of = rows
     of = query[:, None] & over[..., None]  # [b h t a]
@@ -302,7 +309,8 @@ def class_stats(
 def class_norms(
     of: Bool[Tensor, "#b n c"], norm: Float[Tensor, "b h n"] | None, over: Bool[Tensor, "b h n"], like: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns mean norm, largest norm and count [h c] by class over the tokens to count; 0 for unknown norms."""
+    """Returns the mean norm, largest norm and number [h c] of the counted tokens of each class; 0 if the norms are
+    unknown."""
     picked = of[:, None] & over[..., None]
     if norm is None:
         none = picked.sum((0, 2)) * 0

@@ -75,7 +75,7 @@ def qk_norm_init(length: float) -> float:
 
 
 def cosine_scale(train_length: float) -> float:
-    """Returns λ = 4 ln n, n = train_length / 2, the scale of cosine attention in nats for head_dim near 128.
+    """Returns λ = 4 ln n with n = train_length / 2, the scale of cosine attention, in nats, for a head_dim near 128.
 
     Source: Su 2023, kexue.fm 9812 and 9859.
 
@@ -91,11 +91,12 @@ def cosine_scale(train_length: float) -> float:
 
 @functools.cache
 def gradient_scale(n: float, head_dim: int | None = None) -> float:
-    """Returns the λ that maximises λ (1 - Σ p_i²), p = softmax(λ s): the scale that passes the most gradient.
+    """Returns the λ that maximises λ (1 - Σ p_i²) with p = softmax(λ s), the scale that lets the most gradient through.
 
-    The n similarities s have density ∝ (1 - s²)^((d-3)/2), cosines of random vectors of head_dim numbers, or N(0, 1) if
-    head_dim is None. Σ p_i² is approximated by M(2λ)/(n M(λ)²), where M is the moment-generating function of s:
-    numerator and denominator are averaged separately. The average of the ratio itself keeps growing beyond this λ.
+    The n similarities s have a density ∝ (1 - s²)^((d-3)/2), like cosines of random vectors of dimension head_dim, or
+    are N(0, 1) if head_dim is None. Σ p_i² is approximated by M(2λ)/(n M(λ)²), where M is the moment-generating
+    function of s; that is, numerator and denominator are averaged separately. With the average of the ratio itself, the
+    maximised quantity would keep growing beyond this λ.
 
     Args:
         n: number of keys that a query sees, above 1; for a decoder, half of the training length.
@@ -107,7 +108,7 @@ def gradient_scale(n: float, head_dim: int | None = None) -> float:
     (22.29, 16.64, 1.8635)
     """
     check(n > 1, "more than one key", n)
-    check(head_dim is None or head_dim >= 2, "cosines of at least 2 numbers", f"head_dim={head_dim}")
+    check(head_dim is None or head_dim >= 2, "a head_dim of at least 2", f"head_dim={head_dim}")
 
     def passed_on(scale: float) -> float:
         spread = scale * scale  # ln M(2λ) - 2 ln M(λ) of N(0, 1)
@@ -122,7 +123,7 @@ def gradient_scale(n: float, head_dim: int | None = None) -> float:
 
 
 def _log_moment(scale: float, head_dim: int) -> float:
-    """Returns ln E e^(λs) for a cosine s of head_dim numbers: ln Σ_k (λ²/4)^k / (k! (d/2)(d/2 + 1)…(d/2 + k - 1))."""
+    """Returns ln E e^(λs) for a cosine s in dimension head_dim: ln Σ_k (λ²/4)^k / (k! (d/2)(d/2 + 1)…(d/2 + k - 1))."""
     term = total = 1.0
     k = 0
     while term > 1e-17 * total:
@@ -157,7 +158,8 @@ def sigmoid_bias(length: float) -> float:
 
 
 def deepnorm(sublayers: int) -> tuple[float, float]:
-    """Returns DeepNorm's (α, β) = (n^(1/4), (4n)^(-1/4)) for n sublayers: x ← N(αx + F(x)), F's output scaled by β.
+    """Returns DeepNorm's (α, β) = (n^(1/4), (4n)^(-1/4)) for n sublayers, where x ← N(αx + F(x)) and β scales F's
+    output at initialisation.
 
     Source: Wang et al. 2022, arXiv 2203.00555, decoder-only: (2M)^(1/4) and (8M)^(-1/4) for M layers of two sublayers.
     qkeel counts a layer that has a single sublayer (GAU) once.
@@ -176,9 +178,9 @@ def deepnorm(sublayers: int) -> tuple[float, float]:
 
 
 def softcap(z: Float[Tensor, "*shape"], cap: float) -> Float[Tensor, "*shape"]:
-    """Returns cap · tanh(z / cap): monotone, |result| <= cap, near the identity for |z| << cap.
+    """Returns cap · tanh(z / cap), which is monotone, at most cap in magnitude, and near the identity for |z| << cap.
 
-    Source: Gemma 2 (arXiv 2408.00118), section 2; Bello et al. 2016 before it.
+    Source: Gemma 2 (arXiv 2408.00118), section 2; earlier, Bello et al. 2016.
 
     Raises:
         InvalidValueError: the cap is not above 0.
@@ -216,9 +218,9 @@ def softmax(z: Logits, visible: Visible = None) -> Logits:
 
 
 def sink_softmax(z: Logits, sink: Tensor, visible: Visible = None) -> Logits:
-    """Returns exp(z_ij) / (exp(s) + Σ_j exp(z_ij)): rows sum to less than 1. `sink` broadcasts to [*batch t 1].
+    """Returns exp(z_ij) / (exp(s) + Σ_j exp(z_ij)), whose rows sum to less than 1; `sink` broadcasts to [*batch t 1].
 
-    s = 0 is "softmax off by one". gpt-oss and DeepSeek-V4 learn s per head.
+    With s = 0, this is "softmax off by one"; gpt-oss and DeepSeek-V4 learn s per head.
 
     Source: Miller 2023, Attention is off by one; gpt-oss as shipped in transformers.
     """
@@ -233,7 +235,7 @@ def sigmoid(z: Logits, bias: float | Tensor, visible: Visible = None) -> Logits:
 
 
 def squared_relu(z: Logits, visible: Visible = None) -> Logits:
-    """Returns relu(z)² / n with n = number of visible keys of the row.
+    """Returns relu(z)² / n, where n is the number of keys visible to the row.
 
     Source: Hua et al. 2022, arXiv 2202.10447, as implemented in bert4keras, which divides after squaring. The paper's
     own code divides the logit by n before squaring, which gives a different result.
@@ -243,7 +245,7 @@ def squared_relu(z: Logits, visible: Visible = None) -> Logits:
 
 
 def softpick(z: Logits, visible: Visible = None, eps: float = 1e-8) -> Logits:
-    """Returns relu(e^z - 1) / (Σ|e^z - 1| + eps): rows sum to at most 1, so no sink is needed.
+    """Returns relu(e^z - 1) / (Σ|e^z - 1| + eps), whose rows sum to at most 1, so that no sink is needed.
 
     It is computed with the row maximum m subtracted: relu(e^(z-m) - e^-m) / (Σ|e^(z-m) - e^-m| + eps).
 
@@ -258,10 +260,10 @@ def softpick(z: Logits, visible: Visible = None, eps: float = 1e-8) -> Logits:
 
 
 def entropy(weights: Float[Tensor, "*batch s"]) -> Float[Tensor, "*batch"]:
-    """Returns the entropy -Σ p ln p of each row rescaled to sum to one, in nats; 0 for an empty row. At most ln s.
+    """Returns the entropy -Σ p ln p of each row, rescaled to sum to one; in nats, at most ln s, and 0 for an empty row.
 
     Weights that do not sum to one (sinks, sigmoid, squared ReLU, softpick) are rescaled first, so the entropy measures
-    the spread over the keys, whatever share goes to a sink.
+    the spread over the keys, regardless of the share that goes to a sink.
 
     Source: Zhai et al. 2023, arXiv 2303.06296 (attention entropy).
     """

@@ -1,4 +1,4 @@
-"""Normalisation over the last axis, without gain: computed in float32 or wider, returned in the input's dtype."""
+"""Normalisation over the last axis, without a gain, computed in float32 or wider and returned in the input's dtype."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def unrounded(x: Tensor) -> AbstractContextManager[object]:
 
 
 def l2_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "*batch d"]:
-    """Returns x / max(‖x‖₂, eps), a vector of length 1.
+    """Returns x / max(‖x‖₂, eps), a vector of norm 1.
 
-    Source: Henry et al. 2020, arXiv 2010.04245 (torch's F.normalize). Others use "L2" for a division by sqrt(mean +
-    eps) (Llama 4, here `rms_norm`) or by sqrt(sum + eps) (Transformer Engine).
+    Source: Henry et al. 2020, arXiv 2010.04245 (torch's F.normalize). Other codebases use "L2" for division by
+    sqrt(mean(x²) + eps) (Llama 4; here `rms_norm`) or by sqrt(sum(x²) + eps) (Transformer Engine).
 
     >>> l2_norm(torch.tensor([3.0, 4.0]))
     tensor([0.6000, 0.8000])
@@ -57,7 +57,7 @@ def l2_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "
 
 
 def rms_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor, "*batch d"]:
-    """Returns x / sqrt(mean(x²) + eps), a vector of length √d.
+    """Returns x / sqrt(mean(x²) + eps), a vector of norm √d.
 
     Source: Zhang & Sennrich 2019, arXiv 1910.07467.
 
@@ -79,14 +79,14 @@ def layer_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-5) -> Float[Tensor,
 
 
 def apply_gain(x: Float[Tensor, "b h t d"], gain: Tensor) -> Float[Tensor, "b h t d"]:
-    """Returns x times a gain of shape [], [d], [h 1] or [h d], in x's dtype. Source: the same as for x's norm."""
+    """Returns x times a gain of shape [], [d], [h 1] or [h d], in x's dtype. Source: as for x's norm."""
     if gain.ndim == 2:
         gain = gain[:, None, :]
     return (x * gain.to(x.dtype)).to(x.dtype)
 
 
 def inverse_l2(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "*batch 1"]:
-    """Returns 1 / max(‖x‖₂, eps), the factor of `l2_norm` (source there), in float32 or wider.
+    """Returns 1 / max(‖x‖₂, eps), the factor that `l2_norm` applies (see its source), in float32 or wider.
 
     >>> inverse_l2(torch.tensor([3.0, 4.0]))
     tensor([0.2000])
@@ -95,7 +95,7 @@ def inverse_l2(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor
 
 
 def inverse_rms(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor, "*batch 1"]:
-    """Returns 1 / sqrt(mean(x²) + eps), the factor of `rms_norm` (source there), in float32 or wider.
+    """Returns 1 / sqrt(mean(x²) + eps), the factor that `rms_norm` applies (see its source), in float32 or wider.
 
     >>> inverse_rms(torch.tensor([3.0, 4.0]), eps=0.0)
     tensor([0.2828])
@@ -104,7 +104,7 @@ def inverse_rms(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor
 
 
 def _one_over(norm: Tensor, mean_over: int | None, eps: float) -> Tensor:
-    """Returns 1 / size of a vector with this L2 norm: its RMS over `mean_over` numbers, or the norm itself for None."""
+    """Returns 1 / RMS of a vector of `mean_over` elements with this L2 norm, or 1 / norm if `mean_over` is None."""
     if mean_over is None:
         return norm.clamp_min(eps).reciprocal()
     return torch.rsqrt(norm.square() / mean_over + eps)
@@ -163,7 +163,8 @@ MASSIVE = 100.0  # a channel whose peak is over this multiple of the median chan
 
 @final
 class StreamValues:
-    """Hidden states at one place of a model; computed once, in float32 or wider, without waiting for the device.
+    """Hidden states at one point of a model; their statistics are computed once, in float32 or wider, without waiting
+    for the device.
 
     Args:
         x: the states [... m].
@@ -182,20 +183,20 @@ class StreamValues:
 
     @functools.cached_property
     def rms(self) -> Tensor:
-        """The root mean square of all numbers, times the factor."""
+        """The root mean square of all elements, times the factor."""
         size = torch.linalg.vector_norm(self.x, dtype=wide(self.x.dtype))
         return size * (abs(self._factor) / max(1, self.x.numel()) ** 0.5)
 
     @functools.cached_property
     def peaks(self) -> Tensor:
-        """The largest magnitude of each channel over the tokens [m]."""
+        """The largest magnitude [m] of each channel over all tokens."""
         return torch.linalg.vector_norm(
             self.x.reshape(-1, self.x.shape[-1]), ord=torch.inf, dim=0, dtype=wide(self.x.dtype)
         )
 
     @functools.cached_property
     def median(self) -> Tensor:
-        """The median of the peaks; for an even number of them, the mean of the two in the middle."""
+        """The median of the peaks; if their number is even, the mean of the middle two."""
         ordered, m = self.peaks.sort().values, self.peaks.shape[0]
         return (ordered[(m - 1) // 2] + ordered[m // 2]) / 2
 

@@ -1,4 +1,4 @@
-"""Position functions of the distance r = i - j between a query at i and a key at j."""
+"""Position biases and decays as functions of the distance r = i - j between a query at i and a key at j."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from qkeel.errors import check
 def alibi_slopes(n_heads: int) -> Float[Tensor, " h"]:
     """Returns ALiBi's slopes m_h = 2^(-8h/H) [h], h = 1 … H, each in (0, 1).
 
-    If H is not a power of 2, they are the slopes of the power of 2 below it, then every second slope of the one above.
+    If H is not a power of 2, they are the slopes for the next lower power of 2, followed by every second slope for the
+    next higher one.
 
     Raises:
         InvalidValueError: n_heads is below 1.
@@ -45,7 +46,7 @@ def kerple_log(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:
 def kerple_power(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:
     """Returns the bias -a|r|^p, in nats, at most 0; r, a and p broadcast.
 
-    a is clamped to at least 0.01, p to [0.01, 2]. Source: Chi et al. 2022, arXiv 2205.09921 (KERPLE, power).
+    a is clamped to at least 0.01, and p to [0.01, 2]. Source: Chi et al. 2022, arXiv 2205.09921 (KERPLE, power).
     """
     r = distance.abs()
     # The derivative of r^p at r = 0 is infinite or NaN; the value is 0 for every p.
@@ -54,7 +55,7 @@ def kerple_power(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:
 
 
 def xpos_decay(rotary_dim: int) -> Float[Tensor, " half"]:
-    """Returns ζ_i = (i + 0.4 d)/(1.4 d) for i = 0, 2, …: the share of a score that pair i/2 keeps over 512 tokens.
+    """Returns ζ_i = (i + 0.4 d)/(1.4 d) for i = 0, 2, …, the share of its score that pair i/2 keeps over 512 tokens.
 
     Source: Sun et al. 2022, arXiv 2212.10554, γ = 0.4 as in the released code.
     """

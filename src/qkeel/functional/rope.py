@@ -21,7 +21,7 @@ Pairing = Literal["half", "interleaved", "half_reversed"]
 def rope_frequencies(
     rotary_dim: int, base: float = 10_000.0, device: torch.device | None = None
 ) -> Float[Tensor, " half"]:
-    """Returns θ_i = base^(-2i/d) for i = 0 .. d/2 - 1, radians per token, in float64 (default device: the CPU).
+    """Returns θ_i = base^(-2i/d) for i = 0 .. d/2 - 1, in radians per token, in float64, on the CPU by default.
 
     Source: Su et al. 2021, arXiv 2104.09864, section 3.2.2.
     """
@@ -73,11 +73,11 @@ def rotate(
     sin: Float[Tensor, "*#batch half"],
     pairing: Pairing = "half",
 ) -> Float[Tensor, "*batch d"]:
-    """Rotates pairs of the first 2·half dimensions of x; the rest passes through.
+    """Rotates pairs of the first 2·half dimensions of x; the remaining dimensions are unchanged.
 
     Pair i is (x_i, x_{i+half}) for "half" (GPT-NeoX, Llama), (x_{2i}, x_{2i+1}) for "interleaved" (RoFormer,
-    Cohere, Llama 4) and (x_{i+half}, x_i) for "half_reversed" (nanochat, modded-nanogpt: it rotates "half" by -θ):
-    (a, b) -> (a cos - b sin, b cos + a sin). Source: Su et al. 2021, arXiv 2104.09864.
+    Cohere, Llama 4) and (x_{i+half}, x_i) for "half_reversed" (nanochat, modded-nanogpt), which rotates the pairs of
+    "half" by -θ. A pair (a, b) becomes (a cos - b sin, b cos + a sin). Source: Su et al. 2021, arXiv 2104.09864.
 
     Args:
         x: queries or keys.
@@ -104,7 +104,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotation written into one new tensor. Its derivative is the inverse rotation, so x is not kept."""
+    """The rotation, written into a new tensor. Its derivative is the inverse rotation, so x is not kept."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
@@ -147,7 +147,7 @@ def _pairs(x: Tensor, half: int, pairing: Pairing) -> tuple[Tensor, Tensor]:
 
 
 def _widened(cos: Tensor, width: int, pairing: Pairing) -> Tensor:
-    """Returns the cosine for every dimension: its pair's, or 1 if it is not rotated."""
+    """Returns the cosine for every dimension, which is that of its pair, or 1 if the dimension is not rotated."""
     both = cos.repeat_interleave(2, dim=-1) if pairing == "interleaved" else torch.cat([cos, cos], dim=-1)
     return F.pad(both, (0, width - both.shape[-1]), value=1.0) if width > both.shape[-1] else both
 
@@ -166,27 +166,32 @@ def interpolate(theta: Frequencies, factor: float) -> Frequencies:
 
 
 def ntk(theta: Frequencies, factor: float | Tensor, *, exact: bool = False) -> Frequencies:
-    """Returns θ_i · k^(-2i/d), the base times k; `exact`: θ_i · k^(-2i/(d - 2)), the last pair 1/k as fast.
+    """Returns θ_i · k^(-2i/d), which multiplies the base by k, or with `exact` θ_i · k^(-2i/(d - 2)), which slows the
+    last pair by exactly k.
 
-    Source: bloc97 2023 (NTK-aware); the exact base as in transformers' "dynamic" rope; "NTK-old" of kexue.fm 9706.
+    Source: bloc97 2023 (NTK-aware); the exact base as in transformers' "dynamic" rope; called "NTK-old" in kexue.fm
+    9706.
 
     >>> theta = torch.ones(64, dtype=torch.float64)
     >>> [round(float(ntk(theta, 8.0)[m - 1]), 5) for m in (1, 2, 64)]
     [1.0, 0.96803, 0.12913]
 
     Raises:
-        InvalidValueError: `exact` with a single pair, which cannot both keep its frequency and slow down.
+        InvalidValueError: `exact` is set for a single pair, which cannot both keep its frequency and slow down.
     """
     half = len(theta)
     if exact and half < 2:
-        raise InvalidValueError("expected at least 4 rotated numbers for the exact base of NTK, got 2; use NTK or PI")
+        raise InvalidValueError(
+            "expected at least 4 rotated dimensions for the exact base of NTK, got 2; use NTK or PI"
+        )
     index = torch.arange(half, dtype=theta.dtype, device=theta.device)
     power = -index / (half - 1 if exact else half)
     return theta * torch.as_tensor(factor, dtype=theta.dtype, device=theta.device) ** power
 
 
 def ntk_mixed(theta: Frequencies, factor: float, power: float = 0.625) -> Frequencies:
-    """Returns θ_m · exp(-a m^b), a (d/2)^b = ln k. b = 1 is NTK-fixed, b = 0 interpolation; the source prefers 0.625.
+    """Returns θ_m · exp(-a m^b) with a (d/2)^b = ln k; b = 1 is NTK-fixed, b = 0 is interpolation, and the source
+    prefers 0.625.
 
     Source: Su 2023, kexue.fm 9706.
 
@@ -208,10 +213,12 @@ def yarn(
     slow: float = 1.0,
     ramp: Ramp = "code",
 ) -> Frequencies:
-    """Returns θ_i (γ_i + (1 - γ_i)/factor), γ = 1 for pairs with more than `fast` turns in training, 0 below `slow`.
+    """Returns θ_i (γ_i + (1 - γ_i)/factor), where γ is 1 for pairs with more than `fast` turns in training and 0 for
+    pairs with fewer than `slow`.
 
-    ramp="paper": γ is linear in the number of turns r_i = L θ_i / 2π. "code", as released and in transformers: γ is
-    linear in the index i between the floor and the ceiling of the two cut-offs, a clearly different curve.
+    With ramp="paper", γ is linear in the number of turns r_i = L θ_i / 2π. With ramp="code", as in the released code
+    and in transformers, γ is linear in the index i between the floor of one cut-off and the ceiling of the other, which
+    is a clearly different curve.
 
     Source: Peng et al. 2023, arXiv 2309.00071, section 3.2.
 
@@ -222,7 +229,7 @@ def yarn(
         base: RoPE base of the frequencies.
         fast: a pair with at least this many turns in training keeps its frequency.
         slow: a pair with fewer turns is slowed by the full factor.
-        ramp: the form of γ between the two, "code" or "paper".
+        ramp: the form of γ between `slow` and `fast`, "code" or "paper".
     """
     half = len(theta)
     if ramp == "paper":
@@ -241,7 +248,8 @@ def yarn(
 
 
 def yarn_magnitude(factor: float) -> float:
-    """Returns the factor 0.1 ln factor + 1 on cos and sin, which is squared in the logits; 1 for a factor of at most 1.
+    """Returns 0.1 ln factor + 1, which multiplies cos and sin and therefore enters the logits squared; 1 for a factor
+    of at most 1.
 
     Source: Peng et al. 2023, arXiv 2309.00071, equation 22.
 
@@ -252,14 +260,15 @@ def yarn_magnitude(factor: float) -> float:
 
 
 def llama3(theta: Frequencies, factor: float, train_length: float, low: float = 1.0, high: float = 4.0) -> Frequencies:
-    """Keeps pairs with more than `high` turns in training and slows pairs with fewer than `low` by the factor.
+    """Keeps pairs with more than `high` turns in training unchanged and slows pairs with fewer than `low` turns by the
+    factor.
 
     In between, the frequency is linear in the number of turns. Source: Llama 3.1 as shipped in transformers.
 
     Args:
         theta: the frequencies in radians per token.
         factor: test length / training length.
-        train_length: in tokens.
+        train_length: training length in tokens.
         low: a pair with fewer turns in training is slowed by the full factor.
         high: a pair with more turns keeps its frequency.
     """

@@ -46,26 +46,27 @@ POSITION_BINS = 24  # by position: bin 0 is offset 0, bin i >= 1 offsets 2^(i-1)
 class LogitStats:
     """Statistics over the visible (query, key) pairs of one site; [h] per query head, [g] per key head.
 
-    Logits are signed, after scale and bias and before the cap. Entropy is in nats, of the weights before dropout, over
-    query rows that see at least one key. Norms are of q and k as they enter the dot product, after norm and rotation.
-    Tensors are detached, float32 or wider. `merge` combines key blocks, micro-batches and ranks.
+    Logits are signed, after scale and bias and before the cap. The entropy, in nats, is that of the weights before
+    dropout, over query rows that see at least one key. Norms are those of q and k as they enter the dot product, after
+    norm and rotation. Tensors are detached, in float32 or wider. `merge` combines key blocks, micro-batches and ranks.
 
     Attributes:
         normalized_entropy: mean of H_i / ln n_i, in [0, 1], over the `n_free` rows that see n_i >= 2 keys; with a sink
-            column, of H_i / ln (n_i + 1).
+            column, the mean of H_i / ln (n_i + 1).
         sink_share: over the same rows, the mean weight on the first key that the row sees, after the cap and before
-            dropout. Weights sum to one over the keys and, as in the entropy, over a sink column if there is one.
+            dropout. As for the entropy, the weights sum to one over the keys and the sink column, if there is one.
         share_above: share of pairs whose logit (signed, before the cap) exceeds the requested threshold.
         qk_frobenius: √Σ (q·k)² over the pairs, for q and k as they enter the product, without scale, bias or cap. A
             scale that the model folds into q is included. Divide by √d for logits with the scale 1/√d.
-        cos_max: largest cosine of the angle between q and k; 0 if one of them is zero.
+        cos_max: largest cosine of the angle between q and k; the cosine is 0 if either is zero.
         cos_mean: mean of these cosines.
-        n_products: number of pairs behind the previous three. It is 0 if only logits, not q and k, were seen; the three
-            are then not measured and read 0, -inf, 0.
-        key_norm_by_position: mean key norm by distance from the first visible key of its sequence (batch row): bin 0
-            is that key, bin i >= 1 holds offsets 2^(i-1) .. 2^i - 1; `n_keys_by_position` keys each.
+        n_products: number of pairs over which qk_frobenius, cos_max and cos_mean are computed. It is 0 if only the
+            logits were observed, not q and k; these three are then not measured and are 0, -inf and 0.
+        key_norm_by_position: mean key norm by distance from the first visible key of its sequence (batch row). Bin 0
+            holds that key, and bin i >= 1 holds the offsets 2^(i-1) .. 2^i - 1. `n_keys_by_position` is the number of
+            keys in each bin.
         classes: the statistics split by token class, if the classes of the call are known.
-        entropy_error: half the width of a 95 % interval of `entropy` if rows were sampled; else None.
+        entropy_error: half the width of a 95 % interval for `entropy` if rows were sampled, otherwise None.
     """
 
     max_logit: PerHead = field(metadata=rule("max", -torch.inf))  #: largest, in nats; -inf where no pair is visible
@@ -73,7 +74,7 @@ class LogitStats:
     mean_logit: PerHead = field(metadata=rule("mean", count="n_pairs"))  #: mean over the `n_pairs` pairs, in nats
     capped_max_logit: PerHead = field(metadata=rule("max", -torch.inf))  #: largest after the cap, in nats
     entropy: PerHead = field(metadata=rule("mean", count="n_queries"))  #: mean over `n_queries` rows, in nats, >= 0
-    entropy_min: PerHead = field(metadata=rule("min", torch.inf))  #: smallest of a row, in nats
+    entropy_min: PerHead = field(metadata=rule("min", torch.inf))  #: smallest entropy of any row, in nats
     query_norm: PerHead = field(metadata=rule("mean", count="n_queries"))  #: mean L2 norm of q over `n_queries` rows
     query_norm_max: PerHead = field(metadata=rule("max"))  #: largest L2 norm of q
     key_norm: Float[Tensor, " g"] = field(metadata=rule("mean", count="n_keys"))  #: mean L2 norm of `n_keys` keys
@@ -98,8 +99,8 @@ class LogitStats:
     entropy_error: PerHead | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns every measured statistic and count by name, without those split by class."""
-        found = dict(zip(TENSORS, _ALL_TENSORS(self)))  # by one call, several times in every measured step
+        """Returns every measured statistic and count by name, except those split by class."""
+        found = dict(zip(TENSORS, _ALL_TENSORS(self)))  # one call, as it runs several times per step
         if self.entropy_error is not None:
             found["entropy_error"] = self.entropy_error
         return found
@@ -114,12 +115,12 @@ class LogitStats:
 
     @property
     def non_finite(self) -> PerHead:
-        """1 for a head whose logits or entropy are NaN or infinite, else 0."""
+        """1 for each head whose logits or entropy are NaN or infinite, otherwise 0."""
         return is_not_finite(self.max_logit, self.min_logit, self.entropy, self.n_pairs).to(self.max_logit.dtype)
 
     @property
     def max_abs_logit(self) -> PerHead:
-        """Largest magnitude of a logit; 0 without data."""
+        """The largest magnitude of any logit; 0 if there is no data."""
         return torch.maximum(self.max_logit, -self.min_logit).clamp_min(0)
 
     @classmethod
@@ -133,21 +134,22 @@ class LogitStats:
 
     @classmethod
     def of_numbers(cls, n_heads: int, n_kv_heads: int, number: Callable[[float, bool], Tensor]) -> LogitStats:
-        """Returns the neutral element, expanded from scalars of `number(value, is_count)`; equal fields share one."""
+        """Returns the neutral element, expanded from scalars that `number(value, is_count)` returns; equal fields share
+        a scalar."""
         heads = n_heads, n_kv_heads
         kinds = {kind: number(*kind) for kind in {form[0] for form in _FORMS.values()}}
         return cls(**{name: kinds[kind].expand((heads[of], *more)) for name, (kind, of, more) in _FORMS.items()})  # type: ignore[arg-type]
 
 
 def is_not_finite(max_logit: Any, min_logit: Any, entropy: Any, n_pairs: Any) -> Any:
-    """Returns True for heads whose logits or entropy are NaN or infinite; takes tensors, or arrays of NumPy."""
+    """Returns True for heads whose logits or entropy are NaN or infinite; accepts tensors or NumPy arrays."""
     low = (abs(min_logit) < math.inf) | (n_pairs == 0)  # without pairs the minimum was not measured
     return ~((abs(max_logit) < math.inf) & low & (abs(entropy) < math.inf))
 
 
 MERGES = merge_rules(LogitStats)
-FORMULAS = row_formulas(LogitStats)  # of RowStats; `reduce_rows` makes the numbers of heads
-# Of each field its neutral number and whether it is a count, whether it is of key heads, and its other sizes.
+FORMULAS = row_formulas(LogitStats)  # of RowStats; `reduce_rows` reduces them to values per head
+# For each field: its neutral value and whether it is a count, whether it is per key head, and its other dimensions.
 _FORMS: Mapping[str, tuple[tuple[float, bool], bool, tuple[int, ...]]] = {
     name: (
         (float(merge.neutral), merge.how == "sum"),
@@ -165,7 +167,7 @@ RECORDED = {*TENSORS, *DERIVED, "entropy_error"}
 def merge(a: LogitStats, *others: LogitStats) -> LogitStats:
     """Merges the statistics of two or more data sets: extrema, and means weighted by their counts.
 
-    Associative and commutative up to rounding. Source: derived.
+    The merge is associative and commutative up to rounding. Source: derived.
 
     Raises:
         InvalidValueError: the numbers of heads differ.
@@ -206,8 +208,8 @@ class LogitBracket:
 
     `lower <= max_logit <= upper`. `entropy`, if requested, tightens the lower bound from lse - ln n to lse - H, so the
     bounds meet exactly when attention collapses. `entropy_error` is half the width of a 95 % interval if the entropy
-    comes from a sample of rows, else None. `certified` marks heads whose `lower` is the exact maximum; a head with a
-    NaN or infinite logit is never certified. `max_logit` is the maximum where it is certified. `note` says what was
+    comes from a sample of rows, otherwise None. `certified` marks heads whose `lower` is the exact maximum; a head with
+    a NaN or infinite logit is never certified. `max_logit` is the maximum where it is certified. `note` says what was
     computed and why, if the bounds needed a separate pass.
     """
 
@@ -220,7 +222,7 @@ class LogitBracket:
 
     @property
     def max_logit(self) -> PerHead:
-        """The largest logit of each head where it is certified, else NaN: then only the two bounds are known."""
+        """The largest logit of each head where it is certified, or NaN where only the two bounds are known."""
         known = torch.zeros_like(self.lower, dtype=torch.bool) if self.certified is None else self.certified
         return self.lower.masked_fill(~known, torch.nan)
 
@@ -240,11 +242,11 @@ PerRow = Float[Tensor, "b h t"]
 
 
 def sink_gate(lse: Float[Tensor, "b h t"], sink: Tensor) -> Float[Tensor, "b h t"]:
-    """Returns the share σ(ℓ - β) of its weight that a query row leaves to its keys; the sink takes the rest.
+    """Returns σ(ℓ - β), the share of its weight that a query row gives to its keys; the sink takes the rest.
 
-    ℓ is the row's logsumexp of capped logits, β the sink's logit [h 1], both in nats. The output of a head with a sink
-    is this gate times its output without the sink, so a head with a gate near 0 adds nothing. Source: derived,
-    exp(ℓ) / (exp(β) + exp(ℓ)).
+    ℓ is the row's logsumexp of capped logits and β is the sink's logit [h 1], both in nats. The output of a head with a
+    sink is this gate times its output without the sink, so a head with a gate near 0 contributes nothing. Source:
+    derived from exp(ℓ) / (exp(β) + exp(ℓ)).
 
     Example:
         >>> sink_gate(torch.zeros(1, 1, 1), torch.tensor([[0.0]])).item()
@@ -256,13 +258,14 @@ def sink_gate(lse: Float[Tensor, "b h t"], sink: Tensor) -> Float[Tensor, "b h t
 def with_sink(entropy: PerRow, first: PerRow, lse: PerRow, sink: Tensor) -> tuple[PerRow, PerRow]:
     """Returns the entropy of each row, and the weight on its first key, over the keys and the sink.
 
-    Given weights p over the keys alone, with entropy H and logsumexp ℓ, a sink β leaves the share g = σ(ℓ - β) to the
-    keys: the entropy is g·H - g ln g - (1-g) ln(1-g), the weight g·p. Source: derived, the chain rule of entropy.
+    If the weights p over the keys alone have entropy H and logsumexp ℓ, a sink with logit β leaves the share g = σ(ℓ -
+    β) to the keys. The entropy is then g·H - g ln g - (1-g) ln(1-g), and the weight is g·p. Source: derived from the
+    chain rule of entropy.
 
     Args:
-        entropy, first: over the keys alone [b h t], nats and share.
+        entropy, first: the entropy, in nats, and the weight on the first key, over the keys alone [b h t].
         lse: logsumexp over the keys, after the cap, in nats.
-        sink: the sink's logit, broadcasts to them; -inf for none.
+        sink: the sink's logit, which broadcasts to [b h t]; -inf if there is no sink.
 
     Example:
         >>> two = torch.full((1, 1, 1), 2.0)
@@ -270,16 +273,18 @@ def with_sink(entropy: PerRow, first: PerRow, lse: PerRow, sink: Tensor) -> tupl
         >>> round(h.exp().item(), 5), round(p.item(), 5)
         (3.0, 0.33333)
     """
-    gap = (lse - sink).clamp(-1e4, 1e4)  # beyond that one share is 0, and 0 · inf no number
+    gap = (lse - sink).clamp(-1e4, 1e4)  # beyond this, one share is 0, and 0 · inf is NaN
     kept, taken = torch.sigmoid(gap), torch.sigmoid(-gap)
     logs = torch.nn.functional.logsigmoid
     return kept * entropy - kept * logs(gap) - taken * logs(-gap), kept * first
 
 
 def row_moments(x: Float[Tensor, "b h t"], over: Bool[Tensor, "#b #h t"]) -> Float[Tensor, "3 h"]:
-    """Returns the number of rows in `over` and the sums of x and x² over them, by head. Sums of calls add up.
+    """Returns the number of rows in `over` and the sums of x and x² over them, per head. The results of several calls
+    can be added.
 
-    In float64 if the device has it: mean square minus squared mean loses half of the digits.
+    They are in float64 if the device supports it, because the mean square minus the squared mean loses half of the
+    digits.
     """
     wide = x.to(widest(x.device)).masked_fill(~over, 0.0)
     return torch.stack([over.expand_as(x).to(wide.dtype).sum((0, 2)), wide.sum((0, 2)), wide.square().sum((0, 2))])
@@ -293,7 +298,8 @@ _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisibleKeys:
-    """Which of a block's `n` keys its rows see: all before `start`, and from there on those in `visible`.
+    """Which of a block's `n` keys its rows see: all keys before `start`, and from there on the keys marked in
+    `visible`.
 
     visible: True where a row sees a key; broadcasts to [b h rows n-start]. None if `start` is n.
     """
@@ -311,7 +317,7 @@ class VisibleKeys:
         return x
 
     def lower_(self, x: Tensor) -> Tensor:
-        """Adds a huge negative number to blanked x at hidden pairs, in place; finite, so that 0 times it is 0."""
+        """Adds a huge negative number to blanked x at hidden pairs, in place; it is finite, so that 0 times it is 0."""
         if self.visible is not None:
             x[..., self.start :].add_(self._penalty(x))
         return x
@@ -331,7 +337,7 @@ class VisibleKeys:
         return some.sum(-1) + self.start
 
     def counts_of(self, members: Tensor) -> Tensor:
-        """Returns how many members [b|1 n c] of each class each row sees, [b h|1 rows|1 c]."""
+        """Returns how many keys of each class each row sees, [b h|1 rows|1 c], given the members [b|1 n c]."""
         before = members[:, : self.start].sum(1)[:, None, None]
         if self.visible is None:
             return before
@@ -345,7 +351,7 @@ class VisibleKeys:
         return x.gather(-1, index.expand(*x.shape[:-1], 1))[..., 0]
 
     def whole(self, x: Tensor) -> Tensor | None:
-        """`visible` over all columns of x, as a normaliser takes it."""
+        """Returns `visible` over all columns of x, as a normaliser expects it; None if all keys are visible."""
         if self.visible is None or not self.start:
             return self.visible
         full = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).expand(x.shape).clone()
@@ -362,14 +368,14 @@ class RowStats:
     """Statistics of each query row. Where `n_keys` is 0, the other fields are meaningless."""
 
     n_keys: Int[Tensor, "b h t"]  #: visible keys
-    max_logit: PerRow  #: largest before the cap, in nats
-    min_logit: PerRow  #: smallest before the cap, in nats
+    max_logit: PerRow  #: largest logit before the cap, in nats
+    min_logit: PerRow  #: smallest logit before the cap, in nats
     capped_max: PerRow  #: largest after the cap, in nats
     total: PerRow  #: sum of logits
     above: PerRow  #: number of logits above the threshold
     entropy: PerRow  #: of the weights, in nats
     first_weight: PerRow  #: weight on the first visible key
-    product_norm: PerRow  #: root of Σ(q·k)² over the row's pairs
+    product_norm: PerRow  #: square root of Σ(q·k)² over the row's pairs
     cos_max: PerRow  #: largest cosine of q and k, in [-1, 1]
     cos_total: PerRow  #: sum of cosines over the pairs
     n_products: Int[Tensor, "b h t"]  #: pairs with known q and k
@@ -379,7 +385,7 @@ class RowStats:
 
     @classmethod
     def nothing(cls, like: PerRow, keys: KeyClasses | None = None) -> RowStats:
-        """Returns statistics of rows that see no key, one for each entry of `like`."""
+        """Returns the statistics of rows that see no key, one row for each entry of `like`."""
         zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
         split = None if keys is None else like.new_zeros(*like.shape, keys.members.shape[-1])
         fields = {f.name: split if f.name.startswith("class") else zeros for f in dataclasses.fields(cls)}
@@ -387,7 +393,7 @@ class RowStats:
 
     @classmethod
     def cat(cls, parts: list[RowStats], dim: int = 2) -> RowStats:
-        """Concatenates rows; along dimension 1, the heads of several calls."""
+        """Concatenates rows or, with dim=1, the heads of several calls."""
         each = [tensors(part) for part in parts]
         return cls(**{name: torch.cat([part[name] for part in each], dim=dim) for name in each[0]})
 
@@ -422,10 +428,11 @@ def softmax_rows(
 ) -> dict[str, Tensor]:
     """Returns the largest capped logit, entropy, first weight and class weights of softmax(z); overwrites lowered z.
 
-    Given the logit of a sink, entropy and first weight include it; class weights are over the keys alone.
+    If the logit of a sink is given, the entropy and first weight include the sink; class weights are over the keys
+    alone.
 
-    With the row maximum m subtracted, H = ln Σe^(z-m) - Σ(z-m)e^(z-m) / Σe^(z-m) has no cancellation at logits of
-    thousands.
+    With the row maximum m subtracted, H = ln Σe^(z-m) - Σ(z-m)e^(z-m) / Σe^(z-m) has no cancellation even at logits in
+    the thousands.
     """
     top = z.amax(-1, keepdim=True)
     # Below this floor the exponential is 0 next to the maximum's 1, but takes a CPU seven times as long.
@@ -441,13 +448,14 @@ def softmax_rows(
 
 
 def by_class(weights: Tensor, keys: KeyClasses) -> PerRowAndClass:
-    """Returns sums of weights [b h rows n] over the keys of each class: attention to one-hot class values."""
+    """Returns sums of weights [b h rows n] over the keys of each class, computed as attention to one-hot values."""
     members = keys.upto(weights.shape[-1]).expand(len(weights), -1, -1)
     return (weights.flatten(1, 2) @ members).view(*weights.shape[:3], -1)
 
 
 def product_rows(products: Tensor, unit: float, q_norm: PerRow, k_norm: Tensor, seen: VisibleKeys) -> dict[str, Tensor]:
-    """Returns size and angle of q·k from blanked `products` = unit · q·k [b h rows n]; norms [b h rows] and [b g n]."""
+    """Returns statistics of the products q·k and their cosines, from blanked `products` = unit · q·k [b h rows n] and
+    the norms [b h rows] and [b g n]."""
     g, h = k_norm.shape[1], products.shape[1]
     cosines = products * _inverse(k_norm).repeat_interleave(h // g, dim=1)[:, :, None]
     along = _inverse(q_norm) / unit
@@ -462,18 +470,18 @@ def product_rows(products: Tensor, unit: float, q_norm: PerRow, k_norm: Tensor, 
 
 
 def no_product_rows(like: Tensor) -> dict[str, Tensor]:
-    """Returns the fields of `product_rows` for unknown q and k; `like` is [b h rows]."""
+    """Returns the fields of `product_rows` if q and k are unknown; `like` is [b h rows]."""
     zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
     return {"product_norm": zeros, "cos_total": zeros, "cos_max": zeros, "n_products": none}
 
 
 def _inverse(norm: Tensor) -> Tensor:
-    """Returns 1 / norm, and 0 for 0 or NaN: hidden keys may hold anything."""
+    """Returns 1 / norm, or 0 where the norm is 0 or NaN, because hidden keys may hold any value."""
     return torch.where(norm > 0, norm, torch.inf).reciprocal()
 
 
 class KernelRows(NamedTuple):
-    """Statistics of each query row [b h t] from a kernel, float32; -inf, -inf, 0 for rows that see no key."""
+    """Statistics of each query row [b h t] from a kernel, in float32; -inf, -inf and 0 for rows that see no key."""
 
     largest: Tensor
     lse: Tensor
@@ -483,9 +491,9 @@ class KernelRows(NamedTuple):
 def reduce_kernel_rows(rows: KernelRows, counted: Bool[Tensor, "b t"] | None, n_kv_heads: int) -> LogitStats:
     """Returns max_logit, entropy, entropy_min and n_queries over counted rows that see a key.
 
-    Other fields are neutral, also capped_max_logit, since the cap is unknown here.
+    Other fields are neutral, including capped_max_logit, because the cap is unknown here.
     """
-    over = rows.lse != -torch.inf  # keeps NaN, which must show
+    over = rows.lse != -torch.inf  # keeps NaN, which must not be lost
     if counted is not None:
         over = over & counted[:, None]
     n = over.sum((0, 2))
@@ -506,19 +514,22 @@ _AT = {name: i for i, name in enumerate(ROW_FIELDS)}
 
 
 class CountedRows(NamedTuple):
-    """Which of the rows [b t] of a call count, per head, and how many numbers the means are over.
+    """Which of the rows [b t] of a call are counted, per head, and how many values each mean is taken over.
 
-    The n rows of all sequences are one dimension; h is 1 where the heads are alike.
+    The n rows of all sequences form one dimension; h is 1 if the rows are the same for all heads.
 
     Attributes:
-        n_keys: the number of keys that each row sees, 0 for rows that do not count.
-        blank: True for rows that do not count; None if all do.
-        bound: True for rows that do not count or see only one key; None if there are none.
-        single: True for rows whose weights have nothing to choose from, neither a second key nor a sink; None if there
-            are none.
+        n_keys: the number of keys that each row sees, or 0 for rows that are not counted.
+        blank: True for rows that are not counted; None if all rows are counted.
+        bound: True for rows that are not counted or see only one key; None if there are no such rows.
+        single: True for rows that have neither a second key nor a sink, so that their entropy is 0; None if there are
+            no such rows.
         scales: the logarithm of the number of keys and sinks of each row, at least ln 2, and a tensor of ones.
-        counts: the number of values behind the mean of each of ROW_FIELDS, at least 1. free: n_free, at least 1.
-        n_queries: the number of rows that count. n_free: of those that see two keys or more. n_pairs: of visible pairs.
+        counts: the number of values over which the mean of each of ROW_FIELDS is taken, at least 1.
+        free: n_free, but at least 1.
+        n_queries: the number of counted rows.
+        n_free: the number of counted rows that see two keys or more.
+        n_pairs: the number of visible pairs of counted rows.
     """
 
     n_keys: Int[Tensor, "h n"]
@@ -536,7 +547,7 @@ class CountedRows(NamedTuple):
     def of(
         cls, n_keys: Int[Tensor, "b h t"], counted: Bool[Tensor, "b t"] | None, sinks: int, kind: torch.dtype
     ) -> CountedRows:
-        """Returns the rows that see a key and are in `counted`, of statistics of this dtype."""
+        """Returns the rows that see a key and are in `counted`, for statistics of the dtype `kind`."""
         n = n_keys if counted is None else n_keys.masked_fill(~counted[:, None], 0)
         n = n.transpose(0, 1).flatten(1)
         blank, bound = n < 1, n < 2
@@ -562,9 +573,10 @@ class CountedRows(NamedTuple):
 def whole_rows(
     batch: int, queries: int, keys: int, causal: bool, kind: torch.dtype, device: torch.device
 ) -> CountedRows:
-    """Returns the rows of a call without mask and sink: each sees all keys, or with `causal` those up to its own.
+    """Returns the rows of a call without a mask or sink, where each row sees all keys or, with `causal`, those up to
+    its own.
 
-    They depend on nothing but these numbers, so a training run computes them once."""
+    They depend only on these arguments, so a training run computes them once."""
     seen = torch.arange(1, queries + 1, device=device) if causal else torch.full((queries,), keys, device=device)
     rows = CountedRows.of(seen.expand(batch, 1, -1), None, 0, kind)
     some_see_one = causal or keys < 2
@@ -589,10 +601,11 @@ def reduce_rows(
         rows: statistics of each row.
         counted: which rows count; None for all.
         q_norm, k_norm: norms of queries and keys; None where they are unknown.
-        keys_seen: which keys a counted row sees; None for all, where k_norm is known and there are no classes.
-        classes: by which the statistics are split too.
+        keys_seen: which keys are seen by a counted row. None means all keys and requires that k_norm is known and that
+            there are no classes.
+        classes: the token classes by which the statistics are also split.
         of_key: see BandCall.
-        sinks: number of columns without a key that the entropies include, 0 or 1.
+        sinks: the number of columns without a key that the entropies include, 0 or 1.
     """
     split = None
     if classes is not None:
@@ -615,13 +628,13 @@ def reduce_fields(
     products: bool = True,
     classes: ClassStats | None = None,
 ) -> LogitStats:
-    """Returns LogitStats from the statistics of rows as one tensor, in the order of ROW_FIELDS.
+    """Returns LogitStats from the statistics of rows, given as one tensor in the order of ROW_FIELDS.
 
-    All fields are reduced at once, because an operation costs some microseconds, whatever it is applied to.
+    All fields are reduced at once, because every operation costs some microseconds, regardless of its size.
 
     Args:
         fields: statistics of each row.
-        rows: which of them count.
+        rows: which of these rows are counted.
         k_norm, keys_seen, of_key: see `reduce_rows`.
         products: whether q and k are known.
         classes: the statistics split by class.
@@ -681,7 +694,7 @@ def reduce_fields(
 
 
 class RowsByHead:
-    """The statistics of rows by name, [h n], as the formulas of LogitStats read them."""
+    """The statistics [h n] of rows, accessed by name, as the formulas of LogitStats read them."""
 
     def __init__(self, fields: Float[Tensor, "fields h n"], n_keys: Int[Tensor, "#h n"]) -> None:
         self.n_keys, self._fields = n_keys, fields
@@ -693,7 +706,7 @@ class RowsByHead:
 
 
 def _reduced(x: Float[Tensor, "h n"], left_out: Tensor | None, n: Tensor, merge: Merge) -> PerHead:
-    """Returns the mean, largest or smallest number of each head over its n rows, by the rule that also merges data."""
+    """Returns each head's mean, largest or smallest value over its n rows, by the rule that also merges data sets."""
     if merge.how == "mean":
         x = x if left_out is None else x.masked_fill(left_out, 0.0)
         return x.sum(1) / n.clamp_min(1)
@@ -709,7 +722,7 @@ def _split(
     q_norm: Tensor | None,
     keys: tuple[Tensor | None, Tensor],
 ) -> ClassStats:
-    """Returns the statistics by class. `keys` holds the key norms (None if unknown) and which keys are seen."""
+    """Returns the statistics split by class. `keys` holds the key norms (None if unknown) and which keys are seen."""
     over = rows.n_keys > 0 if counted is None else (rows.n_keys > 0) & counted[:, None]
     assert rows.class_max is not None
     assert rows.class_mass is not None
@@ -730,8 +743,8 @@ def _split(
 
 
 def _keys(norm: Tensor | None, seen: Tensor | None, of_key: Tensor | None, like: Tensor) -> dict[str, Tensor]:
-    """Mean and largest norm of the seen keys, overall and by distance from the first seen key of their sequence. `seen`
-    is None if every key is seen; then the norms are known."""
+    """Returns the mean and largest norm of the seen keys, overall and by distance from the first seen key of their
+    sequence. `seen` is None if every key is seen; the norms are then known."""
     if norm is None:
         assert seen is not None
         norm, seen = like.new_zeros(seen.shape), torch.zeros_like(seen)
@@ -759,8 +772,8 @@ def _keys(norm: Tensor | None, seen: Tensor | None, of_key: Tensor | None, like:
 
 
 def _by_position(norm: Tensor, given: Tensor, of_key: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns, by distance from the first key of each sequence, the sums of the norms of the keys in `given`, and how
-    many they are."""
+    """Returns the sum of the norms of the keys in `given` and the number of these keys, by distance from the first key
+    of each sequence."""
     if of_key is None or not of_key.numel():
         s = norm.shape[2]
         place = torch.arange(s, device=norm.device) + given.to(torch.uint8).argmax(-1, keepdim=True)
@@ -774,20 +787,20 @@ def _by_position(norm: Tensor, given: Tensor, of_key: Tensor | None) -> tuple[Te
 
 
 def _padded(bins: Sequence[Shaped[Tensor, " g"]]) -> Shaped[Tensor, "g bins"]:
-    """The values of the first bins, and 0 for the others."""
+    """Returns the values of the first bins, and 0 for the remaining bins."""
     return torch.nn.functional.pad(torch.stack([*bins], dim=1), (0, POSITION_BINS - len(bins)))
 
 
 @functools.lru_cache(maxsize=64)
 def _all_keys(batch: int, keys: int, device: torch.device) -> tuple[Int[Tensor, " 1"], Int[Tensor, "1 bins"]]:
-    """The number of keys of sequences of this length, and of those in each bin."""
+    """Returns the number of keys in all sequences of this length, in total and in each bin."""
     counts = [batch * (b - a) for a, b in _bins(keys)]
     counts += [0] * (POSITION_BINS - len(counts))
     return torch.full((1,), batch * keys, device=device), torch.tensor([counts], device=device)
 
 
 def _binned(keys: Shaped[Tensor, "g s"]) -> Shaped[Tensor, "g bins"]:
-    """The sums over the keys of each bin: on a CPU by one operation in the place of one for each bin."""
+    """Returns the sums over the keys of each bin; on a CPU, with one operation instead of one per bin."""
     if not keys.is_cpu:
         return _padded([keys[:, a:b].sum(1) for a, b in _bins(keys.shape[1])])
     ends = _ends(keys.shape[1]).expand(keys.shape[0], -1)
@@ -804,15 +817,15 @@ def _ends(n_keys: int) -> Int[Tensor, "1 edges"]:
 
 @functools.lru_cache(maxsize=64)
 def _bins(n_keys: int) -> tuple[tuple[int, int], ...]:
-    """The first place of each bin of POSITION_BINS and the one after its last, which is after the last key of the last
-    bin. Bins that begin after the last key hold nothing and are left out."""
+    """Returns the start and stop of each of the POSITION_BINS bins; the last bin stops after the last key. Bins that
+    begin after the last key are empty and are left out."""
     edges = [0, *(1 << i for i in range(POSITION_BINS - 1))]
     edges = edges[: 1 + sum(edge < n_keys for edge in edges[1:])]
     return tuple(zip(edges, [*edges[1:], n_keys]))
 
 
 def _offsets(seen: Tensor, of_key: Tensor) -> Tensor:
-    """Returns the distance [b g s] of each seen key from the first seen key of its sequence (packed side by side)."""
+    """Returns the distance [b g s] of each seen key from the first seen key of its sequence; sequences are packed."""
     index = torch.arange(seen.shape[2], device=seen.device)
     before = torch.where(seen, index, -1).cummax(-1).values.roll(1, -1)
     before[..., 0] = -1

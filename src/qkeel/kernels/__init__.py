@@ -1,1 +1,2 @@
-"""Faster ways to the same numbers. No kernel knows of another, and none uses the reference implementation."""
+"""Faster implementations of the same formulas. Kernels do not depend on each other or on the reference
+implementation."""

@@ -85,8 +85,8 @@ PREFERENCES: tuple[Preference, ...] = (
         holds=_half_precision_training_on_avx2,
         order=("decode", "native", "chunked", "sdpa", "windowed"),
         reason="In the forward and backward pass, torch's flash kernel takes 4.0 to 7.1 times as long as 'chunked', "
-        "and 'windowed', which is built on it, 2.3 to 3.5 times as long: the processor has no units for these "
-        "types.",
+        "and 'windowed', which is built on it, 2.3 to 3.5 times as long, because the processor has no units for "
+        "these types.",
     ),
     Preference(
         calls="a call with as many queries as keys",

@@ -1,6 +1,6 @@
 """The compiled CPU kernels: attention over whole sequences, and decoding of a few tokens.
 
-Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head, e numbers per value.
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d dimensions per head, e dimensions per value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _MASKS = (torch.bool, torch.float64, *STORED)
 
 @final
 class Native(Kernel):
-    """Compiled on first use. Softmax with any mask, window and cap; rotations and ALiBi; float32 arithmetic."""
+    """Softmax attention with any mask, window and cap, rotations or ALiBi, in float32 arithmetic; compiled on first
+    use."""
 
     def supports(self, call: AttentionCall) -> Refusal | None:
         reason = _of_spec(call) or _of_tensors(call) or _of_library() or _of_gradient(call)
@@ -38,18 +39,20 @@ class Native(Kernel):
         return _run(call, stats=False)[0]
 
     def with_logsumexp(self, call: AttentionCall) -> tuple[Outputs, Tensor]:
-        """Returns the output, equal to that of a plain call, and the logsumexp of each row, detached."""
+        """Returns the output, which equals that of an ordinary call, and the detached logsumexp of each row."""
         out, lse, *_ = _run(call, stats=False)
         return out, lse.detach()
 
     def with_rows(self, call: AttentionCall) -> tuple[Outputs, KernelRows]:
-        """Returns the output, bit for bit that of a plain call, gradient included, and detached row statistics."""
+        """Returns the output, which equals that of an ordinary call bit for bit, gradient included, and detached row
+        statistics."""
         out, *found = _run(call, stats=True)
         lse, top, entropy = (x.detach() for x in found)
         return out, KernelRows(torch.where(lse.isnan(), lse, top), lse, entropy)  # the kernel's maximum drops NaN
 
     def bracketed(self, call: AttentionCall) -> tuple[Outputs, LogitBracket]:
-        """Returns the output, and exact largest logit and mean entropy per head over counted rows that see a key."""
+        """Returns the output, and the exact largest logit and mean entropy per head over counted rows that see a
+        key."""
         out, (top, lse, entropy) = self.with_rows(call)
         if call.query_mask is not None:
             over = call.query_mask[:, None] & (lse != -torch.inf)
@@ -114,16 +117,18 @@ def _of_gradient(call: AttentionCall) -> str | None:
 
 
 def _derived_by_torch(call: AttentionCall) -> bool:
-    """True if torch's own kernel can compute the derivative from the logsumexp, since no compiled one exists."""
+    """True if torch's own kernel can compute the derivative from the logsumexp, as it must if there is no compiled
+    one."""
     q, k, v = call.q, call.k, call.v
     plain = call.mask is None and not _biased(call) and not call.window and not call.spec.cap.limit
     return plain and q.shape[-1] == v.shape[-1] and (not call.causal or q.shape[2] == k.shape[2])
 
 
 def _run(call: AttentionCall, stats: bool) -> OutputAndRows:
-    """Returns the output [b h t e] in q's dtype, and float32 lse, largest logit before the cap and entropy [b h t].
+    """Returns the output [b h t e] in q's dtype and, in float32, the lse, the largest logit before the cap and the
+    entropy of each row [b h t].
 
-    The last two are empty without `stats`.
+    The last two are empty unless `stats` is True.
     """
     q, k, v, scale = folded(call)
     slopes = alibi_slopes(q.shape[1]).to(torch.float32) if _biased(call) else None
@@ -163,7 +168,7 @@ class Decode(Kernel):
     """Computes softmax(scale · q kᵀ) v for few queries and many keys, without a gradient.
 
     Keys and values are read once for all query heads that share them. Supports boolean masks, windows and any
-    positions. A query that sees no key gets 0.
+    positions. The output for a query that sees no key is 0.
     """
 
     def supports(self, call: AttentionCall) -> Refusal | None:
@@ -184,9 +189,9 @@ def latents(
     """Returns softmax(cap(scale · inverse ∘ q kᵀ)) v in float32, without a gradient; None if torch must compute it.
 
     Args:
-        call: encoded q [b h t d] and k [b 1 s d]; v must be the first part of each key.
+        call: a call with encoded q [b h t d] and k [b 1 s d]; v must be the first part of each key.
         scale: factor on the logits, [b|1 h|1 t|1 1] or a number.
-        inverse: [b h|1 s], multiplies the logits before the cap.
+        inverse: factors [b h|1 s] that multiply the logits before the cap.
     """
     q, k, spec = call.q, call.k, call.spec
     factors = () if inverse is None else (inverse,)
@@ -202,7 +207,7 @@ def latents(
 
 
 def _visibility(call: AttentionCall) -> tuple[Tensor | None, bool, int]:
-    """Returns mask, causality and window (0: none) of a call; given positions are turned into a mask."""
+    """Returns mask, causality and window (0: none) of a call; explicit positions are turned into a mask."""
     if call.plain:
         return call.mask, call.causal, call.window or 0
     return call.visible(slice(0, call.q.shape[2]), slice(0, call.k.shape[2])), False, 0

@@ -1,6 +1,6 @@
 """The kernel interface: what a kernel receives, how it refuses a call, and helpers that several kernels share.
 
-Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head, e numbers per value.
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d dimensions per head, e dimensions per value.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def supports(self, call: AttentionCall) -> Refusal | None:
-        """Returns None if this kernel computes the call exactly, else the reason."""
+        """Returns None if this kernel computes the call exactly, otherwise the reason why it does not."""
 
     @abc.abstractmethod
     def __call__(self, call: AttentionCall) -> Outputs:
@@ -80,13 +80,13 @@ def average(weights: Logits, v: Values) -> Outputs:
 
 
 def without_pairs(q: Queries, k: Keys, v: Values) -> Outputs:
-    """Returns the output for calls without queries or keys: zeros with zero gradients."""
+    """Returns the output for calls without queries or keys, which is zeros with zero gradients."""
     share = q.shape[1] // k.shape[1]
     return (q @ k.repeat_interleave(share, 1).mT) @ v.repeat_interleave(share, 1)
 
 
 class _LogitOperands(NamedTuple):
-    """q, k and scale, whose products are the logits before the cap, and `how`: which keys are visible.
+    """q, k and scale, whose product is the logits before the cap, and `how`, which says which keys are visible.
 
     The scale is a tensor that broadcasts to [b h t 1] if it differs by row or head."""
 
@@ -97,7 +97,7 @@ class _LogitOperands(NamedTuple):
 
 
 class _ScaledOperands(NamedTuple):
-    """Like _LogitOperands, with a number as scale."""
+    """Like _LogitOperands, but with a number as the scale."""
 
     q: Tensor
     k: Tensor
@@ -106,7 +106,7 @@ class _ScaledOperands(NamedTuple):
 
 
 def _read(call: AttentionCall, family: available.Family = "statistics") -> _ScaledOperands | None:
-    """Like `_operands`, with a scale that differs by row or head multiplied into q."""
+    """Like `_operands`, but with a scale that differs by row or head multiplied into q."""
     found = _operands(call, family)
     if found is None:
         return None
@@ -117,9 +117,9 @@ def _read(call: AttentionCall, family: available.Family = "statistics") -> _Scal
 def _operands(call: AttentionCall, family: available.Family, pairs: bool = False) -> _LogitOperands | None:
     """Returns the operands for Triton's statistics kernels; None if they do not support the call.
 
-    Unsupported are other devices, biases, masks of pairs unless `pairs`, given positions, and subclasses other than
-    BandCall. q and k are encoded in float32. If the spec does not encode them, they keep their own precision, which
-    gives the same products.
+    The kernels do not support other devices, biases, masks of pairs (unless `pairs` is True), explicit positions, or
+    subclasses other than BandCall. q and k are encoded in float32. If the spec does not encode them, they keep their
+    precision, which gives the same products.
     """
     band = call if isinstance(call, BandCall) else None
     if type(call) is not AttentionCall and (band is None or band.slopes is not None):
@@ -146,10 +146,11 @@ def _operands(call: AttentionCall, family: available.Family, pairs: bool = False
 
 
 def row_fields(call: AttentionCall, threshold: float) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns ROW_FIELDS [n b h t] of every query row, how many keys each sees, and the key norms, by a GPU pass.
+    """Returns the ROW_FIELDS [n b h t] of every query row, the number of keys each row sees, and the key norms,
+    computed in one GPU pass.
 
-    Rows excluded by the call's `query_mask` are computed too. None if the GPU kernel does not support the call; it
-    knows neither sinks nor token classes.
+    Rows excluded by the call's `query_mask` are computed as well. Returns None if the GPU kernel does not support the
+    call; it supports neither sinks nor token classes.
     """
     if call.classes is not None or call.spec.normalizer.kind != "softmax":
         return None
@@ -162,10 +163,11 @@ def row_fields(call: AttentionCall, threshold: float) -> tuple[Tensor, Tensor, T
 
 
 def row_statistics(call: AttentionCall) -> available.RowNumbers | None:
-    """Returns largest and smallest logit, lse and entropy of every query row [b h t], float32, by a separate GPU pass.
+    """Returns the largest and smallest logit, the lse and the entropy of every query row [b h t], in float32, computed
+    in a separate GPU pass.
 
-    Rows excluded by the call's `query_mask` get the values of rows that see no key. None if the GPU kernel does not
-    support the call.
+    Rows excluded by the call's `query_mask` get the values of rows that see no key. Returns None if the GPU kernel does
+    not support the call.
     """
     read = _read(call)
     if read is None:
@@ -180,7 +182,8 @@ def row_statistics(call: AttentionCall) -> available.RowNumbers | None:
 
 
 def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
-    """Returns the largest and smallest logit [h] by a GPU pass with two comparisons per logit; None if unsupported."""
+    """Returns the largest and smallest logit [h], computed in a GPU pass with two comparisons per logit; None if
+    unsupported."""
     read = _read(call, "sampled statistics")
     if read is None:
         return None
@@ -191,16 +194,18 @@ def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
 
 
 def sampled_numbers(call: AttentionCall, rate: int, lse: PerRow | None = None) -> available.HeadNumbers | None:
-    """Returns head statistics from a GPU: the entropy from one in `rate` rows on average, the largest logit from all.
+    """Returns head statistics from a GPU: the entropy from one in `rate` rows on average, the largest logit from all
+    rows.
 
     Args:
         call: the attention call.
         rate: average number of rows per sampled row.
-        lse: logsumexps of a call without mask and window, if known. Tiles of rows that cannot hold the largest logit
-            are then skipped.
+        lse: the logsumexps of a call without mask and window, if known. Tiles of rows that cannot contain the largest
+            logit are then skipped.
 
     Returns:
-        None if unsupported, or if a sequence has fewer than two strata of 2 · rate rows; all rows then cost no more.
+        None if unsupported, or if a sequence has fewer than two strata of 2 · rate rows, because using all rows is then
+        no more expensive.
     """
     t = call.q.shape[2]
     strata = t // (2 * rate)
@@ -218,7 +223,7 @@ def sampled_numbers(call: AttentionCall, rate: int, lse: PerRow | None = None) -
 
 
 def lse_bounds(call: AttentionCall, lse: PerRow) -> Tensor | None:
-    """Returns bounds [2 h] on the largest logits from a call's logsumexps, in one GPU launch; None elsewhere."""
+    """Returns bounds [2 h] on the largest logits from a call's logsumexps, in one GPU launch; None on other devices."""
     if lse.dtype != torch.float32 or not lse.numel() or not available.trusted("sampled statistics", lse.device):
         return None
     from qkeel.kernels.triton import statistics

@@ -1,4 +1,4 @@
-"""Encodes q and k for the dot product: norm and rotation by fused operators where possible, else by torch."""
+"""Encodes q and k for the dot product: norm and rotation with fused operators where possible, otherwise with torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from qkeel.spec.norm import Norm, NormedPart, NormKind
 from qkeel.spec.rope import Position, Rope
 from qkeel.spec.slot import Keys, Params, PosK, PosQ, Queries, Values
 
-# Numbers of the norms in the operators' sources. torch computes all other norms.
+# The codes of the norms in the operators' sources. torch computes all other norms.
 KINDS: dict[NormKind, int] = {"none": NONE, "rms": 1, "l2": 2, "layer": 3}
-# Least min |gain| / max |gain| of a pair for which x̂ is recomputed from the result: the division magnifies rounding.
+# Least min |gain| / max |gain| of a pair for which x̂ is recomputed from the result, since the division magnifies
+# rounding.
 _SPREADS = {torch.float32: 0.05, torch.bfloat16: 0.25, torch.float16: 0.25}
 _WIDEST_TOKEN = 8192  # numbers of all heads, rounded up to a power of two, that one program can hold
 
@@ -61,7 +62,8 @@ _plan_once = functools.lru_cache(maxsize=256)(_plan)
 
 
 def folded(call: AttentionCall) -> tuple[Queries, Keys, Values, float]:
-    """Returns q, k, v for a plain softmax kernel, dense and in the caller's dtype, and the remaining scale."""
+    """Returns dense q, k and v in the caller's dtype, for a kernel of ordinary softmax attention, and the remaining
+    scale."""
     dtype = call.q.dtype
     scale = call.spec.factor(call.pos_q, call.q.shape[-1], call.params, dtype)
     whole = isinstance(scale, Tensor) and dtype.itemsize < 4  # rounds q times scale once instead of twice
@@ -75,7 +77,7 @@ def folded(call: AttentionCall) -> tuple[Queries, Keys, Values, float]:
 def dense(x: Tensor) -> Tensor:
     """Returns x with contiguous rows, as torch's fused operators assume.
 
-    For other tensors they give wrong results, and SDPA, which checks, builds the whole T×T matrix instead.
+    For other tensors they give wrong results, and SDPA, which checks this, builds the full T×T matrix instead.
     """
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -83,7 +85,8 @@ def dense(x: Tensor) -> Tensor:
 def encoded(
     spec: AttentionSpec, q: Queries, k: KeyParts, pos_q: PosQ, pos_k: PosK, params: Params
 ) -> tuple[Queries, KeyParts]:
-    """Computes `spec.encode` in the caller's dtype, by the fused operators if they support it, else by torch."""
+    """Computes `spec.encode` in the caller's dtype, with the fused operators if they support it, otherwise with
+    torch."""
     if spec.norm.kind == spec.position.kind == "none":  # e.g. from a cache of encoded keys, which need no copy
         return q, k
     fast = fused(spec, q, k, pos_q, pos_k, params)
@@ -103,9 +106,9 @@ def fused(
 ) -> tuple[Queries, KeyParts] | None:
     """Computes q and k of `spec.encode`, rounded to their own dtype; None if the operators do not support it.
 
-    They support a norm over heads without bias, before RoPE or without RoPE, or after it if norm and rotation commute,
-    with half pairs; on a CUDA device also interleaved pairs and a norm over all heads of a token; float32, bfloat16 and
-    float16; a head_dim that is a multiple of 8.
+    The operators support float32, bfloat16 and float16, and a head_dim that is a multiple of 8. The norm must be over
+    each head and without a bias. RoPE must have half pairs and may be absent; the norm must precede it or commute with
+    it. On a CUDA device, interleaved pairs and a norm over all heads of a token are supported as well.
     """
     plan = _planned(spec.norm, spec.position)
     if plan is None:
@@ -145,7 +148,8 @@ def fused(
 def _directly(
     plan: _EncodePlan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params
 ) -> tuple[Tensor, Tensor] | None:
-    """Bypasses torch's dispatcher, which takes most of the time for a single token."""
+    """Computes `fused` without torch's dispatcher, which takes most of the time for a single token; None if
+    unsupported."""
     if pos_q is not pos_k and plan.position is not None:
         return None
     if plan.on_gpu or not (
@@ -169,7 +173,7 @@ def _directly(
 
 
 def operator_for(device: torch.device) -> EncodeOperator | None:
-    """Returns the operators for norm and rotation on a device; None if torch computes them."""
+    """Returns the operator for norm and rotation on a device, or None if torch computes them."""
     if device.type == "cpu":
         return norm_rope if norm_rope_ready() else None
     if not available.trusted("norm and rotation", device):
@@ -180,7 +184,7 @@ def operator_for(device: torch.device) -> EncodeOperator | None:
 
 
 def both_operator(device: torch.device) -> BothOperator | None:
-    """Returns the operator that handles q and k in one launch, gradient included; None if there is none."""
+    """Returns the operator that handles q and k in one launch, gradient included, or None if there is none."""
     if device.type == "cpu" or not available.trusted("norm and rotation", device):
         return None
     from qkeel.kernels.triton import norm_rope as triton_norm_rope
@@ -191,7 +195,7 @@ def both_operator(device: torch.device) -> BothOperator | None:
 def _tables(
     plan: _EncodePlan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor
 ) -> tuple[CosSin | None, CosSin | None]:
-    """Returns cos and sin for q and for k, the same object if they are equal."""
+    """Returns cos and sin for q and for k, as the same object if they are equal."""
     position = plan.position
     if position is None:
         return None, None
@@ -227,7 +231,7 @@ def _takes(norm: Norm, position: Position) -> bool:
 
 
 def _fits(plan: _EncodePlan, q: Tensor, k: Tensor) -> bool:
-    """True if a program can hold a token's heads, for a norm over all of them."""
+    """True if a GPU program can hold all heads of a token, as a norm over all of them requires."""
     widest = max(
         (1 << (x.shape[1] - 1).bit_length()) * max(16, x.shape[3]) if kind >= WHOLE else 0
         for x, kind in ((q, plan.kind_q), (k, plan.kind_k))
@@ -244,15 +248,15 @@ def _one(
 
 
 def _gain(plan: _EncodePlan, part: NormedPart, params: Params) -> Tensor | None:
-    """Returns the gain as [], [d], [h 1] or [h d]; for a stack of runs as [h 1 1|d]."""
+    """Returns the gain as [], [d], [h 1] or [h d] or, for a stack of runs, as [h 1 1|d]."""
     gain = plan.norm.weight(part, params)
     return gain[:, 0] if gain is not None and gain.ndim == 3 else gain
 
 
 def _keeps(x: Tensor, gain: Tensor | None) -> bool:
-    """True if backward needs x itself because some gain is too small to divide by.
+    """True if backward needs x itself because a gain is too small to divide by.
 
-    Also True when compiling, where values are unknown, and on a GPU, where reading them would wait.
+    Also True when compiling, where values are unknown, and on a GPU, where reading them would wait for the device.
     """
     if gain is None or not torch.is_grad_enabled():
         return False

@@ -1,6 +1,6 @@
-"""Per-head statistics for any kernel: exact ones block by block, and bounds from the logsumexps alone.
+"""Per-head statistics for any kernel: exact statistics block by block, and bounds from the logsumexps alone.
 
-Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head, r rows of a block.
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d dimensions per head, r rows of a block.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from qkeel.spec.slot import Outputs, PerRow
 
 
 class Found(abc.ABC):
-    """Findings about one attention call. Those with equal `alike`, other than (), are reduced together."""
+    """Findings about one attention call. Findings with equal `alike`, unless it is (), are reduced together."""
 
     __slots__ = ()
 
@@ -78,16 +78,16 @@ class Found(abc.ABC):
     @property
     @abc.abstractmethod
     def alike(self) -> tuple[object, ...]:
-        """Returns what must be equal for calls to be reduced together; () for a call that is reduced alone."""
+        """Returns what must be equal for calls to be reduced together; () for a call that is reduced separately."""
 
     @property
     def size(self) -> int:
-        """Returns how many numbers it holds until it is reduced."""
+        """Returns how many numbers the findings hold until they are reduced."""
         return 0
 
     @abc.abstractmethod
     def with_others(self, others: Sequence[Any]) -> LogitStats:
-        """Returns the statistics of this call and of similar others, with their heads concatenated."""
+        """Returns the statistics of this call and of other, similar calls, with their heads concatenated."""
 
 
 @final
@@ -153,9 +153,11 @@ class FoundRows(Found):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class FoundPacked(Found):
-    """Row statistics from the compiled pass, or from the GPU's: all fields in one tensor, with the query norms last.
+    """Row statistics from the compiled CPU pass or the GPU pass, with all fields in one tensor and the query norms
+    last.
 
-    `keys_seen` is None if every key is seen. `whole` is None, or says of a call without a mask whether it is causal."""
+    `keys_seen` is None if every key is seen. `whole` says whether a call without a mask is causal, and is None for
+    other calls."""
 
     fields: Float[Tensor, "n b h t"]  # in the order of functional.statistics.ROW_FIELDS
     n_keys: Int[Tensor, "b h t"]
@@ -260,12 +262,12 @@ def only_extremes(top: Float[Tensor, " h"], low: Float[Tensor, " h"] | None = No
 
 @functools.lru_cache(maxsize=64)
 def _no_statistics(heads: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Returns the fields of `LogitStats.empty`, made once: nobody writes into statistics."""
+    """Returns the fields of `LogitStats.empty`, created once, because statistics are never changed in place."""
     return LogitStats.empty(heads, heads, torch.empty((), dtype=dtype, device=device)).tensors()
 
 
 def with_capped(found: LogitStats, cap: Cap) -> LogitStats:
-    """Returns the statistics with the largest logit after the cap filled in."""
+    """Returns the statistics with capped_max_logit filled in."""
     top = found.max_logit
     capped = top if cap.kind == "none" else torch.where(top == -torch.inf, top, cap.apply(top))
     return dataclasses.replace(found, capped_max_logit=capped)
@@ -274,7 +276,7 @@ def with_capped(found: LogitStats, cap: Cap) -> LogitStats:
 # Exact LogitStats of a call without a T×T matrix: one pass over blocks of rows, without gradients.
 
 BLOCK = 1 << 20  # logits per block: 4 MB in float32, which stays in cache during the passes over a block
-BLOCK_OFF_CPU = 1 << 25  # 128 MB: launches, not a cache, decide how long the passes take
+BLOCK_OFF_CPU = 1 << 25  # 128 MB: the time of a pass depends on launches, not on a cache
 ROWS = 64  # least rows per block: fewer make inefficient matrix products
 
 
@@ -282,14 +284,14 @@ ROWS = 64  # least rows per block: fewer make inefficient matrix products
 def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> LogitStats:
     """Computes exact statistics of the logits, weights, norms and angles of a call.
 
-    Masked pairs and query rows excluded by the call's `query_mask` are not counted. share_above counts logits above
-    `threshold` nats.
+    Masked pairs and query rows excluded by the call's `query_mask` are not counted. share_above is the share of logits
+    above `threshold` nats.
     """
     return find_rows(call, threshold).with_others(())
 
 
 def find_rows(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> FoundRows | FoundPacked:
-    """Returns the row statistics behind `logit_stats`. Call it without gradients and autocast."""
+    """Returns the row statistics behind `logit_stats`. Call it with gradients and autocast disabled."""
     sink = sink_logit(call)
     fast = logit_pass.rows_of(call, threshold)
     if fast is None:
@@ -321,7 +323,7 @@ def find_rows(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> FoundR
 
 
 def sink_logit(call: AttentionCall) -> Float[Tensor, "#h 1"] | None:
-    """The logit of each head's sink; None where the softmax has none."""
+    """Returns the logit of each head's sink; None if the softmax has no sink."""
     normalizer = call.spec.normalizer
     if not isinstance(normalizer, Sink):
         return None
@@ -349,8 +351,8 @@ def find_plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> Fou
 def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
     """Returns the change of the logits before the cap between two calls on the same batch, over the visible pairs.
 
-    ΔS = S' - S comes from `change_factors` block by block: exact, at the cost of two products q kᵀ and without a T×T
-    matrix. It includes changes of learned scales and biases. The pairs are those visible in `after`, and its
+    ΔS = S' - S is computed exactly from `change_factors`, block by block, at the cost of two products q kᵀ and without
+    a T×T matrix. It includes changes of learned scales and biases. The pairs are those visible in `after`, and its
     `query_mask` applies.
 
     Both specs must have the same norm and position.
@@ -385,13 +387,13 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
 
 @torch.no_grad()
 def logit_maxima(call: AttentionCall) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]]:
-    """Returns only max_logit and min_logit [h] of `logit_stats`, for less than half its cost."""
+    """Returns only max_logit and min_logit [h] of `logit_stats`, at less than half the cost."""
     found = find_extremes(call).with_others(())
     return found.max_logit, found.min_logit
 
 
 def find_extremes(call: AttentionCall) -> FoundExtremes | FoundStats:
-    """Returns the extremes behind `logit_maxima`. Call it without gradients and autocast."""
+    """Returns the extremes behind `logit_maxima`. Call it with gradients and autocast disabled."""
     fast = logit_pass.extremes_of(call)
     if fast is not None:
         return FoundExtremes(fast)
@@ -412,7 +414,8 @@ def find_extremes(call: AttentionCall) -> FoundExtremes | FoundStats:
 
 @torch.no_grad()
 def row_logsumexp(call: AttentionCall) -> PerRow:
-    """Returns ln Σ exp(capped logit) over the keys of each row, without a sink, in nats; -inf if it sees no key."""
+    """Returns ln Σ exp(capped logit) over the keys of each row, without a sink, in nats; -inf for rows that see no
+    key."""
     q, k = call.encoded()
     parts, cap = [], call.spec.cap
     for rows, keys in _blocks(call):
@@ -437,7 +440,7 @@ def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
 
 
 def find_kernel_rows(call: AttentionCall, rows: KernelRows) -> FoundByKernel | FoundStats:
-    """Returns the findings behind `stats_of_rows`. Call it without gradients."""
+    """Returns the findings behind `stats_of_rows`. Call it with gradients disabled."""
     sink = sink_logit(call)
     if sink is not None:
         entropy, _ = with_sink(rows.entropy, rows.entropy, rows.lse, sink.to(rows.lse))
@@ -452,8 +455,8 @@ def find_kernel_rows(call: AttentionCall, rows: KernelRows) -> FoundByKernel | F
 def sampled_stats(call: AttentionCall, rate: int) -> LogitStats | None:
     """Returns head statistics with entropies from one in `rate` rows on average, and exact largest logits.
 
-    `entropy_error` is half the width of a 95 % interval. entropy_min is NaN. n_queries is an estimate if rows are
-    excluded or see nothing. None if no kernel supports the call, or if all rows cost as little.
+    `entropy_error` is half the width of a 95 % interval. entropy_min is NaN. n_queries is an estimate if some rows are
+    excluded or see no key. Returns None if no kernel supports the call, or if using all rows costs no more.
     """
     heads = sampled_numbers(call, rate) if sink_logit(call) is None else None  # its entropies are over keys alone
     return None if heads is None else _of_heads(call, heads)
@@ -473,19 +476,20 @@ def _of_heads(call: AttentionCall, heads: HeadNumbers) -> LogitStats:
 
 
 def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Returns encoded q and k with the scale on q, in float32 or wider, where differences of half floats are exact."""
+    """Returns encoded q and k with the scale applied to q, in float32 or wider, where differences of half-precision
+    numbers are exact."""
     q, k = (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x for x in call.encoded())
     return q * call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype), k
 
 
 def _blocks(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
-    """Yields blocks of rows with the range of keys that they can see."""
+    """Yields blocks of rows, each with the range of keys that its rows can see."""
     for rows in row_blocks(call, BLOCK if call.q.device.type == "cpu" else BLOCK_OFF_CPU, ROWS):
         yield rows, call.span(rows)
 
 
 def _logits(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor, VisibleKeys]:
-    """Returns blanked logits before the cap of a block of encoded q and k, and the visible keys."""
+    """Returns the blanked logits of a block of encoded q and k, before the cap, and the visible keys."""
     seen = _seen(call, rows, keys)
     return seen.blank_(call.scores(q[:, :, rows], k[:, :, keys], rows, keys)), seen
 
@@ -500,7 +504,7 @@ def _seen(call: AttentionCall, rows: slice, keys: slice) -> VisibleKeys:
 
 
 def _products(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor | None, float]:
-    """Returns unit · q·k of a block and its unit; None if the logits themselves are that."""
+    """Returns unit · q·k of a block (None if it equals the logits) and the unit."""
     unit = call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype)
     added = call.mask is not None and call.mask.dtype != torch.bool
     if call.spec.position.folds and not added and isinstance(unit, float) and unit > 0:
@@ -512,7 +516,8 @@ def _products(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slic
 def _weight_rows(
     call: AttentionCall, z: Tensor, seen: VisibleKeys, keys: KeyClasses | None, sink: Tensor | None
 ) -> dict[str, Tensor]:
-    """Returns largest capped logit, entropy, first weight and class weights of lowered logits; overwrites them."""
+    """Returns the largest capped logit, entropy, first weight and class weights for lowered logits, which it
+    overwrites."""
     cap, normalizer = call.spec.cap, call.spec.normalizer
     if cap.kind != "none":
         z = seen.lower_(seen.blank_(cap.apply(z)))
@@ -527,7 +532,7 @@ def _weight_rows(
 
 
 def _keys_seen(call: AttentionCall) -> Tensor:
-    """Returns the keys [b g s] that some counted row sees, in any of the heads that share them."""
+    """Returns which keys [b g s] are seen by at least one counted row, in any of the heads that share them."""
     b, g, s, _ = call.k.shape
     counted = call.query_mask
     if _all_keys_seen(call):
@@ -548,14 +553,14 @@ def _keys_seen(call: AttentionCall) -> Tensor:
 
 
 def _all_keys_seen(call: AttentionCall) -> bool:
-    """True if all keys are seen, judged without reading masks and positions."""
+    """True if it is known that all keys are seen, without reading masks and positions."""
     if call.query_mask is not None or call.mask is not None:
         return False
     return call.window is None and (not call.causal or call.plain)
 
 
 def _keys_before(call: AttentionCall) -> Tensor:
-    """Returns the keys [b g s] that the mask shows to all rows, up to the position of the last counted row."""
+    """Returns which keys [b g s] the mask makes visible to all rows, up to the position of the last counted row."""
     b, g, s, _ = call.k.shape
     last, counted = call.pos_q.expand(b, -1), call.query_mask
     seen = torch.ones(b, 1, s, dtype=torch.bool, device=call.k.device)
@@ -570,11 +575,11 @@ def _keys_before(call: AttentionCall) -> Tensor:
 
 
 def _by_group(seen: Tensor, g: int) -> Tensor:
-    """Reduces [b|1 h|1 s] for query heads to [b|1 g|1 s]: True if some head that shares the keys sees the key."""
+    """Reduces [b|1 h|1 s] over query heads to [b|1 g|1 s], True where a head that shares the keys sees the key."""
     return seen if seen.shape[1] in (1, g) else seen.unflatten(1, (g, -1)).any(2)
 
 
-# Statistics from row logsumexps: bounds on the largest logit for free, the maximum and the entropy for little.
+# Statistics from row logsumexps: bounds on the largest logit at no cost, the maximum and the entropy at little cost.
 
 Price = Literal["bracket", "max", "entropy", "entropy:sample=16", "entropy:sample=32"]
 
@@ -623,24 +628,26 @@ def _no_fused_call(call: AttentionCall) -> str:
 
 @torch.no_grad()
 def exact_bracket(call: AttentionCall, why: str, price: Price = "entropy") -> LogitBracket:
-    """Returns exact largest logit and entropy per head by a separate pass, for calls without a logsumexp."""
+    """Returns the exact largest logit and entropy per head, computed in a separate pass, for calls without a
+    logsumexp."""
     rate = sample_rate(price)
     heads = sampled_numbers(call, rate) if rate and sink_logit(call) is None else None
     if heads is not None:
-        note = f"by one pass over q and k, the entropies by a sample of rows: {why}"
+        note = f"computed in one pass over q and k, with entropies from a sample of rows: {why}"
         return LogitBracket.exact(heads.largest, heads.entropy, note, heads.error)
     rows = row_statistics(call)
     if rows is None:
         exact = logit_stats(call)
-        return LogitBracket.exact(exact.max_logit, exact.entropy, f"by the full pass over all logits: {why}")
+        return LogitBracket.exact(exact.max_logit, exact.entropy, f"computed in a full pass over all logits: {why}")
     found = stats_of_rows(call, KernelRows(rows.largest, rows.lse, rows.entropy))
-    return LogitBracket.exact(found.max_logit, found.entropy, f"by one pass over q and k: {why}")
+    return LogitBracket.exact(found.max_logit, found.entropy, f"computed in one pass over q and k: {why}")
 
 
 def fused_with_logsumexp(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Returns out and lse of the fused operator that SDPA would choose on a GPU; None if it would choose none."""
+    """Returns out and lse of the fused operator that SDPA would choose on a GPU; None if it would not choose a fused
+    operator."""
     if q.shape[-1] % 8 or v.shape[-1] % 8:  # SDPA would pad such heads itself
         return None
     gqa = q.shape[1] != k.shape[1]
@@ -667,13 +674,13 @@ _FUSED: dict[SDPBackend, tuple[Callable[..., Any], tuple[object, ...]]] = {
 def bracket(call: AttentionCall, lse: PerRow, price: Price) -> LogitBracket:
     """Returns bounds on the largest logit per head from lse [b h t].
 
-    lse_i - ln n_i <= max_j z_ij <= lse_i, where row i sees n_i keys. At the price "max" the maximum is searched in the
-    rows with the largest lse: if it is at least the next largest lse, no other row can exceed it. The price "entropy"
-    adds H_i = lse_i - E_p[z_i], with E_p[z_i] from attention with keys in place of values; then
-    lse_i - H_i <= max_j z_ij. This difference loses digits at large logits: its error is about 1e-7 · lse in float32,
-    ten times that in total. A GPU computes maximum and entropy by a separate pass at the same cost without this loss;
-    with sampled rows, the entropy comes from these and the maximum from the tiles that the logsumexps do not rule out.
-    Rows excluded by the call's `query_mask` are not counted.
+    lse_i - ln n_i <= max_j z_ij <= lse_i, where row i sees n_i keys. At the price "max", the maximum is searched for in
+    the rows with the largest lse; if it is at least the next largest lse, no other row can exceed it. The price
+    "entropy" adds H_i = lse_i - E_p[z_i], where E_p[z_i] comes from attention with keys in place of values;
+    then lse_i - H_i <= max_j z_ij. This difference loses digits at large logits: its error is about 1e-7 · lse in
+    float32, and ten times that in total. A GPU computes the maximum and the entropy in a separate pass, at the same
+    cost and without this loss. With sampled rows, the entropy comes from the sample, and the maximum from the tiles
+    that the logsumexps do not rule out. Rows excluded by the call's `query_mask` are not counted.
     """
     if price == "bracket":
         ends = logit_pass.bracket_of(lse.detach(), call)
@@ -733,7 +740,8 @@ def _entropies(call: AttentionCall, lse: Tensor) -> Tensor:
 def _guided(q: Tensor, k: Tensor, lse: Tensor, scale: float, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Returns per head the largest logit of the rows with the largest lse, and the largest lse of all other rows.
 
-    Some rows of each sequence are used. k [b g s d] is read once as a whole, which costs less than gathering keys.
+    Up to GUIDED_ROWS rows of each sequence are used. All of k [b g s d] is read once, which costs less than gathering
+    keys.
     """
     if lse.dtype == torch.float32 and logit_pass.holds(q, k) and logit_pass.ready():
         found, others = torch.ops.qkeel_native.guided_maxima(q, k, lse, scale, call.causal, GUIDED_ROWS)

@@ -1,6 +1,6 @@
 """The kernels that need only torch: SDPA, row blocks, ReRoPE in two bands, FlexAttention.
 
-Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head, w window.
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d dimensions per head, w window.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BLOCK = 1 << 21  # logits held at once: 8 MB in float32, the whole matrix for sm
 
 @final
 class Chunked(Kernel):
-    """Exact for every spec, mask and shape. Each block holds whole rows, so no running maximum is needed."""
+    """Exact for every spec, mask and shape. Each block contains complete rows, so no running maximum is needed."""
 
     def supports(self, call: AttentionCall) -> Refusal | None:
         return None
@@ -73,7 +73,7 @@ MASK_BLOCK = 1 << 24  # entries of a boolean mask built at once
 
 @final
 class Sdpa(Kernel):
-    """Softmax attention without a cap, with a rotation as position."""
+    """Softmax attention without a cap, for positions that fold into q and k."""
 
     def supports(self, call: AttentionCall) -> Refusal | None:
         spec, out = call.spec, "use impl='chunked' (exact, O(T) memory) or impl='auto'"
@@ -112,9 +112,9 @@ class Sdpa(Kernel):
 def _with_nan_of_an_only_key(out: Tensor, q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
     """Sets the first query's output to NaN if it sees only the first key and their logit is not finite.
 
-    torch's CPU kernel mistakes such a row for one without keys and returns the first value. With several queries this
-    is done only without gradients: in training all queries see the first key, so a NaN in it shows anyway. Exported
-    programs, which serve every length, are left alone.
+    torch's CPU kernel mistakes such a row for a row without keys and returns the first value. With several queries this
+    is done only without gradients: in training, all queries see the first key, so a NaN in it is visible in any case.
+    Exported programs, which serve every length, are not changed.
     """
     if not q.is_cpu or torch.compiler.is_exporting():
         return out
@@ -147,10 +147,10 @@ def _sdpa(call: AttentionCall, qkv: QKV, scale: float, *, mask: Tensor | None = 
 
 
 def _mask(call: AttentionCall, rows: slice, keys: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the mask of a block, and the rows that see nothing.
+    """Returns the mask of a block, and which rows see no key.
 
-    Such rows are made to see everything, and their output is set to 0 afterwards: a row of -inf would give NaN
-    gradients.
+    Such rows are allowed to see every key, and their output is set to 0 afterwards, because a row of -inf would give
+    NaN gradients.
     """
     visible, bias = call.visible(rows, keys), call.bias(rows, keys)
     assert visible is not None  # only calls with a mask, a window or causality get here
@@ -168,9 +168,9 @@ def _mask(call: AttentionCall, rows: slice, keys: slice, dtype: torch.dtype) -> 
 class Windowed(Kernel):
     """Causal softmax attention under ReRope, on a CPU.
 
-    With blocks of w tokens, w the window, the visible pairs form three kinds of causal triangles. Far pairs are those
-    of queries w … T-1 and keys 0 … T-1-w. Near pairs lie in the query's own block or, reversed in time, in the block
-    before. Together they are as many as in plain causal attention.
+    With blocks of w tokens, where w is the window, the visible pairs form three kinds of causal triangles. Far pairs
+    are those of queries w … T-1 and keys 0 … T-1-w. Near pairs lie in the query's own block or, reversed in time, in
+    the block before. Together there are as many pairs as in ordinary causal attention.
     """
 
     def supports(self, call: AttentionCall) -> Refusal | None:
@@ -257,13 +257,14 @@ def _blocks(x: Tensor, w: int) -> Tensor:
 
 
 def _before(x: Tensor, w: int) -> Tensor:
-    """Returns the queries of all blocks but the first, reversed in time, without the last, whose window is one
-    block."""
+    """Returns the queries of all blocks but the first, reversed in time, without each block's last query, whose window
+    is its block."""
     return _blocks(x[:, :, w:], w).flip(2)[:, :, 1:]
 
 
 def _behind(x: Tensor, w: int) -> Tensor:
-    """Returns the keys of the previous block, reversed in time, without the first, which is a window away from all."""
+    """Returns the keys of the previous blocks, reversed in time, without each block's first key, which is a window away
+    from all queries."""
     whole = (x.shape[2] - 1) // w * w
     return _blocks(x[:, :, :whole], w).flip(2)[:, :, :-1]
 
@@ -295,14 +296,14 @@ _DEVICE = "cuda"
 class Flex(Kernel):
     """Softmax attention on a GPU, with or without a soft cap, causality and a window.
 
-    The first call of each kind compiles for some seconds. Calls with equal lengths, window and causality share their
-    block mask. "auto" never chooses this kernel, since it has not been timed on a GPU.
+    The first call of each kind takes some seconds to compile. Calls with equal lengths, window and causality share
+    their block mask. "auto" never chooses this kernel, since it has not been timed on a GPU.
     """
 
     def supports(self, call: AttentionCall) -> Refusal | None:
         spec, out = call.spec, "use impl='auto'"
         if call.q.device.type != _DEVICE:
-            return Refusal("FlexAttention is used on a GPU only: elsewhere it materialises the T×T matrix", out)
+            return Refusal("FlexAttention is used on a GPU only, since elsewhere it materialises the T×T matrix", out)
         if spec.normalizer.kind != "softmax" or spec.cap.kind == "other" or not spec.position.folds:
             return Refusal("FlexAttention is used only for softmax, with positions folded into q and k", out)
         if type(call) is not AttentionCall or call.mask is not None or call.dropout or not call.plain:
@@ -313,7 +314,8 @@ class Flex(Kernel):
             return Refusal("FlexAttention needs at least one query and one key", out)
         if torch.compiler.is_compiling() or transformed() or with_tangents():
             return Refusal(
-                "qkeel compiles FlexAttention itself, not within another graph or torch.func transforms", out
+                "qkeel compiles FlexAttention itself, which does not work in another graph or in torch.func transforms",
+                out,
             )
         return None
 
@@ -321,7 +323,7 @@ class Flex(Kernel):
         return _attend(call, None)[0]
 
     def with_maxima(self, call: AttentionCall) -> tuple[Outputs, PerRow, PerRow]:
-        """Returns the output, and each row's logsumexp and largest logit [b h t], of capped logits and detached.
+        """Returns the output, and each row's detached logsumexp and largest logit [b h t], both of capped logits.
 
         Both are -inf for rows that see no key.
         """

@@ -1,4 +1,5 @@
-"""Scalars of recorded runs and the judgement of their differences; no torch, so the report reads the same numbers."""
+"""Scalars of recorded runs and tests of their differences; torch is not needed, so the report can use the same
+functions."""
 
 from qkeel.metrics.paired_effect import (
     PairedEffect,

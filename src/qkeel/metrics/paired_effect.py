@@ -1,4 +1,4 @@
-"""Statistical judgement of paired differences: mean, interval, p-value and verdict."""
+"""Statistical tests of paired differences: mean, interval, p-value and verdict."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TINY = 1e-300  # replaces 0 as a denominator in Lentz's method
 
 
 def two_sided(t: float, freedom: int) -> float:
-    """Returns P(|T| ≥ |t|) for Student's t with `freedom` degrees of freedom, exact to 12 digits.
+    """Returns P(|T| ≥ |t|) for Student's t with `freedom` degrees of freedom, accurate to 12 digits.
 
     The value is the regularised incomplete beta function I_x(ν/2, 1/2) at x = ν / (ν + t²).
 
@@ -61,7 +61,7 @@ def _fraction(a: float, b: float, x: float) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def quantile(level: float, freedom: int) -> float:
-    """Returns the t with P(|T| ≤ t) = level.
+    """Returns the t for which P(|T| ≤ t) = level.
 
     >>> round(quantile(0.95, 7), 6)
     2.364624
@@ -116,7 +116,7 @@ def bootstrap_interval(
         seed: seed of the resampling.
 
     Raises:
-        InvalidValueError: there are fewer than 2 values, or one is NaN.
+        InvalidValueError: there are fewer than 2 values, or a value is NaN.
 
     Source: Efron 1979; Hesterberg 2015, What Teachers Should Know About the Bootstrap.
 
@@ -147,9 +147,9 @@ def exact_interval(differences: Sequence[float] | np.ndarray, level: float) -> t
     The means of all 2ⁿ - 1 non-empty subsets, sorted, cut the line into 2ⁿ parts, and each part contains the centre
     with the same probability. The interval from the k-th to the k-th last mean therefore covers the centre with
     probability 1 - 2k / 2ⁿ, for any such distribution; it contains the values that a sign permutation test does not
-    reject. k is the largest that reaches `level`. If none does (8 differences reach no level above 0.992), both ends
-    are infinite. Ties are treated as if drawn from a continuous distribution. With more than 18 differences, random
-    subsets are used.
+    reject. k is the largest number with which the coverage is at least `level`. If there is no such k (8 differences
+    cannot reach a level above 0.992), both ends are infinite. Ties are treated as if drawn from a continuous
+    distribution. With more than 18 differences, random subsets are used.
 
     Args:
         differences: one finite number per seed.
@@ -168,7 +168,7 @@ def exact_interval(differences: Sequence[float] | np.ndarray, level: float) -> t
     values = np.asarray(differences, dtype=np.float64)
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
         raise InvalidValueError(
-            f"expected a row of differences without NaN or infinity, one per seed, got {differences!r}"
+            f"expected a sequence of differences without NaN or infinity, one per seed, got {differences!r}"
         )
     check(0 < level < 1, "a level between 0 and 1", level)
     means = _subset_means(tuple(values.tolist()))
@@ -178,7 +178,7 @@ def exact_interval(differences: Sequence[float] | np.ndarray, level: float) -> t
 
 @functools.lru_cache(maxsize=512)  # a page asks for the same rows at many levels
 def _subset_means(differences: tuple[float, ...]) -> np.ndarray:
-    """Returns the sorted means of all non-empty subsets, or of many random ones if there are too many."""
+    """Returns the sorted means of all non-empty subsets, or of many random subsets if there are too many."""
     values = np.array(differences)
     if len(values) <= _ALL:
         sums, counts = np.zeros(1), np.zeros(1)
@@ -192,7 +192,8 @@ def _subset_means(differences: tuple[float, ...]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4096)
 def nominal(error: float, looks: int) -> float:
-    """Returns the two-sided error per look at which several looks at evenly growing data have a total error of `error`.
+    """Returns the two-sided error rate to use at each look so that several looks, at evenly growing amounts of data,
+    have a total error rate of `error`.
 
     Pocock's constant boundary c satisfies P(|Z_k| ≥ c for some k ≤ looks) = error, where Z_k is the standardised sum of
     k independent normal steps. The density of the sums that stayed inside is propagated from look to look on a grid.
@@ -211,7 +212,7 @@ def nominal(error: float, looks: int) -> float:
 
 
 def _crossing(each: float, looks: int) -> float:
-    """Returns the probability that some look crosses the boundary whose two-sided error in one look is `each`."""
+    """Returns the probability that at least one look crosses the boundary whose two-sided error per look is `each`."""
     bound = -statistics.NormalDist().inv_cdf(each / 2)
     nodes, weights = _rule()
     kept, grid, mass = 1.0, np.zeros(1), np.ones(1)
@@ -226,16 +227,16 @@ def _crossing(each: float, looks: int) -> float:
 
 @functools.cache
 def _rule() -> tuple[np.ndarray, np.ndarray]:
-    """Nodes and weights of Gauss and Legendre between -1 and 1."""
+    """Returns the nodes and weights of Gauss–Legendre quadrature between -1 and 1."""
     return np.polynomial.legendre.leggauss(_NODES)
 
 
 def common_level(decided: Callable[[float], int], rows: int, error: float, looks: int = 1) -> float:
     """Returns one level for all intervals of a page, chosen to control the expected share of wrong verdicts.
 
-    Let R rows be decided by intervals at level 1 - nominal(error · R / rows, looks), with the largest possible R. Then
-    the expected share of decided rows whose interval misses the true value is at most `error`. If no row is decided,
-    the level is that for R = 1.
+    Let R be the largest number such that intervals at level 1 - nominal(error · R / rows, looks) decide at least R
+    rows. Then the expected share of decided rows whose interval misses the true value is at most `error`. If no row is
+    decided, the level is that for R = 1.
 
     Args:
         decided: maps a level to the number of rows that intervals at this level decide.
@@ -274,14 +275,15 @@ class PairedEffect:
     spread: float  #: standard deviation of the differences, with n - 1 in the denominator
     low: float  #: lower end of the interval of the mean
     high: float  #: upper end of the interval of the mean
-    p: float  #: two-sided p-value of the hypothesis that the mean is inside ±margin (or 0), not corrected for others
+    p: float  #: two-sided p-value of the hypothesis that the mean is inside ±margin (or 0), without correction
     n: int  #: number of differences, one per seed
-    level: float  #: coverage of the interval; 1 - level is the largest rate of false verdicts of better or worse
-    margin: float | None  #: the largest difference that counts as none
+    level: float  #: coverage of the interval; the rate of false verdicts of better or worse is at most 1 - level
+    margin: float | None  #: the largest difference that counts as zero
 
     @property
     def verdict(self) -> Verdict:
-        """ "better" or "worse" if the whole interval lies beyond ±margin, "equal" if inside, otherwise "undecided"."""
+        """ "better" or "worse" if the interval lies beyond ±margin, "equal" if it lies inside, otherwise
+        "undecided"."""
         margin = self.margin or 0.0
         if self.low > margin or self.high < -margin:
             return "better" if self.low > margin else "worse"
@@ -289,7 +291,7 @@ class PairedEffect:
 
     @property
     def detectable(self) -> float:
-        """The smallest true mean that a study with this n and spread shows to be beyond the margin in 80 % of cases."""
+        """The smallest true mean that a study with this n and spread finds to be beyond the margin in 80 % of cases."""
         shift = math.inf if math.isinf(self.high) else _shift(self.n, self.level) * self.spread / math.sqrt(self.n)
         return (self.margin or 0.0) + shift
 
@@ -309,23 +311,23 @@ class PairedEffect:
 def paired_effect(
     differences: Sequence[float] | np.ndarray, margin: float | None = None, level: float = 0.95
 ) -> PairedEffect:
-    """Judges paired differences, one per seed and positive where the first run is better, by Student's t.
+    """Judges paired differences, one per seed and positive where the first run is better, with Student's t.
 
     The interval is mean ± t · s / √n with n - 1 degrees of freedom. For normal differences it has the stated coverage,
-    and a verdict of better or worse has the stated error when nothing differs, for every n from 2 on. The error is
+    and if nothing differs, a verdict of better or worse has the stated error, for every n from 2 on. The error is
     smaller for symmetric distributions with heavy tails, and up to 8 % instead of 5 % for a uniform distribution and n
-    ≤ 5. One interval decides in this order: beyond the margin, inside it, or undecided; a difference whose interval
-    lies above 0 but inside the margin is therefore called equal. The test of equality at `level` consists of two
-    one-sided tests, each at half of 1 - level.
+    ≤ 5. The verdict depends on one interval, in this order: beyond the margin, inside it, or undecided; a difference
+    whose interval lies above 0 but inside the margin is therefore called equal. The test of equality at `level`
+    consists of two one-sided tests, each at half of 1 - level.
 
     If all differences are 0, the runs are identical and the interval is [0, 0]. If all differences are the same number
-    other than 0, they are not a sample of a continuous quantity: only their signs count, and a verdict takes 6 seeds at
-    level 0.95.
+    other than 0, they are not a sample of a continuous quantity, so only their signs count, and a verdict takes 6 seeds
+    at level 0.95.
 
     Args:
         differences: at least 2 finite numbers.
-        margin: the largest difference that counts as zero, above 0; without one, every difference from 0 counts and
-            nothing is called equal.
+        margin: the largest difference that counts as zero, above 0; without a margin, every difference from 0 counts
+            and no verdict is "equal".
         level: coverage, between 0 and 1.
 
     Raises:
@@ -354,7 +356,7 @@ def paired_effect(
 
 
 def planned_power(expected: float, spread: float, n: int, level: float = 0.95, margin: float | None = None) -> float:
-    """Returns the probability that `paired_effect` of n pairs finds a difference in the expected direction.
+    """Returns the probability that `paired_effect`, applied to n pairs, finds a difference in the expected direction.
 
     The difference is found if the interval lies beyond the margin on the expected side.
 
@@ -363,7 +365,7 @@ def planned_power(expected: float, spread: float, n: int, level: float = 0.95, m
         spread: standard deviation of the differences, above 0.
         n: number of pairs, at least 2.
         level: coverage of the interval.
-        margin: the largest difference that counts as zero; 0 without a margin.
+        margin: the largest difference that counts as zero; None means 0.
 
     Raises:
         InvalidValueError: an argument is out of range.
@@ -382,10 +384,11 @@ def planned_power(expected: float, spread: float, n: int, level: float = 0.95, m
 def paired_effects(
     several: Sequence[Sequence[float]] | np.ndarray, margin: float | None = None, level: float = 0.95
 ) -> list[PairedEffect]:
-    """Judges several comparisons together; with probability `level`, none is falsely called better or worse.
+    """Judges several comparisons together; with a probability of at least `level`, no comparison is falsely called
+    better or worse.
 
     Holm's procedure tests the i-th smallest of m p-values at (1 - level) / (m - i) and stops at the first failure. Each
-    interval has the level of its own test, so it lies beyond the margin exactly if the test rejects.
+    interval has the level of its own test, so it lies beyond the margin if and only if the test rejects.
 
     Source: Holm 1979, A simple sequentially rejective multiple test procedure.
 
@@ -410,10 +413,10 @@ def _checked(differences: Sequence[float] | np.ndarray, margin: float | None, le
         raise InvalidTypeError(f"expected a list of differences, one number per seed, got {differences!r}") from error
     if values.ndim != 1 or len(values) < 2:
         raise InvalidValueError(
-            f"expected a row of 2 or more differences, one per seed, got shape {values.shape}: one seed is not a sample"
+            f"expected 2 or more differences, one per seed (a single seed is not a sample), got shape {values.shape}"
         )
     if not np.isfinite(values).all():
-        raise InvalidValueError(f"expected finite differences, got {differences!r}: leave out runs without a loss")
+        raise InvalidValueError(f"expected finite differences, got {differences!r}; leave out runs without a loss")
     if margin is not None and not 0 < margin < math.inf:
         raise InvalidValueError(f"expected a margin above 0 or None, got {margin}")
     check(0 < level < 1, "a level between 0 and 1", level)

@@ -1,4 +1,4 @@
-"""Scalars of whole runs: learning-rate sensitivity, collapse, health, errors of logits, Lyapunov exponents."""
+"""Scalars of runs: learning-rate sensitivity, collapse, health, errors of logits, Lyapunov exponents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _RELATIVE = math.sqrt(3 / (96 * math.log(2)))
 def fused_logit_error(
     query_norm: float, key_norm: float, head_dim: int, dtype: str, scale: float | None = None
 ) -> float:
-    """Returns the standard deviation, in nats, of a logit with rounded q and k: scale · √2 · r · ‖q‖ ‖k‖ / √d.
+    """Returns the standard deviation, in nats, of the error of a logit with rounded q and k: scale · √2 · r · ‖q‖ ‖k‖ /
+    √d.
 
     This is the error of fused kernels: they accumulate in float32 but read q and k in `dtype`, each with a relative RMS
     error r. The errors of the d products are assumed to be independent, and q and k to be spread over all dimensions.
@@ -35,7 +36,7 @@ def fused_logit_error(
         key_norm: ‖k‖ as it enters the product.
         head_dim: d, the width of a head.
         dtype: one of FRACTION_BITS.
-        scale: factor of q·k; 1/√d by default.
+        scale: factor on q·k; 1/√d by default.
 
     >>> round(fused_logit_error(100.0, 100.0, 128, "bf16"), 4)
     0.1833
@@ -45,7 +46,8 @@ def fused_logit_error(
 
 
 def stored_logit_error(logit: float, dtype: str) -> float:
-    """Returns the standard deviation, in nats, of a logit stored in `dtype`: its spacing 2^(⌊log₂|z|⌋ - p) over √12.
+    """Returns the standard deviation, in nats, of the error of a logit stored in `dtype`: its spacing 2^(⌊log₂|z|⌋ - p)
+    over √12.
 
     This is the error of eager attention, which writes logits to memory. Logits closer than the spacing become equal.
 
@@ -135,7 +137,7 @@ def growth_exponent(steps: Sequence[float], values: Sequence[float], least: int 
 
 
 def drift(values: Sequence[float] | np.ndarray) -> float:
-    """Returns the last measured value divided by the first; NaN with fewer than two.
+    """Returns the last measured value divided by the first; NaN if there are fewer than two.
 
     >>> drift([math.nan, 1.0, 1.2, 1.5])
     1.5
@@ -159,7 +161,7 @@ def slope(x: np.ndarray, y: np.ndarray) -> float:
 def spike_score(losses: Sequence[float], window: int = 16, deviations: float = 6.0) -> float:
     """Returns the share of losses more than `deviations` standard deviations above the mean of the preceding window.
 
-    Losses are those of consecutive logged steps; the first `window` are never spikes. NaN is a spike.
+    Losses are those of consecutive logged steps; the first `window` losses are never spikes, except that NaN always is.
 
     Source: OLMo 2 report (arXiv 2501.00656), section 3, with windows of 1,000 steps and 7 deviations; short runs have
     fewer points, hence the smaller window here.
@@ -194,8 +196,8 @@ def largest_stable_lr(rows: Sequence[Row]) -> float | None:
 
 
 def paired_gain(rows: Sequence[Row], remedy: str, baseline: str, lr: float) -> list[float]:
-    """Returns val_loss(baseline) - val_loss(remedy) at `lr` for each seed that both have; positive: the remedy is
-    better.
+    """Returns val_loss(baseline) - val_loss(remedy) at `lr` for each seed that both have; a positive difference means
+    that the remedy is better.
 
     The same seed means the same initial weights and batches, so pairing removes the variance between seeds.
 
@@ -221,7 +223,7 @@ _LEAST = 3  # points needed to fit a line
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Returns the root mean square difference of two trajectories [steps ...] at each step [steps].
+    """Returns the root mean square difference between two trajectories [steps ...] at each step [steps].
 
     >>> distance(np.zeros((2, 2)), np.array([[3.0, 3.0], [0.0, 0.0]]))
     array([3., 0.])
@@ -298,7 +300,7 @@ class Health:
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Returns rows of cells as lines of text, the first column aligned left and all others right.
+    """Returns rows of cells as lines of text, with the first column left-aligned and all others right-aligned.
 
     >>> print(text_table([("layer", "max logit"), ("attn", "3")]))
     layer  max logit
@@ -323,9 +325,9 @@ def judged(
 
     Args:
         largest: the largest attention logit, in nats.
-        where: layer and head of that logit.
-        entropy: the lowest mean attention entropy of a layer, in nats.
-        lowest: name of that layer.
+        where: the layer and head of that logit.
+        entropy: the lowest mean attention entropy of any layer, in nats.
+        lowest: the name of that layer.
         broken: the layers with NaN or infinite logits.
         threshold: the logit above which attention counts as not healthy.
 

@@ -1,4 +1,5 @@
-"""Modules with parameters: attention, latent attention, gated attention units, caches, blocks, and models of them."""
+"""Modules with parameters: attention, latent attention, gated attention units, caches, blocks, and models built from
+them."""
 
 from qkeel.nn.attention import GAU, Attention, Cache, GAUBlock, KVCache, LatentCache
 from qkeel.nn.decoder import MLP, Block, Decoder, DecoderConfig, EncoderDecoder, FusedEmbedding, ViT

@@ -1,6 +1,6 @@
 """Attention modules with projections and a cache, defined by a spec: MHA, GQA, MQA, GAU, and their base class.
 
-Shapes: b batch, t new tokens, s all tokens, h query heads, g key heads, d numbers per head, m width of the model.
+Shapes: b batch, t new tokens, s all tokens, h query heads, g key heads, d dimensions per head, m width of the model.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from qkeel.spec.presets import attention_spec, scale_advice
 from qkeel.spec.rope import counted
 from qkeel.spec.slot import GivenMask, GivenPosQ, HeadTensor, Hidden, Keys, Params, PosK, PosQ, Queries, Tokens, Values
 
-# Caches: what attention needs of earlier tokens, one cache per attention module.
+# Caches: what attention needs to know of earlier tokens, one cache per attention module.
 
 Latent = Float[Tensor, "b one t l"]
 Inverse = Float[Tensor, "b #h t"]
 
 
 class Cache:
-    """Tensors of all tokens so far, with tokens in dimension 2. Reserves `max_length` tokens at once, or doubles its
-    capacity when full.
+    """Tensors of all tokens so far, with tokens in dimension 2. A cache reserves memory for `max_length` tokens at
+    once, or doubles its capacity when it is full.
 
-    Under a position that depends on the pair (ReRope, a bias) or on the length (DynamicNTK), it holds raw keys and
-    values.
+    If the position encoding depends on the pair (ReRope, a bias) or on the length (DynamicNTK), the cache holds keys
+    and values before they are encoded.
 
-    `pos` [b|1 length] are the keys' positions if the caller gave some (left padding), else None for 0, 1, 2 …
-    For inference only: appending writes in place, so no gradient flows through earlier tokens.
+    `pos` [b|1 length] holds the keys' positions if the caller gave some (for left padding), or is None for 0, 1, 2 …
+    Caches are for inference only: appending writes in place, so no gradient flows through earlier tokens.
     """
 
     def __init__(self, max_length: int | None = None) -> None:
@@ -55,12 +55,12 @@ class Cache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one more token of one sequence takes; 0 before the first token."""
+        """The number of bytes that each token of one sequence takes; 0 before the first token."""
         return sum(x[0, :, :1].numel() * x.element_size() for x in self._held)
 
     def next_positions(self, like: HeadTensor, pos: GivenPosQ | None = None) -> PosQ:
-        """Returns positions [b|1 t] for the next tokens, shaped like [b h t d]: `pos`, validated, or the following
-        ones."""
+        """Returns the positions [b|1 t] of the next tokens, of which `like` is [b h t d]: `pos`, after validation, or
+        the positions that follow those of the cached tokens."""
         b, t = like.shape[0], like.shape[2]
         if pos is None:
             if self.pos is None:
@@ -74,14 +74,16 @@ class Cache:
     def check_positions(self, pos: GivenPosQ | None, mask: GivenMask | None) -> None:
         """Raises InvalidValueError if positions are given without the mask that they need."""
         if mask is None and (pos is not None or self.pos is not None):
-            raise InvalidValueError("explicit positions with a cache need a mask that hides the padding, [b 1 1 keys]")
+            raise InvalidValueError(
+                "explicit positions with a cache need a mask that hides the padding, of shape [b 1 1 keys]"
+            )
 
     def reset(self) -> None:
-        """Forgets all tokens but keeps the memory."""
+        """Discards all tokens but keeps the memory."""
         self.length, self.pos = 0, None
 
     def _append(self, new: Sequence[Tensor], pos: Tensor | None) -> list[Tensor]:
-        """Appends tensors [b g t …] and returns each one's tokens so far."""
+        """Appends the tensors [b g t …] and returns all tokens so far of each of them."""
         length = self.length + new[0].shape[2]
         if self.max_length is not None and length > self.max_length:
             raise InvalidValueError(
@@ -90,7 +92,7 @@ class Cache:
             )
         if self._held and len(self._held) != len(new):
             raise ShapeError(
-                f"this cache holds {len(self._held)} tensors and cannot take {len(new)}: the module's norm has "
+                f"this cache holds {len(self._held)} tensors, but the module needs {len(new)}, because its norm has "
                 "changed since the cache was created; start a new cache"
             )
         self._held = [self._grown(old, x, length) for old, x in zip(self._held or [None] * len(new), new)]
@@ -109,7 +111,7 @@ class Cache:
     def _grown(self, old: Tensor | None, like: Tensor, needed: int) -> Tensor:
         if old is not None and (old.shape[:2], old.shape[3:]) != (like.shape[:2], like.shape[3:]):
             raise ShapeError(
-                f"this cache holds {tuple(old.shape)} and cannot take {tuple(like.shape)}; "
+                f"this cache holds a tensor of shape {tuple(old.shape)} and cannot append one of {tuple(like.shape)}; "
                 f"use one {type(self).__name__} per layer and batch"
             )
         if old is not None and old.shape[2] >= needed:
@@ -123,7 +125,7 @@ class Cache:
 
 @final
 class KVCache(Cache):
-    """Keys as they enter the dot product (normed, rotated) and values: g · (d + e) numbers per token.
+    """A cache of keys as they enter the dot product (normed, rotated) and of values, g · (d + e) numbers per token.
 
     For `max_length` see `Cache`.
     """
@@ -136,24 +138,24 @@ class KVCache(Cache):
 
 @final
 class LatentCache(Cache):
-    """Cache of multi-head latent attention: one kv latent and one rotated key for all heads, plus key norms.
+    """The cache of multi-head latent attention: one kv latent and one rotated key for all heads, plus key norms.
 
-    A token takes l + r numbers (latent, rotated key) in the module's dtype. If keys are normed, it also takes one
-    inverse magnitude per head in float32 or wider, which is all that is needed to divide key k_h by its magnitude.
+    Each token requires l + r numbers (latent, rotated key) in the module's dtype. If keys are normed, it also requires
+    one inverse magnitude per head in float32 or wider, which is all that is needed to divide key k_h by its magnitude.
     For `max_length` see `Cache`.
     """
 
     def append(
         self, latent: Latent, rotated: Latent, inverse: Inverse | None = None, *, pos: PosK | None = None
     ) -> tuple[Latent, Inverse | None]:
-        """Appends latent [b 1 t l], rotated [b 1 t r], inverse [b h|1 t]; returns all so far, [b 1 s l+r] and [b h|1
-        s]."""
+        """Appends latent [b 1 t l], rotated [b 1 t r], inverse [b h|1 t]; returns those of all tokens so far, [b 1 s
+        l+r] and [b h|1 s]."""
         token = torch.cat([latent, rotated], dim=-1)
         held = self._append([token] if inverse is None else [token, inverse], pos)
         return held[0], held[1] if inverse is not None else None
 
 
-# The base of every attention module: a spec, its parameters by plain names, and observers of its calls.
+# The base of every attention module: a spec, its parameters, and observers of its calls.
 
 Observer = Callable[[AttentionCall], None]
 QKV = tuple[Queries, Keys, Values]
@@ -183,7 +185,8 @@ def check_dropout(dropout: float) -> None:
 
 
 class SpecModule(nn.Module):
-    """A module that attends under `spec`. The spec's parameters are its own (`q_norm`, `logit_scale`, …).
+    """A module that computes attention as `spec` defines it. The spec's parameters are parameters of the module
+    (`q_norm`, `logit_scale`, …).
 
     `observers` are called with every AttentionCall before it is computed and must not change it. A RowObserver also
     gets the largest logit and entropy of each row if the kernel computes them in its pass.
@@ -216,7 +219,7 @@ class SpecModule(nn.Module):
     def attend(
         self, q: Queries, k: Keys, v: Values, *, spec: AttentionSpec, params: Params, seen: Visibility
     ) -> Hidden:
-        """Builds the call, shows it to the observers and computes it: [b h t d] -> [b t h·e]."""
+        """Builds the call, passes it to the observers and computes it: [b h t d] -> [b t h·e]."""
         call = seen.call(spec, q, k, v, params, self.dropout if self.training else 0.0)
         kernel = choose(call, self.impl)
         read = None
@@ -230,13 +233,15 @@ class SpecModule(nn.Module):
         return (kernel(call) if read is None else read[0]).transpose(1, 2).flatten(2)
 
     def new_cache(self, max_length: int | None = None) -> Cache:
-        """Returns an empty cache for one batch; reserves `max_length` tokens at once, or doubles when full."""
+        """Returns an empty cache for one batch; it reserves memory for `max_length` tokens at once, or doubles its
+        capacity when it is full."""
         return KVCache(max_length)
 
     def attend_self(
         self, cache: KVCache | None, qkv: QKV, *, causal: bool, mask: GivenMask | None, pos: GivenPosQ | None
     ) -> Hidden:
-        """Attends to the same tokens' keys and values [b g t d], and with a cache to all before them: -> [b t h·e]."""
+        """Attends to the keys and values [b g t d] of the same tokens and, with a cache, of all tokens before them;
+        returns [b t h·e]."""
         q, k, v = qkv
         if cache is None:
             seen = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
@@ -262,7 +267,8 @@ class SpecModule(nn.Module):
 
 
 def check_input(x: Tensor, d_model: int, layer: nn.Module | None = None, name: str = "x") -> None:
-    """Raises unless x is a floating-point [b t m] with the dtype and device of the `layer` that reads it."""
+    """Raises an error unless x is a floating-point tensor [b t m] with the dtype and device of the `layer` that reads
+    it."""
     if not isinstance(x, Tensor):
         raise InvalidTypeError(f"expected {name} to be a tensor, got {type(x).__name__}")
     if not x.is_floating_point() or x.dtype.itemsize < 2:
@@ -283,7 +289,8 @@ def check_input(x: Tensor, d_model: int, layer: nn.Module | None = None, name: s
         )
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise InvalidTypeError(
-            f"expected {name} in {weight.dtype} like the weights, got {x.dtype}; convert one or use torch.autocast"
+            f"expected {name} in {weight.dtype} like the weights, got {x.dtype}; convert one of them, or use "
+            "torch.autocast"
         )
 
 
@@ -296,13 +303,13 @@ class Attention(SpecModule):
 
     Args:
         d_model: width of the input.
-        n_heads: query heads.
-        n_kv_heads: key and value heads (default n_heads; 1 is multi-query).
-        head_dim: default d_model / n_heads.
-        spec: a spec, or the name of a preset with its options ("qwen3", "gemma2:cap=30"); default "baseline".
+        n_heads: number of query heads.
+        n_kv_heads: number of key and value heads (default: n_heads; 1 gives multi-query attention).
+        head_dim: width of a head (default: d_model / n_heads).
+        spec: a spec, or the name of a preset with its options ("qwen3", "gemma2:cap=30"); "baseline" by default.
         bias: whether the q, k and v projections have biases.
-        dropout: on the attention weights, in training.
-        impl: a kernel's name or "auto".
+        dropout: dropout probability of the attention weights, in training.
+        impl: the name of a kernel, or "auto" to choose one per call.
 
     Example:
         >>> import torch
@@ -376,8 +383,8 @@ class Attention(SpecModule):
         Args:
             x: hidden states.
             cache: keys and values of the tokens before x.
-            context: [b s m], attended to instead of x (cross-attention).
-            causal: default True, or False with a context.
+            context: hidden states [b s m] to which x attends instead of to itself (cross-attention).
+            causal: whether a query sees only keys up to its own position; True by default, or False with a context.
             mask: see `qkeel.attention`.
             pos: positions [b t] of x.
             pos_context: positions of the context.
@@ -417,11 +424,11 @@ class Attention(SpecModule):
 
 
 def as_spec(given: AttentionSpec | str | None) -> AttentionSpec:
-    """Returns a spec as it is, the spec of a preset's name, or the baseline for None.
+    """Returns the given spec, the spec of the named preset, or the baseline for None.
 
     Raises:
         UnknownNameError: no preset has this name.
-        InvalidTypeError: `given` is something else.
+        InvalidTypeError: `given` is of another type.
     """
     if isinstance(given, AttentionSpec):
         return given
@@ -432,7 +439,8 @@ def as_spec(given: AttentionSpec | str | None) -> AttentionSpec:
 
 
 def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
-    """Returns n_kv_heads and head_dim with defaults filled in; raises InvalidValueError if heads do not divide."""
+    """Returns n_kv_heads and head_dim with defaults filled in; raises InvalidValueError if the sizes do not divide
+    evenly."""
     groups = n_heads if n_kv_heads is None else n_kv_heads
     positive = d_model >= 1 and (head_dim is None or head_dim >= 1)
     check(positive, "sizes of at least 1", f"d_model={d_model}, head_dim={head_dim}")
@@ -443,7 +451,7 @@ def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: in
             f"for n_heads={n_heads} choose one of {[g for g in range(1, n_heads + 1) if n_heads % g == 0]}"
         )
     if head_dim is None and d_model % n_heads:
-        raise InvalidValueError(f"d_model {d_model} does not split into {n_heads} heads; give head_dim")
+        raise InvalidValueError(f"d_model {d_model} does not split evenly into {n_heads} heads; give head_dim")
     return groups, head_dim or d_model // n_heads
 
 
@@ -452,23 +460,24 @@ def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: in
 
 @final
 class GAU(SpecModule):
-    """The layer out = (u ∘ A v) W_o; [u v] = silu(x W_uv), z = silu(x W_z), q = γ_q ∘ z + β_q, k = γ_k ∘ z + β_k.
+    """The layer out = (u ∘ A v) W_o with [u v] = silu(x W_uv), z = silu(x W_z), q = γ_q ∘ z + β_q, k = γ_k ∘ z + β_k.
 
-    A are the attention weights of one head of `size` numbers under `spec`; u and v have `hidden` numbers. Two such
+    A is the matrix of attention weights of one head of width `size` under `spec`; u and v have width `hidden`. Two such
     layers replace one attention layer and one MLP. With SquaredReLU as normalizer, A = relu(z)²/n for n visible keys,
-    as in bert4keras; the paper's own code divides by n before squaring. It has no T5 bias, and no linear attention
-    between chunks.
+    as in bert4keras; the paper's own code divides by n before squaring. Unlike in the paper, there is no T5 bias and no
+    linear attention between chunks.
 
     Args:
         d_model: width of the input.
-        hidden: width of u and v, default 2·d_model.
+        hidden: width of u and v; 2·d_model by default.
         size: width of q and k.
-        spec: default preset("baseline").
+        spec: the attention spec; preset("baseline") by default.
         bias: whether q and k have offsets β.
-        dropout: on the attention weights, in training.
-        impl: a kernel's name or "auto".
+        dropout: dropout probability of the attention weights, in training.
+        impl: the name of a kernel, or "auto" to choose one per call.
 
-    Source: Hua et al. 2022, arXiv 2202.10447, section 3.2; γ = 1, β = 0 at the start and no biases: GAU-α (bert4keras).
+    Source: Hua et al. 2022, arXiv 2202.10447, section 3.2; the initial values γ = 1 and β = 0 and the lack of biases
+    are those of GAU-α (bert4keras).
     """
 
     def __init__(
@@ -507,7 +516,7 @@ class GAU(SpecModule):
         if any(name.startswith("v_norm") and p.numel() > 1 for name, p in self.spec_params().items()):
             raise RefusedError(
                 f"the values of this GAU have {self.hidden} numbers, and the gain on v has {self.head_dim}; "
-                "use gain none or scalar on v, or leave v alone"
+                "use gain none or scalar on v, or do not norm v"
             )
         u, v = F.silu(self.uv_proj(x)).chunk(2, dim=-1)
         q, k = self.qk_proj(x)
@@ -539,8 +548,8 @@ class OffsetScale(nn.Module):
 class GAUBlock(nn.Module):
     """A GAU on the residual stream: x + F(N(x)) ("pre"), or N(αx + F(x)) ("post").
 
-    F is `gau`. N is an RMS norm, placed by `norm_order`, with a gain if it precedes the branch. `alpha` is α > 0, for
-    "post".
+    F is `gau`, and N is an RMS norm, placed according to `norm_order`, with a gain if it precedes the branch. `alpha`
+    is α > 0, which is used only with "post".
 
     Source: pre-norm: arXiv 2202.10447, with LayerNorm or ScaleNorm; post-norm: GAU-α; α: DeepNorm,
     `functional.logits.deepnorm`.

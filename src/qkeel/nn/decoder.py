@@ -36,7 +36,7 @@ NORM_ORDERS: dict[str, str] = {
 
 @final
 class MLP(nn.Module):
-    """The MLP of a block, W₂ gelu(W₁ x), or with swiglu W₂ (silu(W_g x) ∘ W₁ x); no biases.
+    """The MLP of a block, W₂ gelu(W₁ x), or with "swiglu" W₂ (silu(W_g x) ∘ W₁ x), without biases.
 
     Args:
         d_model: width of input and output.
@@ -44,7 +44,7 @@ class MLP(nn.Module):
         kind: "gelu" or "swiglu".
 
     Raises:
-        UnknownNameError: another kind.
+        UnknownNameError: `kind` is neither of these.
 
     Source: Shazeer 2020, arXiv 2002.05202 (SwiGLU).
     """
@@ -65,7 +65,8 @@ class MLP(nn.Module):
 
 @final
 class Block(nn.Module):
-    """One attention branch and one MLP branch on the residual stream [b t d_model], with norms in one of NORM_ORDERS.
+    """One attention branch and one MLP branch on the residual stream [b t d_model], with norms placed as in one of
+    NORM_ORDERS.
 
     With norm_order="pre": x ← x + attention(N₁ x), then x ← x + mlp(N₂ x). A `cross_attention` adds a branch between
     the two.
@@ -75,7 +76,7 @@ class Block(nn.Module):
         mlp: the last branch.
         d_model: width of the stream.
         norm_order: position of the norms in every branch.
-        cross_attention: attends to the `context` of a call.
+        cross_attention: the branch that attends to the `context` of a call.
     """
 
     def __init__(
@@ -141,28 +142,29 @@ def _check_integers(tokens: Tensor) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and options of a Decoder. `spec` is one for all layers, or a tuple with one per layer (`layer_specs`).
+    """Sizes and options of a Decoder. `spec` is one spec for all layers, or a tuple with one spec per layer (see
+    `layer_specs`).
 
     With `base_width`, the outputs follow µP: the head is initialised as at that width, and its logits are multiplied by
     base_width / d_model (Yang et al. 2022, arXiv 2203.03466, table 8). µP's learning rates are left to the optimizer.
     """
 
-    vocab_size: int  #: tokens of the vocabulary
+    vocab_size: int  #: number of tokens in the vocabulary
     d_model: int = 64  #: width of the residual stream
     n_layers: int = 2  #: number of blocks
     n_heads: int = 4  #: query heads per block; 1 for gau
-    n_kv_heads: int | None = None  #: key heads, a divisor of n_heads; None: n_heads
-    head_dim: int | None = None  #: numbers of one head's query; None: d_model / n_heads
+    n_kv_heads: int | None = None  #: key heads, a divisor of n_heads; None for n_heads
+    head_dim: int | None = None  #: width of one head; None for d_model / n_heads
     spec: AttentionSpec | tuple[AttentionSpec, ...] = dataclasses.field(default_factory=lambda: preset("baseline"))
     attention: Literal["mha", "mla", "gau"] = "mha"  #: Attention, MLA or GAU
     latent: LatentSizes = dataclasses.field(default_factory=LatentSizes)  #: sizes of MLA
-    latent_norm: bool = False  #: RMS norm on the latents of MLA
+    latent_norm: bool = False  #: whether the latents of MLA have an RMS norm
     mlp: Literal["gelu", "swiglu"] = "gelu"  #: activation; a GAU has no MLP
-    mlp_ratio: float = 4.0  #: width of the MLP over d_model
-    norm_order: NormOrder = "pre"  #: place of a block's norms
-    deepnorm: bool = False  #: DeepNorm's α and β; needs gau with post-norm
+    mlp_ratio: float = 4.0  #: width of the MLP relative to d_model
+    norm_order: NormOrder = "pre"  #: position of a block's norms
+    deepnorm: bool = False  #: whether to use DeepNorm's α and β; requires gau with post-norm
     tied: bool = False  #: whether the head shares the embedding's weight
-    dropout: float = 0.0  #: on the attention weights, in training
+    dropout: float = 0.0  #: dropout on the attention weights, in training
     base_width: int | None = None
 
     def __post_init__(self) -> None:
@@ -187,7 +189,7 @@ class DecoderConfig:
 
     @property
     def output_scale(self) -> float:
-        """The factor on the head's input: 1, or under µP base_width / d_model."""
+        """The factor on the head's input: base_width / d_model under µP, otherwise 1."""
         return 1.0 if self.base_width is None else self.base_width / self.d_model
 
     @property
@@ -197,13 +199,13 @@ class DecoderConfig:
 
     @property
     def sublayers(self) -> int:
-        """The number of branches on the residual stream. A GAU combines attention and MLP in one."""
+        """The number of branches on the residual stream. A GAU combines attention and MLP in one branch."""
         return self.n_layers if self.attention == "gau" else 2 * self.n_layers
 
 
 @final
 class Decoder(nn.Module):
-    """A language model: embedding, blocks, final RMS norm and head (tied or not), as `config` says."""
+    """A language model: embedding, blocks, final RMS norm and head (tied or not), as `config` specifies."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -236,7 +238,7 @@ class Decoder(nn.Module):
         return self.head(x if self.config.output_scale == 1 else x * self.config.output_scale)
 
     def new_caches(self, max_length: int | None = None) -> list[Cache]:
-        """Returns an empty cache per layer, of the kind that its attention uses."""
+        """Returns an empty cache for each layer, of the kind that the layer's attention uses."""
         return [block.attention.new_cache(max_length) for block in self.blocks]  # type: ignore[union-attr, operator]
 
     @torch.no_grad()
@@ -252,7 +254,7 @@ class Decoder(nn.Module):
 def init_tokens(
     model: nn.Module, config: DecoderConfig, table: Float[Tensor, "vocab m"], generator: torch.Generator | None = None
 ) -> None:
-    """Initialises a model from tokens to tokens; see `Decoder.init_weights`; `table` is its embedding's weight."""
+    """Initialises a model that maps tokens to tokens, see `Decoder.init_weights`; `table` is its embedding's weight."""
     init_linears(model, config, table, generator)
     table.normal_(0.0, 1.0, generator=generator)
     if config.tied:  # a head with std 1 would start at a loss of tens of nats
@@ -265,7 +267,7 @@ def init_linears(
 ) -> None:
     """Initialises linear layers; see `Decoder.init_weights`.
 
-    `table` is skipped: it is the embedding's weight, which a tied head shares.
+    `table` is skipped because it is the embedding's weight, which a tied head shares.
     """
     n = config.sublayers
     residual = deepnorm(n)[1] if config.deepnorm else 1 / math.sqrt(n)
@@ -280,7 +282,7 @@ def init_linears(
 
 
 def build_block(config: DecoderConfig, spec: AttentionSpec, cross: Attention | None = None) -> Block | GAUBlock:
-    """Builds one layer of a model, with this cross-attention if any."""
+    """Builds one layer of a model, with the given cross-attention, if any."""
     width, heads, dropout = config.d_model, config.n_heads, config.dropout
     if config.attention == "gau":
         bias = config.norm_order == "pre"  # as in the paper; post-norm follows GAU-α, which has none
@@ -302,11 +304,12 @@ def build_block(config: DecoderConfig, spec: AttentionSpec, cross: Attention | N
 
 @final
 class FusedEmbedding(nn.Embedding):
-    """Embeds text tokens from a table and image patches from their pixels: x_t = W z_t if token t is a patch.
+    """Embeds text tokens from a table and image patches from their pixels, with x_t = W z_t if token t is a patch.
 
     Args:
-        embedding: the table of all tokens. Its weight object is shared; its rows for patches are not used.
-        pixels: [codes p], standardised pixels of each patch code; patch codes are the last tokens of the vocabulary.
+        embedding: the table of all tokens. Its weight is shared with this module, and its rows for patches are not
+            used.
+        pixels: standardised pixels [codes p] of each patch code; patch codes are the last tokens of the vocabulary.
     """
 
     def __init__(self, embedding: nn.Embedding, pixels: Float[Tensor, "codes p"]) -> None:
@@ -329,8 +332,8 @@ class ViT(nn.Module):
 
     Args:
         config: sizes of the blocks; `vocab_size` is the number of classes.
-        patches: patches per image.
-        width: numbers per patch.
+        patches: number of patches per image.
+        width: number of values per patch.
 
     Source: Dosovitskiy et al. 2020, arXiv 2010.11929; mean over patches in place of a class token: Beyer et al. 2022,
     arXiv 2205.01580.
@@ -369,17 +372,18 @@ class ViT(nn.Module):
 
 @final
 class EncoderDecoder(nn.Module):
-    """An encoder-decoder over one sequence: its first `source` tokens are encoded, the others predicted.
+    """An encoder-decoder over one sequence: its first `source` tokens are encoded, and the remaining tokens are
+    predicted.
 
-    `config.n_layers` non-causal blocks encode; as many causal blocks decode, each with cross-attention to the normed
-    output of the encoder. Both sides share the embedding.
+    The encoder has `config.n_layers` non-causal blocks. The decoder has the same number of causal blocks, each with
+    cross-attention to the normed output of the encoder. Both sides share the embedding.
 
     Args:
         config: sizes of both sides; attention must be multi-head.
         source: number of source tokens, at least 1.
 
     Raises:
-        InvalidValueError: the attention is of another kind, or there is no source.
+        InvalidValueError: the attention is not multi-head, or `source` is below 1.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762, with a norm before each branch and after the last block of each side.
 
@@ -391,7 +395,7 @@ class EncoderDecoder(nn.Module):
 
     def __init__(self, config: DecoderConfig, *, source: int) -> None:
         super().__init__()
-        check(config.attention == "mha", "attention='mha' of an encoder–decoder", repr(config.attention))
+        check(config.attention == "mha", "attention='mha' for an encoder–decoder", repr(config.attention))
         check(source >= 1, "a source of at least 1 token", source)
         self.config, self.source = config, source
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)

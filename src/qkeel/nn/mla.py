@@ -1,6 +1,6 @@
 """Multi-head latent attention (MLA), in training and with absorbed projections for decoding.
 
-Shapes: b batch, t queries, s keys, h heads, d numbers per head, r rotated numbers of a head, l latent width.
+Shapes: b batch, t queries, s keys, h heads, d dimensions per head, r rotated dimensions of a head, l latent width.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ GainTensor = Float[Tensor, "*gain"]
 BLOCK = 1 << 21  # largest number of logits computed at once
 _WAY_OUT = (
     "use RMSNorm or L2Norm on q and k with gain none, dim, one_plus_dim or scalar; without a cache, this norm works "
-    "as it is, from recomputed keys and values"
+    "unchanged, because keys and values are recomputed"
 )
 
 
 def key_norm(spec: AttentionSpec) -> Norm | None:
-    """Returns the spec's norm if it divides each key by a size, which a cache must then store; else None."""
+    """Returns the spec's norm if it divides each key by a size, which a cache must then store, otherwise None."""
     norm = spec.norm
     return norm if norm.kind in ("rms", "l2") and "k" in norm.sides else None
 
@@ -89,13 +89,13 @@ def check_latents(spec: AttentionSpec) -> None:
 
 
 def key_gain(spec: AttentionSpec, params: Params) -> GainTensor | None:
-    """Returns the gain on normed keys, [d] or []; None without one."""
+    """Returns the gain on normed keys, [d] or []; None if there is no gain."""
     norm = key_norm(spec)
     return None if norm is None else norm.weight("k", params)
 
 
 def encode(spec: AttentionSpec, q: Queries, rotated: SharedKey, at: PosQ, params: Params) -> tuple[Queries, SharedKey]:
-    """Returns encoded q [b h t d], and the shared key part [b 1 t r] with its gain and rotation."""
+    """Returns encoded q [b h t d], and the shared key part [b 1 t r] with its gain and rotation applied."""
     gain = key_gain(spec, params)
     if gain is not None and gain.ndim:
         gain = gain[: rotated.shape[-1]]
@@ -130,12 +130,12 @@ def absorb(
 
 
 def attend_latents(call: AttentionCall, inverse: PerKey | None, head_dim: int) -> Float[Tensor, "b h t l"]:
-    """Returns Σ_s p_s c_s [b h t l] for absorbed queries [b h t l+r] and cached keys [b 1 s l+r]; c is their first
-    part.
+    """Returns Σ_s p_s c_s [b h t l] for absorbed queries [b h t l+r] and cached keys [b 1 s l+r], where c is the first
+    part of each key.
 
-    Computed in float32 or wider with O(T) memory. `inverse` [b h|1 s] multiplies the logits before mask and cap.
-    `head_dim` is the head size of the formula, which determines the scale. The compiled kernel takes supported calls
-    without gradient.
+    They are computed in float32 or wider with O(T) memory. `inverse` [b h|1 s] multiplies the logits before mask and
+    cap. `head_dim` is the head size of the formula, which determines the scale. The compiled kernel computes supported
+    calls without a gradient.
     """
     kind = wide(call.q.dtype)
     with torch.autocast(call.q.device.type, enabled=False):
@@ -170,11 +170,11 @@ NewTokens = tuple[Tensor, Tensor, Tensor]  # queries, latents and shared keys
 class LatentSizes:
     """Sizes of multi-head latent attention, each at least 1."""
 
-    q_latent: int | None = 32  #: width of the queries' latent; None: q comes straight from the input (DeepSeek-V2-Lite)
+    q_latent: int | None = 32  #: width of the queries' latent; None: q is projected from the input (DeepSeek-V2-Lite)
     kv_latent: int = 24  #: width of the latent of keys and values
-    rope_dim: int = 8  #: r, rotated numbers of a head
-    nope_dim: int = 8  #: unrotated numbers of a head
-    value_dim: int = 16  #: numbers of one head's value
+    rope_dim: int = 8  #: r, rotated dimensions of a head
+    nope_dim: int = 8  #: unrotated dimensions of a head
+    value_dim: int = 16  #: dimensions of one head's value
 
 
 @final
@@ -182,22 +182,22 @@ class MLA(SpecModule):
     """Multi-head latent attention: q_h = [R W_qr^h c_q ; W_uq^h c_q], k_h = [R W_kr x ; W_uk^h c_kv], v_h = W_uv^h
     c_kv.
 
-    Latents are c = W_d x. The rotated key is shared by all heads. `latent_norm` puts an RMS norm on the latents
-    (DeepSeek-V2/V3), after which the down-projections no longer scale the logits. A head is ordered [rotated,
-    unrotated], so the spec's RoPE (base 10,000 if it has no position) rotates the first part; the module sets only the
-    share that is rotated.
+    Latents are c = W_d x. The rotated key is shared by all heads. `latent_norm` applies an RMS norm to the latents
+    (DeepSeek-V2/V3), so that the down-projections no longer scale the logits. The dimensions of a head are ordered
+    [rotated, unrotated], so the spec's RoPE (with base 10,000 if the spec has no position) rotates the first part; the
+    module sets only the share that is rotated.
 
     Without a cache, keys and values of every head are computed. With a cache (`new_cache()`), each token stores c_kv
     and R W_kr x, to which later tokens attend directly. `qkeel.nn.mla` explains this, and which norms allow it.
 
     Args:
         d_model: width m of the input.
-        n_heads: heads of q, k and v.
-        sizes: default `LatentSizes()`.
-        spec: default `AttentionSpec()`.
+        n_heads: number of heads of q, k and v.
+        sizes: the sizes of latents and heads; `LatentSizes()` by default.
+        spec: the attention spec; `AttentionSpec()` by default.
         latent_norm: whether latents are normed.
-        dropout: on the attention weights, in training.
-        impl: a kernel's name or "auto".
+        dropout: dropout probability of the attention weights, in training.
+        impl: the name of a kernel, or "auto" to choose one per call.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
@@ -253,8 +253,8 @@ class MLA(SpecModule):
         return self.o_proj(self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=seen))
 
     def new_cache(self, max_length: int | None = None) -> LatentCache:
-        """Returns an empty cache for one batch; it reserves `max_length` tokens at once, or doubles its capacity when
-        full.
+        """Returns an empty cache for one batch; it reserves memory for `max_length` tokens at once, or doubles its
+        capacity when it is full.
 
         Raises:
             RefusedError: the norm needs more of a key than a latent cache stores.
@@ -269,7 +269,7 @@ class MLA(SpecModule):
     def _cached(
         self, cache: LatentCache, new: NewTokens, *, causal: bool, mask: GivenMask | None, pos: GivenPosQ | None
     ) -> Tensor:
-        """Attends from new queries to all tokens so far: [b t h·e]."""
+        """Attends from new queries to all tokens so far and returns [b t h·e]."""
         self._check(cache, mask, pos)
         first, (core, left) = not cache.length, self.spec.core(self.spec_params())
         q, held, inverse, at = self._remember(cache, *new, pos)
@@ -302,7 +302,8 @@ class MLA(SpecModule):
         return encoded.to(q.dtype), held, inverse, None if cache.pos is None else at
 
     def _materialised(self, held: Tensor, inverse: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns encoded keys [b h s d] and values [b h s e] of cached tokens, as without a cache."""
+        """Returns encoded keys [b h s d] and values [b h s e] of cached tokens, as they are computed without a
+        cache."""
         latent, rotated = held[:, 0].split([self.sizes.kv_latent, self.sizes.rope_dim], dim=-1)
         k, gain = self._keys(latent, rotated[:, None]), key_gain(self.spec, self.spec_params())
         if gain is not None:

@@ -34,7 +34,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Float[Tensor, "*batch t e"]:
-    """Returns softmax(scale · q kᵀ + mask) v, a drop-in for torch's function; public as
+    """Returns softmax(scale · q kᵀ + mask) v, as a drop-in replacement for torch's function; public as
     `qkeel.nn.functional_attention`.
 
     On a CPU, supported calls use qkeel's compiled attention, which gives a watched model's largest logits and entropies
@@ -42,17 +42,17 @@ def scaled_dot_product_attention(
     torch's function. Watching, bounds, clipping and remedies work the same way with both.
 
     Args:
-        query: [... t d].
-        key: [... s d].
-        value: [... s e].
-        attn_mask: boolean (True = may attend) or added to the logits, broadcast to [... t s].
+        query: the queries [... t d].
+        key: the keys [... s d].
+        value: the values [... s e].
+        attn_mask: a boolean mask (True = may attend) or a mask that is added to the logits; it broadcasts to [... t s].
         dropout_p: probability of dropping a weight.
-        is_causal: query i sees the keys up to i, however many keys there are; excludes a mask.
+        is_causal: query i sees the keys up to i, regardless of the number of keys; cannot be combined with a mask.
         scale: factor on the logits, 1/√d by default.
-        enable_gqa: allows more query heads than key heads, by a whole factor.
+        enable_gqa: allows more query heads than key heads; their number must be a multiple of the number of key heads.
 
     Returns:
-        [... t e], with torch's memory layout: the query's, if that leaves no gaps.
+        The output [... t e], in torch's memory layout, which is that of the query if it leaves no gaps.
 
     Raises:
         Exception: whatever torch's function raises.
@@ -76,7 +76,7 @@ def scaled_dot_product_attention(
 
 
 def attention_with_rows(given: Kwargs) -> tuple[Outputs, KernelRows | None]:
-    """Computes attention from all arguments by name; also returns row statistics if the compiled kernel ran, else
+    """Computes attention from all arguments by name; also returns row statistics if the compiled kernel ran, otherwise
     None."""
     kernel, call = _own(given)
     if isinstance(kernel, Native) and call is not None:
@@ -114,7 +114,7 @@ def _own(given: Kwargs) -> tuple[Callable[[AttentionCall], Tensor] | None, Atten
 
 
 def _laid_out(out: Tensor, query: Tensor) -> Tensor:
-    """Arranges the dimensions of out [b h t e] in memory in the order of the query's."""
+    """Arranges the dimensions of out [b h t e] in memory in the same order as the query's."""
     if out.shape[-1] != query.shape[-1]:
         return out.contiguous()  # torch computes such attention as plain matrix products
     order = sorted(range(4), key=lambda i: (-query.stride(i), i))
@@ -123,7 +123,7 @@ def _laid_out(out: Tensor, query: Tensor) -> Tensor:
 
 
 def _fit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> bool:
-    """True if shapes and dtypes are those of attention over one batch of heads that torch accepts too."""
+    """True if the shapes and dtypes are those of attention over a batch of heads, and torch accepts them too."""
     if not (q.ndim == k.ndim == v.ndim == 4 and q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES):
         return False
     if not (q.device == k.device == v.device and q.shape[0] == k.shape[0] and k.shape[:3] == v.shape[:3]):

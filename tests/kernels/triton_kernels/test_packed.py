@@ -55,7 +55,7 @@ def test_heads_and_a_sample_of_their_rows(through_triton: list[Any]) -> None:
         call, (top, _, _, entropy, n) = one.call(), one.rows()
         over = n[0] > 0
         found = exact_bracket(call, "no logsumexp here")
-        assert found.note == "by one pass over q and k: no logsumexp here"
+        assert found.note == "computed in one pass over q and k: no logsumexp here"
         assert found.entropy is not None
         torch.testing.assert_close(found.lower.double(), top.amax(1), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found.entropy.double(), entropy[:, over].mean(1), rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""C++ operators, compiled on first use. Without a compiler torch computes the same numbers."""
+"""C++ operators, compiled on first use. If there is no compiler, torch computes the same results."""
 
 from qkeel.kernels.native.operators import norm_rope_ready
 

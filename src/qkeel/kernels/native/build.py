@@ -45,11 +45,11 @@ def cache_folder() -> Path:
 
 @contextmanager
 def opened_folder(make: bool) -> Iterator[int]:
-    """Yields a descriptor of the cache folder; `make` creates it and missing parents, for this user alone.
+    """Yields a descriptor of the cache folder; `make` creates it and any missing parents, for this user only.
 
     Raises:
-        BuildError: the folder is a link, or other users own it or can write to it.
-        OSError: it can't be opened.
+        BuildError: the folder is a link, or another user owns it or can write to it.
+        OSError: the folder cannot be opened.
     """
     path = cache_folder()
     if path.is_symlink():
@@ -69,7 +69,7 @@ def opened_library(folder: int, name: str) -> int | None:
     """Returns a descriptor of a library in the folder, which the caller closes; None if it is missing or incomplete.
 
     Raises:
-        BuildError: it is a link, a folder or a device, or other users own it or can write to it.
+        BuildError: the library is a link, a folder or a device, or another user owns it or can write to it.
     """
     where = f"the file {cache_folder() / name}"
     try:
@@ -98,7 +98,7 @@ def opened_library(folder: int, name: str) -> int | None:
 
 
 def sealed(content: bytes) -> bytes:
-    """Appends a library's checksum, in a place that loaders ignore."""
+    """Appends a library's checksum at the end, which loaders ignore."""
     return content + hashlib.sha256(content).digest()
 
 
@@ -135,14 +135,14 @@ _GUARDED = (
 def run_compiler(
     command: Sequence[str], *, timeout: float, folder: str, environment: Mapping[str, str], keep_open: Sequence[int]
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end and returns exit code and output. No process of it outlives this one.
+    """Runs a command until it ends and returns its exit code and output. None of its processes outlives this process.
 
     Args:
         command: the compiler and its options.
-        timeout: seconds after which it is killed.
+        timeout: seconds after which the command is killed.
         folder: working directory.
         environment: environment variables.
-        keep_open: descriptors that it inherits.
+        keep_open: descriptors that the command inherits.
 
     Raises:
         subprocess.TimeoutExpired: the command took longer than `timeout`.
@@ -204,18 +204,18 @@ def compiled(name: str) -> Path:
 def opened(name: str, from_scratch: bool = False) -> int:
     """Returns a checked descriptor of the library of `name`.cpp, from the cache or newly compiled.
 
-    If two processes need it, one compiles while the other waits for a lock, which the system releases when its holder
-    and the compiler are gone. The file appears complete, by one rename, after all other outputs are removed. The next
-    compilation removes what a killed process leaves.
+    If two processes need the library, one compiles it while the other waits for a lock, which the system releases when
+    the process that holds it and its compiler have ended. The library appears complete, by a single rename, after all
+    other outputs have been removed. The next compilation removes what a killed process leaves behind.
 
     Args:
         name: the source's name.
-        from_scratch: True ignores the cache.
+        from_scratch: whether to ignore the cache.
 
     Raises:
-        BuildError: no compiler, a failing compiler, another process that takes longer than PATIENCE, or a cache that
-            other users can write.
-        OSError: the cache can't be written.
+        BuildError: there is no compiler, the compiler fails, another process takes longer than PATIENCE, or other users
+            can write to the cache.
+        OSError: the cache cannot be written.
     """
     file_name = _file_name(name)
     if not from_scratch and cache_folder().exists():
@@ -240,10 +240,10 @@ def opened(name: str, from_scratch: bool = False) -> int:
 
 
 def find_compiler() -> str:
-    """Returns the path of a compiler that the sources can be compiled with: CXX, or c++ on the PATH.
+    """Returns the path of a compiler for the sources: CXX if it is set, otherwise c++ on the PATH.
 
     Raises:
-        BuildError: there is none, or it is older than OLDEST.
+        BuildError: there is no compiler, or it is older than OLDEST.
     """
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
@@ -258,14 +258,16 @@ def find_compiler() -> str:
 def flags() -> tuple[str, ...]:
     """Returns FLAGS and the target processor: this machine's, or the one named by QKEEL_NATIVE_ARCH.
 
-    Names are the compiler's: with `x86-64-v3` a machine with AVX512 runs the code of one with AVX2 only.
+    The names are those of the compiler; with `x86-64-v3`, a machine with AVX512 runs the code of a machine with only
+    AVX2.
     """
     option = "-march" if platform.machine() == "x86_64" else "-mcpu"
     return (*FLAGS, f"{option}={os.environ.get('QKEEL_NATIVE_ARCH') or 'native'}")
 
 
 def key(name: str) -> str:
-    """Returns a key from source, headers, flags, torch, Python and processor, so that machines may share a cache."""
+    """Returns a key that depends on source, headers, flags, torch, Python and processor, so that machines can share a
+    cache."""
     texts = [(FOLDER / f"{name}.cpp").read_bytes(), *(path.read_bytes() for path in sorted(FOLDER.glob("*.h")))]
     built_for = f"{torch.__version__} {sys.implementation.cache_tag} {_processor()}"
     parts = (*texts, repr(flags()).encode(), built_for.encode())
@@ -274,7 +276,7 @@ def key(name: str) -> str:
 
 @functools.cache
 def _version(compiler: str) -> tuple[str, float]:
-    """Returns the compiler's kind and major version by its own macros; version ∞ if it has none."""
+    """Returns the compiler's kind and major version from its own macros; the version is ∞ if it has no such macro."""
     command, macros = [compiler, "-E", "-P", "-x", "c++", "-"], "__clang_major__ __GNUC__"
     try:
         found = subprocess.run(command, input=macros, capture_output=True, text=True, timeout=LONGEST, check=False)
@@ -335,7 +337,7 @@ def _compile(compiler: str, name: str, folder: int, lock: int) -> None:
 
 @contextmanager
 def _workplace(folder: int, name: str) -> Iterator[int]:
-    """Yields a descriptor of a new folder in the cache, replacing one that a killed process left."""
+    """Yields a descriptor of a new folder in the cache, replacing any that a killed process has left behind."""
     shutil.rmtree(name, ignore_errors=True, dir_fd=folder)
     os.mkdir(name, 0o700, dir_fd=folder)
     inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
@@ -347,7 +349,7 @@ def _workplace(folder: int, name: str) -> Iterator[int]:
 
 
 def _write(folder: int, name: str, content: bytes) -> None:
-    """Writes a new file for this user alone, replacing one that a killed process left."""
+    """Writes a new file that only this user can access, replacing any that a killed process has left behind."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
     try:

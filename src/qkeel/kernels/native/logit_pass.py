@@ -1,4 +1,4 @@
-"""Statistics of every query row's logits, by one compiled pass over q and k on a CPU."""
+"""Statistics of every query row's logits, computed in one compiled pass over q and k on a CPU."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ OperatorArguments = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, 
 def rows_of(
     call: AttentionCall, threshold: float
 ) -> tuple[Float[Tensor, "fields b h t"], Int[Tensor, "b h t"], Float[Tensor, "b g s"]] | None:
-    """Returns FIELDS and query norms of all rows, how many keys each sees, and the key norms; None if unsupported.
+    """Returns the FIELDS and query norms of all rows, the number of keys each row sees, and the key norms; None if
+    unsupported.
 
-    Supported are softmax over keys with or without a cap, positions that fold into q and k, no token classes; float32,
-    bfloat16 and float16 on a CPU; a head_dim that is a multiple of 8; keys whose positions ascend or do not matter.
+    The pass supports softmax over keys with or without a cap, and positions that fold into q and k, but no token
+    classes. It requires float32, bfloat16 or float16 on a CPU, a head_dim that is a multiple of 8, and keys whose
+    positions are ascending or do not matter.
     """
     given = _arguments(call)
     if given is None:
@@ -51,13 +53,13 @@ def extremes_of(call: AttentionCall) -> Float[Tensor, "2 b h t"] | None:
 def plain_rows(
     q: Tensor, k: Tensor, scale: float, causal: bool, threshold: float
 ) -> tuple[Float[Tensor, "fields b h t"], Int[Tensor, "b h t"], Float[Tensor, "b g s"]]:
-    """Like `rows_of`, for a call that `reads_plain` accepts: no mask, no position, no cap."""
+    """Like `rows_of`, for a call that `reads_plain` accepts, which has no mask, position or cap."""
     given = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
     return torch.ops.qkeel_native.logit_rows.default(q.detach(), k.detach(), *given, 0.0, threshold)
 
 
 def plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> Float[Tensor, "2 b h t"]:
-    """Like `extremes_of`, for a call that `reads_plain` accepts."""
+    """Like `extremes_of`, but for a call that `reads_plain` accepts."""
     given = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
     return torch.ops.qkeel_native.logit_extremes.default(q.detach(), k.detach(), *given)
 
@@ -90,7 +92,7 @@ def bracket_of(
 ) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]] | None:
     """Returns max (lse - ln n) and max lse over the counted rows, where n is the number of keys visible to a row.
 
-    None unless lse is float32 on a CPU. A causal call must be square with default positions.
+    Returns None unless lse is float32 on a CPU. A causal call must be square with default positions.
     """
     if not (lse.dtype == torch.float32 and is_plain(lse) and lse.is_cpu and ready()):
         return None
@@ -98,7 +100,8 @@ def bracket_of(
 
 
 def holds(*tensors: Tensor) -> bool:
-    """True if the operators support these: plain tensors on a CPU with a head_dim that is a multiple of 8."""
+    """True if the operators support the tensors, that is, plain tensors on a CPU with a head_dim that is a multiple of
+    8."""
     return all(x.is_cpu and reads(x) for x in tensors)
 
 
@@ -130,7 +133,7 @@ def _arguments(call: AttentionCall) -> OperatorArguments | None:
 
 
 def _encoded(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Returns q and k as they enter the product: unchanged if the spec does not encode them, else in float32."""
+    """Returns q and k as they enter the product: unchanged if the spec does not encode them, otherwise in float32."""
     spec = call.spec
     if spec.norm.kind == "none" and spec.position.unwindowed.kind == "none":
         return call.q, call.k
@@ -140,7 +143,8 @@ def _encoded(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def _visibility(call: AttentionCall) -> VisibilityTensors | None:
-    """Returns the first key visible to each row and the one after the last [b|1 t] (None: all), and the mask.
+    """Returns the first key visible to each row and the key after the last [b|1 t] (None if all are visible), and the
+    mask.
 
     Returns None if the visible keys are not a contiguous range.
     """

@@ -35,8 +35,8 @@ _LOADING = threading.Lock()
 class OperatorSource:
     """The operators of one C++ source, `source/NAME.cpp`, which defines them as torch.ops.qkeel_native.OPERATOR.
 
-    `shapes` maps each operator to a function of its arguments that returns empty tensors like its results, which
-    torch.compile calls instead of the operator.
+    `shapes` maps each operator to a function of the same arguments that returns empty tensors with the shapes of the
+    results; torch.compile calls this function instead of the operator.
     """
 
     name: str
@@ -44,7 +44,7 @@ class OperatorSource:
 
     @constant_when_compiled
     def ready(self) -> bool:
-        """True if the operators can be used now; the first call may compile them.
+        """True if the operators can currently be used; the first call may compile them.
 
         False if QKEEL_NATIVE=0 disables them, if they cannot be compiled, and under a torch.func transform, an export
         or a trace. A failure is reported once, after which torch computes instead.
@@ -72,7 +72,8 @@ def is_plain(x: Tensor) -> bool:
 
 
 def reads(x: Tensor) -> bool:
-    """True if operators support x: a plain tensor of a STORED dtype, rows of a multiple of 8 numbers, at most 1,024."""
+    """True if operators support x: a plain tensor of a STORED dtype, with rows of at most 1,024 numbers, a multiple of
+    8."""
     return is_plain(x) and x.dtype in STORED and x.shape[-1] % 8 == 0 and 0 < x.shape[-1] <= WIDEST and x.numel() > 0
 
 
@@ -91,7 +92,7 @@ def _functions(name: str, library: str) -> ModuleType | None:
 
 @functools.cache
 def _loaded(source: OperatorSource) -> str | None:
-    """Loads the library and returns its path; returns None after a warning if there is none."""
+    """Loads the library and returns its path, or warns and returns None if there is no library."""
     try:
         try:
             library = _load(opened(source.name))
@@ -106,10 +107,10 @@ def _loaded(source: OperatorSource) -> str | None:
 
 
 def _load(file: int) -> str:
-    """Loads an open file and returns its path in this process, by which the file stays open.
+    """Loads an open file and returns its path in this process; the file stays open.
 
-    torch.ops.load_library with the file's name could load another file that replaced it meanwhile. Loaders identify
-    libraries by path, so the descriptor of a loaded library must not be reused for another one.
+    torch.ops.load_library with the file's name could load another file that has replaced it in the meantime. Loaders
+    identify libraries by path, so the descriptor of a loaded library must not be reused for another one.
     """
     path = f"/proc/self/fd/{file}"
     try:
@@ -146,11 +147,11 @@ def norm_rope(
 
     Args:
         x: q or k.
-        gain: [], [d], [h 1] or [h d].
+        gain: the gain, of shape [], [d], [h 1] or [h d]; None for no gain.
         table: cos and sin of the rotation.
-        kind: 0 no norm, 1 RMS, 2 L2, 3 LayerNorm.
+        kind: 0 for no norm, 1 for RMS, 2 for L2, 3 for LayerNorm.
         eps: eps of the norm.
-        keep_x: True keeps x for backward; False keeps the result, from which x̂ is recomputed.
+        keep_x: whether to keep x for backward; if False, the result is kept, from which x̂ is recomputed.
     """
     cos, sin = (None, None) if table is None else table
     if not (torch.is_grad_enabled() and (x.requires_grad or (gain is not None and gain.requires_grad))):
@@ -218,7 +219,7 @@ def linear_backward(
 
 
 def gelu_(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Returns gelu(x) = x Φ(x), to 1e-7, and overwrites x with the slope Φ(x) + x φ(x)."""
+    """Returns gelu(x) = x Φ(x), accurate to 1e-7, and overwrites x with the slope Φ(x) + x φ(x)."""
     return torch.ops.qkeel_native.stacked_gelu_(x)
 
 
@@ -235,7 +236,7 @@ def rms_norm_backward(
     inverse: Float[Tensor, "runs rows"],
     gain: Float[Tensor, "runs d"] | None,
 ) -> tuple[Float[Tensor, "runs rows d"], Float[Tensor, " ..."]]:
-    """Returns the gradients of x and of the gain ([0] without one); `inverse` is 1 / rms(x)."""
+    """Returns the gradients of x and of the gain (of shape [0] if there is no gain); `inverse` is 1 / rms(x)."""
     return torch.ops.qkeel_native.stacked_rms_norm_backward(dy, x, inverse, gain)
 
 
@@ -250,7 +251,7 @@ def cross_entropy_(
 
 
 def clip_(gradients: Sequence[Float[Tensor, "runs ..."]], limit: float) -> Float[Tensor, " runs"]:
-    """Returns each run's gradient norm, and scales gradients down to the limit if that is above 0."""
+    """Returns each run's gradient norm, and scales gradients down to the limit if the limit is above 0."""
     return torch.ops.qkeel_native.stacked_clip_(list(gradients), limit)
 
 
@@ -261,14 +262,14 @@ def adamw_(
     rates: Tensor,
     options: tuple[Sequence[float], float, float, float],
 ) -> None:
-    """Makes a step of AdamW in place, with each run at its own learning rate and step.
+    """Takes a step of AdamW in place; each run has its own learning rate and step count.
 
     Args:
         weights: n tensors [runs ...].
         gradients: n tensors [runs ...].
-        state: means, variances, and steps done [n runs].
-        rates: [n runs] float64; a weight with a rate below 0 stays unchanged.
-        options: n·runs weight decays, ordered by weight; β₁, β₂, ε.
+        state: the means, the variances, and the numbers of steps taken [n runs].
+        rates: learning rates [n runs] in float64; a weight with a rate below 0 stays unchanged.
+        options: n·runs weight decays, ordered by weight, followed by β₁, β₂ and ε.
     """
     means, variances, steps = state
     lists = (list(x) for x in (weights, gradients, means, variances))
@@ -304,7 +305,8 @@ adamw_ready = ADAMW_OPERATORS.ready
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdamOptions:
-    """Options of a parameter group of torch's Adam. `plain`: decoupled weight decay that rates do not scale."""
+    """Options of a parameter group of torch's Adam. `plain` means decoupled weight decay that the rates do not
+    scale."""
 
     lr: float
     beta1: float
@@ -321,7 +323,7 @@ class AdamTensors:
     """The n weights of a step, each a dense float32 matrix or vector, with torch's Adam state and rates.
 
     `maxima` is empty without amsgrad. `rates` [lines] is float32, `squares` [lines] float64; a line is a row (axis 0)
-    or a column (axis 1) of a matrix, or one number of a vector. `grad_scale` and `found_inf` belong to a GradScaler;
+    or a column (axis 1) of a matrix, or an element of a vector. `grad_scale` and `found_inf` belong to a GradScaler;
     only the GPU kernel reads them.
     """
 
@@ -352,7 +354,7 @@ def adam_lines(tensors: AdamTensors, options: AdamOptions) -> None:
 
 
 def sum_lines(weights: Sequence[Tensor], squares: Sequence[Tensor], axes: Sequence[int]) -> None:
-    """Writes the sum of squares of each line, bit for bit as `adam_lines` does, by a step on a copy that changes
+    """Writes the sum of squares of each line, bit for bit as `adam_lines` does, by taking a step on a copy that changes
     nothing."""
     none = AdamOptions(lr=0, beta1=0.9, beta2=0.9, eps=1, decay=0, decoupled=True, maximize=False)
     for weight, own, axis in zip(weights, squares, axes):
@@ -372,6 +374,7 @@ def sum_lines(weights: Sequence[Tensor], squares: Sequence[Tensor], axes: Sequen
 
 
 def scale_heads(heads: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-    """Multiplies each of the heads [n r m], float32, by its factor [n], in place; a factor of 1 changes no bit."""
+    """Multiplies each of the float32 heads [n r m] by its factor [n], in place; a factor of 1 leaves the head's bits
+    unchanged."""
     if heads:  # the operator needs a tensor to find its device
         torch.ops.qkeel_native.scale_heads(list(heads), list(factors))

@@ -28,7 +28,7 @@ _NONE, _COUPLED, _SCALED, _PLAIN = (tl.constexpr(i) for i in range(4))
 
 @triton.jit
 def _tensor(row, field, EVEN):
-    """Returns the address of one of a weight's tensors."""
+    """Returns the address of a tensor that belongs to a weight."""
     start = tl.load(row + field).to(tl.pointer_type(tl.float32))
     if EVEN:
         start = tl.multiple_of(start, 16)
@@ -128,7 +128,7 @@ def _lines(
 def adam_lines(tensors: AdamTensors, options: AdamOptions) -> None:
     """Like `kernels.native.operators.adam_lines`, for CUDA tensors; the step count may be on the device.
 
-    If a GradScaler skips the step, weights and state stay, and the squares are still summed.
+    If a GradScaler skips the step, weights and state stay unchanged, and the squares are still summed.
     """
     t, o = tensors, options
     drop = o.lr * o.decay
@@ -180,13 +180,14 @@ def _launch(
 
 @functools.lru_cache(maxsize=8)
 def _plan(programs: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns the weight and the block of lines of every program."""
+    """Returns the weight and the block of lines that each program handles."""
     parts = [torch.stack([torch.full((n,), i), torch.arange(n)], 1) for i, n in enumerate(programs)]
     return sent(torch.cat(parts).int(), device)
 
 
 def _lie(weight: Tensor, axis: int) -> tuple[int, int, bool]:
-    """Returns lines, numbers per line, and whether lines are adjacent in memory, of a dense matrix or vector."""
+    """Returns the number of lines, the numbers per line, and whether lines are adjacent in memory, for a dense matrix
+    or vector."""
     if weight.ndim == 1:
         return len(weight), 1, True
     return weight.shape[axis], weight.shape[1 - axis], (axis == 1) == weight.is_contiguous()

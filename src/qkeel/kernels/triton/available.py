@@ -35,7 +35,7 @@ _LARGEST = 2**31  # numbers in a head, indexed with 32 bits
 
 
 class RowNumbers(NamedTuple):
-    """Statistics of every query row, float32; -inf, +inf, -inf, 0 for rows without a visible key."""
+    """Statistics of every query row, in float32; -inf, +inf, -inf and 0 for rows without a visible key."""
 
     largest: Float[Tensor, "b h t"]
     smallest: Float[Tensor, "b h t"]
@@ -44,7 +44,8 @@ class RowNumbers(NamedTuple):
 
 
 class HeadNumbers(NamedTuple):
-    """Statistics of heads [h] over counted rows that see a key: largest logit, mean and least entropy, number of rows.
+    """Statistics of heads [h] over counted rows that see a key: the largest logit, the mean and least entropy, and the
+    number of rows.
 
     The neutral values -inf, inf, 0 and a count of 0 come from the same launch. `error` is half the width of a 95 %
     interval of the mean entropy if rows were sampled.
@@ -59,8 +60,8 @@ class HeadNumbers(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Tensor, counts: Tensor, error: Tensor | None = None) -> HeadNumbers:
-        """Wraps a kernel's output: numbers [6+ h] hold the three statistics, -inf, inf, 0; counts [2 h] the rows and
-        0."""
+        """Wraps a kernel's output: `numbers` [6+ h] holds the three statistics, -inf, inf and 0; `counts` [2 h] holds
+        the number of rows and 0."""
         low, high, nothing = (numbers[i, 0] for i in (3, 4, 5))
         neutral = {(-torch.inf, False): low, (torch.inf, False): high, (0.0, False): nothing, (0.0, True): counts[1, 0]}
         return cls(numbers[0], numbers[1], numbers[2], counts[0], neutral, error)
@@ -68,10 +69,10 @@ class HeadNumbers(NamedTuple):
 
 @constant_when_compiled
 def usable(device: torch.device) -> bool:
-    """True if Triton can be used for tensors on the device now.
+    """True if Triton can currently be used for tensors on the device.
 
-    False if QKEEL_TRITON=0, if Triton is missing (reported once), if the device is no GPU or too old for bfloat16, or
-    during a torch.func transform, export or trace. torch then computes the same numbers.
+    False if QKEEL_TRITON=0, if Triton is missing (reported once), if the device is not a GPU or is too old for
+    bfloat16, or during a torch.func transform, export or trace. torch then computes the same results.
     """
     if device.type != "cuda" or os.environ.get("QKEEL_TRITON", "1") == "0" or transformed():
         return False
@@ -81,11 +82,11 @@ def usable(device: torch.device) -> bool:
 
 @constant_when_compiled
 def trusted(family: Family, device: torch.device) -> bool:
-    """True if a family of kernels can be used for tensors on the device now.
+    """True if a family of kernels can currently be used for tensors on the device.
 
-    At the first use on a device the family computes a small test case; see `first_use`. If it fails or differs from
-    torch's result, one warning reports it and the family stays disabled. The test waits for the device, so during a
-    CUDA graph's capture an untested family counts as disabled.
+    On first use on a device, the family computes a small test case; see `first_use`. If it fails or differs from
+    torch's result, one warning reports it and the family stays disabled. The test waits for the device, so while a CUDA
+    graph is being captured, an untested family counts as disabled.
     """
     if not usable(device):
         return False
@@ -113,13 +114,13 @@ def _agrees(family: Family, device: torch.device) -> bool:
             return True
     except Exception as error:  # from Triton, its compiler or the driver
         why = f"fail: {type(error).__name__}: {error}"
-    caution(f"qkeel's Triton kernels ({family}) on {device} {why}. Torch is used. QKEEL_TRITON=0 silences this")
+    caution(f"qkeel's Triton kernels ({family}) on {device} {why}. Torch is used instead. QKEEL_TRITON=0 silences this")
     return False
 
 
 @functools.cache
 def loaded() -> bool:
-    """True if Triton can be imported; registers the operators at the first call."""
+    """True if Triton can be imported; registers the operators on the first call."""
     try:
         from qkeel.kernels.triton import norm_rope
     except ImportError as error:
@@ -135,19 +136,19 @@ def _modern(device: torch.device) -> bool:
 
 
 def takes(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"], family: Family = "statistics") -> bool:
-    """True if `statistics.row_statistics` and the sampled passes support such q and k."""
+    """True if `statistics.row_statistics` and the sampled passes support q and k."""
     plain = all(is_plain(x) and x.dtype in STORED for x in (q, k))
     return plain and q.numel() > 0 and k.numel() > 0 and q.shape[-1] <= _WIDEST and trusted(family, q.device)
 
 
 def takes_heads(heads: Sequence[Float[Tensor, "n r m"]]) -> bool:
-    """True if `head_table` supports such views of weights of one device and dtype."""
+    """True if `head_table` supports these views of weights, which share a device and dtype."""
     small = all(view[0].numel() < _LARGEST for view in heads)
     return heads[0].dtype in STORED and small and trusted("heads of weights", heads[0].device)
 
 
 def head_table(heads: Sequence[Float[Tensor, "n r m"]]) -> HeadTable:
-    """Imports the Triton kernels for heads and returns the table of such views of weights."""
+    """Imports the Triton kernels for heads and returns the table for these views of weights."""
     from qkeel.kernels.triton.heads import HeadTable
 
     return HeadTable(heads)

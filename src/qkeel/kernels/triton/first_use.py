@@ -1,8 +1,8 @@
-"""Compares each family of Triton kernels with torch at its first use on a device.
+"""Compares each family of Triton kernels with torch on its first use on a device.
 
 These kernels have not been run on every kind of GPU. Before a family is used on a device, it therefore computes a small
-case there that torch computes too. If the numbers differ by more than rounding, or if Triton fails, one warning reports
-it and torch is used from then on.
+test case there that torch computes as well. If the numbers differ by more than rounding, or if Triton fails, one
+warning reports it and torch is used from then on.
 
 Shapes: b batch, h query heads, g key heads, t queries, s keys, d head_dim; n heads of r rows and m columns of a weight.
 """
@@ -32,11 +32,11 @@ _SCALE, _CAP = 0.3, 5.0
 
 
 def difference(family: str, device: torch.device) -> float:
-    """Returns how much a family's kernels differ from torch on a device, in units of expected rounding: at most 1 is
-    fine.
+    """Returns how much a family's kernels differ from torch on a device, in units of the expected rounding error; at
+    most 1 is acceptable.
 
-    The largest difference is divided by the largest number that torch computed and by the expected relative rounding;
-    NaN or infinite if only one of the results is not finite. Waits for the device.
+    The largest difference is divided by the largest number that torch computed and by the expected relative rounding.
+    The result is NaN or infinite if only one of the results is not finite. The function waits for the device.
 
     A separate thread computes the case, so that the caller's autocast, gradient mode, inference mode, default device
     and modes do not affect it.
@@ -76,7 +76,7 @@ class _Drawn:
 
 
 def _norm_and_rope(draw: _Drawn) -> Pairs:
-    """Norm and rotation with half and interleaved pairs, of one tensor and of two, forward and backward."""
+    """Norm and rotation of one tensor and of two, with half and interleaved pairs, forward and backward."""
     angles = draw(1, 1, 5, 16, dtype=torch.float32)
     table = angles.cos(), angles.sin()
     ways: tuple[tuple[int, Pairing], ...] = ((1, "half"), (2, "interleaved"))
@@ -101,7 +101,7 @@ def _logits(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    """Returns largest and smallest logit, and lse and entropy of capped logits, per row, float32."""
+    """Returns each row's largest and smallest logit, and the lse and entropy of its capped logits, in float32."""
     z, visible = _logits(q, k)
     capped = (_CAP * torch.tanh(z / _CAP)).masked_fill(~visible, -torch.inf)
     lse = capped.logsumexp(-1)
@@ -111,7 +111,7 @@ def _rows(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
 
 
 def _statistics(draw: _Drawn) -> Pairs:
-    """Statistics of all rows, and of heads from them."""
+    """Statistics of all rows, and statistics of heads computed from them."""
     q, k = draw(2, 4, 70, 24), draw(2, 2, 90, 24)
     expected = _rows(q, k)
     found = statistics.row_statistics(q, k, _SCALE, causal=True, cap=_CAP)
@@ -125,7 +125,7 @@ def _statistics(draw: _Drawn) -> Pairs:
 
 
 def _all_statistics(draw: _Drawn) -> Pairs:
-    """All statistics of rows, of keys that a mask hides and of a scale that differs by row too."""
+    """All statistics of rows, also with keys that a mask hides and with a scale that differs by row."""
     for masked in (False, True):
         q, k = draw(2, 4, 70, 24), draw(2, 2, 90, 24)
         keys, factors = draw(2, 90) > 0, draw(2, 1, 70, 1, dtype=torch.float32)

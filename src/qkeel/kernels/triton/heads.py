@@ -1,7 +1,7 @@
-"""Measures, copies, interpolates and scales the heads of many weights in place, one Triton launch each.
+"""Measures, copies, interpolates and scales the heads of many weights in place, with one Triton launch each.
 
-A table on the device describes the layout of every weight; a map assigns numbers of heads to programs. Both are built
-once, so a CUDA graph can contain the launches. Not measured on a GPU yet.
+A table on the device describes the layout of every weight; a map assigns the elements of heads to programs. Both are
+built once, so a CUDA graph can contain the launches. They have not been timed on a GPU yet.
 """
 
 from __future__ import annotations
@@ -137,9 +137,9 @@ def _scale(weights, plan, factors, TYPE: tl.constexpr, BLOCK: tl.constexpr, EVEN
 
 @final
 class HeadTable:
-    """Views [n r m] of weights of one device and dtype, with the tables that the kernels need.
+    """Views [n r m] of weights that share a device and dtype, with the tables that the kernels need.
 
-    Factors and norms are rows [all n], float32, ordered by view. The table is valid while the weights keep their
+    Factors and norms are vectors [all n] in float32, ordered by view. The table is valid while the weights keep their
     storage.
     """
 
@@ -163,7 +163,7 @@ class HeadTable:
         self._how = {"TYPE": _TYPES[like.dtype], "BLOCK": block, "EVEN": even, "num_warps": _WARPS}
 
     def copy(self) -> Tensor:
-        """Returns all numbers of all heads, in an internal order."""
+        """Returns a copy of all elements of all heads, in an internal order."""
         old = torch.empty(self._numbers, dtype=self._dtype, device=self._device)
         self._run(_copy, [old, old], {"COPY": True, "SUMS": False})
         return old
@@ -174,14 +174,14 @@ class HeadTable:
         return old, self.norms(old)
 
     def norms(self, old: Tensor | None = None) -> Tensor:
-        """Returns ‖W^h‖_F [all n] in two launches; also copies all numbers to `old`."""
+        """Returns ‖W^h‖_F [all n] in two launches; also copies all elements to `old`, if given."""
         sums, norms = (torch.empty(n, dtype=torch.float32, device=self._device) for n in (self._programs, self._heads))
         self._run(_copy, [sums if old is None else old, sums], {"COPY": old is not None, "SUMS": True})
         self._launch(_norms, (self._heads,), [sums, self._starts, norms], {"BLOCK": 256, "num_warps": 1})
         return norms
 
     def grams(self, first: int, n: int, r: int) -> Tensor:
-        """Returns W Wᵀ [n r r], float32, of n heads of r rows from head `first` on, in one launch.
+        """Returns W Wᵀ [n r r], in float32, of n heads of r rows from head `first` on, in one launch.
 
         Products of float32 weights use three TF32 products; sums are in float32.
         """
@@ -215,8 +215,8 @@ class HeadTable:
 
 @functools.lru_cache(maxsize=8)
 def _plan(sizes: tuple[tuple[int, int], ...], block: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns weight, head and block of every program, and each head's first program plus the total, for weights with
-    the given numbers of heads and numbers per head."""
+    """Returns the weight, head and block that each program handles, and each head's first program plus the total number
+    of programs, for weights with the given numbers of heads and of elements per head."""
     parts = [(torch.tensor([i]), torch.arange(n), torch.arange(-(-size // block))) for i, (n, size) in enumerate(sizes)]
     plan = torch.cat([torch.cartesian_prod(*part) for part in parts])
     starts = torch.cat([(plan[:, 2] == 0).nonzero().flatten(), torch.tensor([len(plan)])])
@@ -229,7 +229,8 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _steps(view: Tensor) -> tuple[int, int, int, int]:
-    """Returns head, outer and inner strides and the number of inner numbers; a dense head is all inner."""
+    """Returns the head, outer and inner strides and the number of inner elements; a dense head has only inner
+    elements."""
     (r, m), (by_head, by_row, by_column) = view.shape[1:], view.stride()
     outer, inner, n = (by_row, by_column, m) if by_row >= by_column else (by_column, by_row, r)
     other = r * m // n

@@ -15,7 +15,7 @@ from qkeel.kernels.native.operators import NONE, WHOLE, backward_shapes, same_sh
 # Norm, gain and rotation of q or k in one pass over GPU memory, and its derivative.
 #
 # The same operator as in C++ (`kernels.native.operators`): storage float32, bfloat16 or float16, arithmetic in float32.
-# A program handles some heads of some tokens. Not measured on a GPU yet: tile sizes are reasoned, not tuned.
+# A program handles some heads of some tokens. It has not been timed on a GPU yet: tile sizes are estimated, not tuned.
 
 TritonObject = Any  # a Triton kernel, an autograd context, or arguments passed through torch's dispatcher
 # Numbers of the kinds of norms besides NONE.
@@ -44,7 +44,8 @@ def _rows(pid, heads, times, outer, blocks, HEADS: tl.constexpr, TOKENS: tl.cons
 
 @triton.jit
 def _pieces(p, at, ok, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr):
-    """Loads the two numbers of each pair and the unrotated rest of the rows from `at` on, in float32; else 0.
+    """Loads the two numbers of each pair and the unrotated rest of the rows from `at` on, in float32; absent numbers
+    are 0.
 
     At STEP 1 pairs are x_i and x_{i+half}, at STEP 2 x_2i and x_{2i+1}.
     """
@@ -61,7 +62,7 @@ def _store(
     p, at, ok, a, b, c,
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Stores three pieces at the places from which `_pieces` loads them."""
+    """Stores three pieces at the locations from which `_pieces` loads them."""
     i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (p + at)[:, None]
     pair, rest = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
     kind = p.dtype.element_ty
@@ -75,7 +76,7 @@ def _gains(
     gain, head, ok, gain_h, gain_d,
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Returns the gain of each number of the rows, in any sharing; 1 without a gain."""
+    """Returns the gain of each number of the rows, however it is shared; 1 if there is no gain."""
     i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (gain + head * gain_h)[:, None]
     pair, rest = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
     a = tl.load(row + STEP * i * gain_d, mask=pair, other=1.0).to(tl.float32)
@@ -119,7 +120,7 @@ def _centred(
 
 @triton.jit
 def _inverse(a, b, c, ok, eps, n, KIND: tl.constexpr, WHOLE: tl.constexpr):
-    """Returns 1 / size of the n numbers that are normed together, 1 without any; NaN stays NaN."""
+    """Returns 1 / size of the n numbers that are normed together, or 1 for absent rows; NaN stays NaN."""
     squares = _total(a * a, b * b, c * c, WHOLE)
     if KIND == L2:
         size = tl.maximum(tl.sqrt_rn(squares), eps, propagate_nan=tl.PropagateNan.ALL)
@@ -136,7 +137,7 @@ def forward(
     HEADS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
     KIND: tl.constexpr, GAIN: tl.constexpr, TURN: tl.constexpr, INVERSES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Forward pass of one tensor, by the programs of a launch from number `before` on."""
+    """Forward pass of one tensor, executed by the programs of a launch from number `before` on."""
     n, head, time, ok = _rows(tl.program_id(0) - before, heads, times, outer, blocks, HEADS, TOKENS)
     a, b, c = _pieces(x, n * x_b + head * x_h + time * x_t, ok, D, HALF, WIDE, TAIL, STEP)
     if KIND == LAYER:
@@ -184,7 +185,7 @@ def backward(
     KIND: tl.constexpr, GAIN: tl.constexpr, BY_HEAD: tl.constexpr, TURN: tl.constexpr, KEPT_X: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Backward pass of one tensor, by the programs of a launch from number `before` on."""
+    """Backward pass of one tensor, executed by the programs of a launch from number `before` on."""
     pid = tl.program_id(0) - before
     chunk, block = pid // blocks, pid % blocks
     size = D * heads if WHOLE else D
@@ -274,7 +275,8 @@ def _constants(
 
 
 def _steps(x: Tensor, gain: Tensor | None, cos: Tensor | None) -> tuple[int, int, int, int]:
-    """Returns strides of the gain by head and dimension and of the tables by sequence and token; 0 if shared."""
+    """Returns the strides of the gain along heads and dimensions, and of the tables along sequences and tokens; 0 if
+    shared."""
     per_head = gain.stride(0) if gain is not None and gain.ndim == 2 else 0
     per_dim = gain.stride(-1) if gain is not None and gain.ndim and gain.shape[-1] > 1 else 0
     if cos is None:
@@ -345,8 +347,8 @@ def back(
 
 
 def summed(parts: Tensor) -> Tensor:
-    """Sums the parts of the gain's gradient to [h or 1 d], in an order that depends on shapes only; empty without
-    one."""
+    """Sums the parts of the gain's gradient to [h or 1 d], in an order that depends only on shapes; empty if there is
+    no gain."""
     return parts.sum(0) if parts.numel() else parts.new_empty(0)
 
 
@@ -465,17 +467,17 @@ def norm_rope_two(
     keep: tuple[bool, bool],
     step: int = 1,
 ) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b g t d"]]:
-    """Returns rotation(gain · norm(x)) of q and of k, bit for bit as one after the other.
+    """Returns rotation(gain · norm(x)) of q and of k, bit for bit as in two separate calls.
 
     Args:
         q: queries.
         k: keys, of the same dtype and device.
-        gains: for q and for k, each as in `norm_rope`; kinds and keep are pairs too.
-        table: cos and sin for both.
-        kinds: both a norm, or both none.
+        gains: the gains for q and for k, each as in `norm_rope`.
+        table: cos and sin, for both q and k.
+        kinds: the kinds of norm for q and for k; either both are a norm or neither is.
         eps: eps of the norms.
-        keep: what backward keeps.
-        step: as in `norm_rope`, for both.
+        keep: for q and for k, whether to keep x for backward.
+        step: as in `norm_rope`, for both q and k.
     """
     cos, sin = (None, None) if table is None else (table[0].contiguous(), table[1].contiguous())
     tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, *gains))

@@ -1,10 +1,10 @@
-"""All statistics of every query row of a call, from q and k in one pass, as a Triton kernel.
+"""All statistics of every query row of a call, computed from q and k in one pass by a Triton kernel.
 
 The pass takes one of attention's two products, no values, and no T×T matrix. It returns what the compiled pass on a CPU
 returns (`kernels.native.logit_pass`): the fields of `functional.statistics.ROW_FIELDS` in one tensor. Sums of weights
 are updated while the maximum grows, as in `kernels.triton.statistics`, so that nothing cancels at large logits.
 
-Shapes: b batch, h query heads, g key heads, t queries, s keys, d numbers per head.
+Shapes: b batch, h query heads, g key heads, t queries, s keys, d dimensions per head.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def _add(
     top, low, most, mass, along, total, above, squares, widest, cosines, n, begin,
     CAP: tl.constexpr, MASK: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Adds a tile of keys to the numbers of the rows; with ALL every key is seen.
+    """Adds a tile of keys to the running statistics of the rows; with ALL, every key is seen.
 
-    `most`, `mass` and `along` are of logits in units of ln 2. All weights of a tile are relative to the same rounded
+    `most`, `mass` and `along` refer to logits in units of ln 2. All weights of a tile are relative to the same rounded
     maximum, so its rounding cancels from the entropy.
     """
     products = tl.dot(x, y, input_precision="ieee")
@@ -209,8 +209,8 @@ def row_fields(
 ) -> tuple[Float[Tensor, "fields b h t"], Int[Tensor, "b h t"], Float[Tensor, "b g s"]]:
     """Returns ROW_FIELDS of all rows, the number of keys that each row sees, and the key norms.
 
-    A row with a NaN logit has NaN in its extremes, sums and entropy. A row with an infinite logit has NaN as entropy.
-    The fields of a row that sees no key have no meaning.
+    A row with a NaN logit has NaN in its extremes, sums and entropy. A row with an infinite logit has NaN as its
+    entropy. The fields of a row that sees no key are meaningless.
 
     Args:
         q: encoded queries: float32, bfloat16 or float16; d at most 256.

@@ -30,7 +30,7 @@ _YES, _NO = tl.constexpr(True), tl.constexpr(False)
 
 @triton.jit
 def capped(z, cap, CAP: tl.constexpr):
-    """Returns cap · tanh(z / cap), by an exponential that cannot overflow."""
+    """Returns cap · tanh(z / cap), computed with an exponential that cannot overflow."""
     if CAP:
         e = tl.exp(-2.0 * tl.abs(z) / cap)
         t = cap * (1.0 - e) / (1.0 + e)
@@ -40,7 +40,7 @@ def capped(z, cap, CAP: tl.constexpr):
 
 @triton.jit
 def _more(q, k, scale, cap, seen, top, low, most, mass, along, CAP: tl.constexpr, ALL: tl.constexpr):
-    """Adds a block of keys with logits z [rows keys], restricted to `seen`; with ALL every key is seen."""
+    """Adds a block of keys with logits z [rows keys], restricted to `seen`; with ALL, every key is seen."""
     z = tl.dot(q, k, input_precision="ieee") * scale
     low = tl.minimum(low, tl.min(z if ALL else tl.where(seen, z, float("inf")), 1))
     z = z if ALL else tl.where(seen, z, float("-inf"))
@@ -84,7 +84,7 @@ def _sampled(r, n, times, strata, seed):
 def reach(
     first, last, length, window, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr
 ):
-    """Returns, for rows at positions `first` to `last`, where their keys begin, the end of the whole tiles that all
+    """Returns, for rows at positions `first` to `last`, where their keys begin, the end of the complete tiles that all
     rows see, and where their keys end.
     """
     stop = tl.minimum(length, tl.maximum(last + 1, 0)) if CAUSAL else length
@@ -100,8 +100,8 @@ def reach(
 
 @triton.jit
 def span(starts, stops, row, ok, length, KEYS: tl.constexpr) -> Any:
-    """Returns the first key that each row sees and the one after the last; and for all rows together the first key, the
-    end of the whole tiles that every row sees, and the end of the last key.
+    """Returns the first key that each row sees and the key after the last; and, for all rows together, the first key,
+    the end of the complete tiles that every row sees, and the end of the last key.
     """
     low, high = tl.load(starts + row, mask=ok, other=0), tl.load(stops + row, mask=ok, other=0)
     some = low < high
@@ -118,7 +118,7 @@ def bounds(
     starts, stops, row, ok, first, last, length, window,
     KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Like `span`; without spans it returns `reach` and placeholders for the ends of each row."""
+    """Like `span`, but without spans it returns the result of `reach` and placeholders for the ends of each row."""
     low, high = row, row
     if SPANS:
         low, high, begin, whole, stop = span(starts, stops, row, ok, length, KEYS)
@@ -212,8 +212,8 @@ def _put(largest, smallest, lse, entropy, to, ok, top, low, most, mass, along):
 def _heads(
     largest, lse, entropy, counted, numbers, counts, batch, heads, times, MASK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Reduces one head: numbers [6 h] get largest logit, mean and least entropy, -inf, inf, 0; counts [2 h] rows and
-    0."""
+    """Reduces one head: `numbers` [6 h] receives the largest logit, the mean and least entropy, -inf, inf and 0;
+    `counts` [2 h] receives the number of rows and 0."""
     h = tl.program_id(0)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     least, total, lost = -best, tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
@@ -247,9 +247,9 @@ LAUNCHED: dict[str, Any] = {"rows": _rows, "heads": _heads}
 
 
 def head_numbers(rows: KernelRows, counted: Bool[Tensor, "b t"] | None) -> HeadNumbers:
-    """Returns head statistics from row statistics in one launch; `counted` selects rows, None: all.
+    """Returns head statistics from row statistics in one launch; `counted` selects rows (None for all).
 
-    The order of summation depends on shapes only. NaN propagates.
+    The order of summation depends only on shapes. NaN propagates.
     """
     b, h, t = rows.lse.shape
     numbers, counts = rows.lse.new_empty((6, h)), rows.lse.new_empty((2, h), dtype=torch.int64)
@@ -293,7 +293,7 @@ def row_statistics(
     cap: float | None = None,
     keys: Bool[Tensor, "_ s"] | None = None,
 ) -> RowNumbers:
-    """Returns the statistics of the rows of logits scale · q kᵀ [b h t s] without forming them.
+    """Returns the statistics of the rows of logits scale · q kᵀ [b h t s] without forming these logits.
 
     A row with a NaN logit has NaN in all four. A row with an infinite logit has NaN for lse and entropy, unlike a row
     that sees no key.
@@ -303,9 +303,10 @@ def row_statistics(
         k: encoded keys of the same dtype; h / g query heads share a key head.
         scale: factor on the logits.
         causal: a query sees the keys up to its position, with positions aligned at the end.
-        window: a query sees only keys fewer than this many positions away; or, without `causal` and equal for all
-            sequences, the keys from a row's first index up to, not including, its second.
-        cap: cap of a softcap; largest and smallest logit are before it, lse and entropy after.
+        window: a query sees only keys fewer than this many positions away. If two tensors are given instead (without
+            `causal`), each row sees the keys from its first index up to, but not including, its second, the same for
+            all sequences.
+        cap: the cap of a softcap; the largest and smallest logit are taken before it, the lse and entropy after it.
         keys: True where a key may be visible, for all sequences or for each.
     """
     found, _ = rows_of(q, k, scale, causal=causal, window=window, cap=cap, keys=keys)
@@ -371,7 +372,8 @@ def _extremes(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr, COUNTED: tl.constexpr,
     BARS: tl.constexpr,
 ):  # fmt: skip
-    """Computes largest and smallest logit of a tile of rows: NaN if one is NaN, -inf and inf if nothing was read."""
+    """Computes the largest and smallest logit of a tile of rows: NaN if a logit is NaN, -inf and inf if nothing was
+    read."""
     of = (tl.program_id(0) // tiles).to(tl.int64)  # sequence and head
     n, h = of // heads, of % heads
     tile = tiles - 1 - tl.program_id(0) % tiles  # longest rows first under a causal mask
@@ -438,7 +440,7 @@ def _bracket(
 
 @triton.jit
 def _value(lse, entropy, picked, counted, at, to, n, times, inside, MASK: tl.constexpr):
-    """Returns the entropy of a sampled row and 1 if it counts and sees a key, else 0 and 0."""
+    """Returns the entropy of a sampled row and 1 if the row is counted and sees a key, otherwise 0 and 0."""
     over = inside & (tl.load(lse + at, mask=inside, other=float("-inf")) != float("-inf"))  # keeps NaN
     if MASK:
         row = tl.load(picked + to, mask=inside, other=0)
@@ -469,7 +471,7 @@ def _sampled_heads(
     tops, lows, lse, entropy, picked, counted, numbers, counts, batch, heads, strata, times, tiles, widest,
     MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Reduces one head: largest logit, mean entropy, NaN, -inf, inf, 0, error of the mean; see below."""
+    """Reduces one head to its largest logit, mean entropy, NaN, -inf, inf, 0 and the error of the mean; see below."""
     h, j = tl.program_id(0), tl.arange(0, BLOCK)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     low, total, share = -top, tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -514,7 +516,8 @@ LAUNCHED.update(extremes=_extremes, bracket=_bracket, sampled_heads=_sampled_hea
 def bracket_of(
     lse: Float[Tensor, "b h t"], n_keys: int, *, causal: bool, counted: Bool[Tensor, "b t"] | None = None
 ) -> Float[Tensor, "2 h"]:
-    """Returns bounds on the largest logit per head from row logsumexps without mask and window, in one launch.
+    """Returns bounds on the largest logit per head from the row logsumexps of a call without mask and window, in one
+    launch.
 
     max_i (lse_i - ln n_i) and max_i lse_i over the counted rows, where row i sees n_i keys. NaN propagates.
     """
@@ -539,7 +542,7 @@ def extremes(
     counted: Bool[Tensor, "b t"] | None = None,
     known: tuple[Float[Tensor, "b h t"], Float[Tensor, " h"]] | None = None,
 ) -> tuple[Float[Tensor, "b h tiles"], Float[Tensor, "b h tiles"]]:
-    """Returns the largest and the smallest logit, before a cap, of tiles of rows; NaN if a logit is NaN.
+    """Returns the largest and the smallest logit, before a cap, of each tile of rows; NaN if a logit is NaN.
 
     Args:
         q: as in `row_statistics`, like k, scale, causal, window and keys.
@@ -579,17 +582,17 @@ def sampled_head_numbers(
 ) -> HeadNumbers:
     """Returns head statistics in one launch; the entropy is the mean over sampled rows, with its error.
 
-    With N_u rows in stratum u, y and z the entropies of its two, N = Σ N_u and H̄ = Σ N_u (y + z) / 2N, the error is
-    half the width of a 95 % interval: t √(Σ N_u (N_u - 2) (y - z)² / 4) / N with Student's quantile t at
-    Satterthwaite's degrees of freedom, plus (1 - n/N) · ln 20 / n · max(H̄, ln s - H̄) for rare rows at a possible
-    extreme that a sample of n rows misses. Rows that do not count or see nothing are excluded from sums and strata,
-    which makes N an estimate. A head with a NaN or infinite logit has NaN for entropy and error.
+    Let N_u be the number of rows in stratum u, y and z the entropies of its two sampled rows, N = Σ N_u, and H̄ = Σ N_u
+    (y + z) / 2N. The error is half the width of a 95 % interval: t √(Σ N_u (N_u - 2) (y - z)² / 4) / N, where t is
+    Student's quantile at Satterthwaite's degrees of freedom, plus (1 - n/N) · ln 20 / n · max(H̄, ln s - H̄) for rare
+    rows with extreme entropies that a sample of n rows misses. Rows that are not counted or see no key are excluded
+    from sums and strata, which makes N an estimate. A head with a NaN or infinite logit has NaN for entropy and error.
 
     Args:
-        tops: result of `extremes`.
+        tops: the result of `extremes`.
         rows: lse, entropy and indices of the sampled rows, from `rows_of`.
         t: query rows per sequence.
-        widest: largest possible entropy of a row, ln s.
+        widest: the largest possible entropy of a row, ln s.
         counted: the query rows to count; None: all.
     """
     lse, entropy, picked = rows
