@@ -521,7 +521,7 @@ class WatchSession:
         return monitor
 
     def _of_script(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """A model that the script watches itself gets no second monitor, but the remedies of --apply are applied to it."""
+        """Applies the remedies of --apply to a model that the script watches itself, but adds no second monitor."""
         self._by_script = True
         self.writer(f"{type(model).__name__} is watched by the script itself, so this command does not measure it")
         if self.plan.fix.applied:
