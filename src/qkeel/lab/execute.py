@@ -175,7 +175,7 @@ def study(
     jobs: int = 1,
     contexts: LongContexts | None = None,
 ) -> StudyResult:
-    """Runs the study `name` over a grid in the directory `out`; finished runs are kept, interrupted ones resume.
+    """Runs the study `name` over a grid in the directory `out`; finished runs are kept, interrupted runs resume.
 
     >>> base = RunConfig(steps=1, eval_sequences=1)
     >>> len(study("lr", remedies=["none"], lrs=[0.01], seeds=[0], out="a", base=base).table)
@@ -268,8 +268,7 @@ def run_directory(out: Path, run: PlannedRun) -> Path:
 
 
 def pending(plan: Plan, out: Path, shard: Shard) -> list[PlannedRun]:
-    """Returns the shard's unfinished or damaged runs, longest first, so that all workers finish at about the same time.
-    """
+    """Returns the shard's unfinished or damaged runs, longest first, so that all workers finish at about the same time."""
     mine = list(plan.runs)[shard.index - 1 :: shard.count]
     left = []
     for run in mine:

@@ -306,8 +306,8 @@ def _known(place: RunDirectory) -> RunConfig:
         return RunConfig.from_dict(place.config())
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedFileError(
-            f"{place.path / 'config.json'} is not a valid configuration ({error}). It was damaged or written by another "
-            f"version; restore it, or delete {place.path} to run again."
+            f"{place.path / 'config.json'} is not a valid configuration ({error}). It was damaged, or another version "
+            f"wrote it; restore it, or delete {place.path} to run again."
         ) from error
 
 

@@ -87,7 +87,7 @@ def check_how(how: object) -> StackSize:
 
 
 def plan_stacks(runs: Sequence[tuple[RunConfig, T]], how: StackSize, workers: int) -> list[list[T]]:
-    """Groups runs that differ only in seed, steps, rates and weight decay into stacks, such that every worker gets work.
+    """Groups runs that differ only in seed, steps, rates and weight decay into stacks, so that every worker gets work.
 
     Args:
         runs: pairs of a configuration and the object that represents it in the result.
