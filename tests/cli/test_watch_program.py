@@ -115,7 +115,7 @@ WRONG = [
     (["--", "bash", "s.sh"], "expected python, torchrun or a .py file, got 'bash'"),
     (["--", "accelerate", "launch", "s.py"], "accelerate ... -m qkeel watch"),
     (["--", "/nowhere/python", "s.py"], "runs in the watcher's own interpreter"),
-    (["--", "python", "nope.py"], "nope.py is missing; name a file that exists"),
+    (["--", "python", "nope.py"], "nope.py is missing; give the path of an existing file"),
     (["--", "python", "."], "cannot use .: expected a regular file, got a directory"),
     (["--", "python", "-m", "nope.at_all"], "expected a module that Python can find"),
     (["--every", "0", "--", "python", "s.py"], "at least 1 step"),

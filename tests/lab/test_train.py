@@ -364,7 +364,7 @@ def test_a_disk_that_fills_up_in_a_checkpoint_keeps_the_one_before(
 
 def test_a_directory_that_cannot_be_written_is_one_clear_error(tiny: Make, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RunDirectoryError, match=r"cannot make .*Choose a writable directory"):
+    with pytest.raises(RunDirectoryError, match=r"cannot create .*Choose a writable directory"):
         run(tiny(), tmp_path / "file" / "run")
 
 

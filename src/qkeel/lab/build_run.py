@@ -168,7 +168,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module, width: float = 1.0) -
 
 
 def _decay(config: OptimConfig, rate: float = 1.0) -> float:
-    """The weight decay for an optimizer that multiplies it by the group's rate, which is `rate` times the run's rate."""
+    """The weight decay for an optimizer that multiplies it by the group's rate, `rate` times the run's rate."""
     return config.weight_decay if config.decay == "coupled" else config.weight_decay / (config.lr * rate)
 
 
@@ -332,7 +332,7 @@ def _mup(spec: AttentionSpec, config: ModelConfig) -> AttentionSpec:
 
 
 def build_decoder(config: ModelConfig, vocab_size: int, train_length: int | None = None) -> Decoder:
-    """Builds the model with PyTorch's initial weights, which `Decoder.init_weights` then replaces by those of the run."""
+    """Builds the model with PyTorch's initial weights; `Decoder.init_weights` then sets those of the run."""
     return Decoder(_sizes(config, vocab_size, train_length))
 
 

@@ -258,7 +258,7 @@ class RunConfig:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def identity(self) -> Json:
-        """The configuration without the checkpoint cadence, the device number and settings that its task does not use."""
+        """The configuration without the checkpoint cadence, the device number and settings that the task ignores."""
         values = {k: v for k, v in self.to_dict().items() if k not in _CADENCE}
         for section, names in _NEWER.items():
             table = values[section] if section else values
@@ -335,7 +335,7 @@ def variants(base: RunConfig, axes: Mapping[str, Sequence[object]]) -> Iterator[
 
 
 def at(base: RunConfig, values: Mapping[str, object]) -> RunConfig:
-    """Returns the configuration with these values, which are set together because one may be invalid without another."""
+    """Returns the configuration with these values, set together because one may be invalid without another."""
     fields: dict[str, dict[str, object]] = {"": {}}
     for axis, value in values.items():
         fields.setdefault(SETTINGS[axis], {})[axis] = value

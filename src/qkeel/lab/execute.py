@@ -268,7 +268,7 @@ def run_directory(out: Path, run: PlannedRun) -> Path:
 
 
 def pending(plan: Plan, out: Path, shard: Shard) -> list[PlannedRun]:
-    """Returns the shard's unfinished or damaged runs, longest first, so that all workers finish at about the same time."""
+    """Returns the shard's unfinished or damaged runs, longest first, so that workers finish at about the same time."""
     mine = list(plan.runs)[shard.index - 1 :: shard.count]
     left = []
     for run in mine:

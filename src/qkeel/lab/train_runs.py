@@ -126,14 +126,15 @@ class _Loop:
             if len(self.configs) > 1:
                 left = list(self.live)
                 caution(
-                    f"{len(left)} runs train one by one, because their stack failed with {type(fault).__name__}: {fault}"
+                    f"{len(left)} runs train one by one, because their stack failed with {type(fault).__name__}: "
+                    f"{fault}"
                 )
                 return left
             self._fail(0, fault)
         return []
 
     def _write_start(self) -> None:
-        """Records the models before their first step. Runs with the same seed have equal weights and are measured once."""
+        """Records the models before their first step. Runs with the same seed have equal weights, measured once."""
         fresh = [i for i in self.live if self.records[i].step == 0]
         firsts = {(self.configs[i].seed, self.configs[i].nudge): i for i in reversed(fresh)}
         if not fresh:

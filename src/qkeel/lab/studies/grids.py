@@ -564,7 +564,7 @@ def rows(
     remedies: Sequence[str] = tuple(REMEDIES),
     seed: int = 0,
 ) -> Iterator[dict[str, float | str]]:
-    """Yields one row with COLUMNS for each kind of logits, size (in nats, before a remedy), remedy, format and kernel."""
+    """Yields one row with COLUMNS per kind and size of logits (nats, before a remedy), remedy, format and kernel."""
     for data in DATA:
         for size in sizes:
             q, k, v = tensors(data, size, shape, seed)
