@@ -62,7 +62,7 @@ def test_an_unwritable_place_is_one_clear_error(tmp_path: Path) -> None:
 
 def test_a_directory_that_was_moved_away_is_not_made_again(tmp_path: Path) -> None:
     for write in (write_json, append_line):
-        with pytest.raises(RunDirectoryError, match=r"the directory .*gone does not exist \(any more\)"):
+        with pytest.raises(RunDirectoryError, match=r"the directory .*gone does not exist or was removed"):
             write(tmp_path / "gone" / "x.json", {})
     with pytest.raises(RunDirectoryError, match=r"cannot create .*last: the directory .*gone does not exist"):
         make_directory(tmp_path / "gone" / "last", parents=False)
