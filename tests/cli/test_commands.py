@@ -401,7 +401,7 @@ BAD = [
     *(
         (["study", *flags.split()], said)
         for flags, said in (
-            ("lr --task vision --images nowhere", "no images 'nowhere'"),
+            ("lr --task vision --images nowhere", "cannot find images 'nowhere'"),
             ("lr --task vision --image-size 16", "the images of digits are 8 × 8"),
             ("lr --task vision --patch 3", "image_size to be a multiple of patch"),
             ("multimodal --mixes mixx", "unknown data mix 'mixx'. Did you mean 'mix'"),

@@ -109,7 +109,7 @@ def _missing(source: str) -> DataError:
     near = difflib.get_close_matches(source, BUILT_IN, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return DataError(
-        f"cannot find corpus {source!r}: no file or folder has this name or matches this pattern.{hint} "
+        f"cannot find corpus {source!r}: there is no such file or folder, and no file matches it as a pattern.{hint} "
         f"Expected {', '.join(BUILT_IN)}, hf:NAME or a path."
     )
 
