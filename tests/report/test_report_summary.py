@@ -89,7 +89,7 @@ def test_a_collapsed_remedy_is_never_praised():
     runs += [run("x", lr, s, 1.0 + 0.02 * s + lr, 3.0, collapsed=True) for lr in (0.01, 0.1) for s in (0, 1)]
     told = texts(runs)
     assert told[0] == "No remedy's held-out loss is shown to be better than that of none at any LR."
-    assert not any("holds" in text or "Lowest held-out loss: 1" in text for text in told)
+    assert not any("keeps" in text or "Lowest held-out loss: 1" in text for text in told)
     line = next(s for s in standings(study(runs)) if s.remedy == "x")
     assert line.collapsed
     assert all(g.verdict == "better" and not g.praised for g in line.gains.values())
@@ -242,7 +242,7 @@ def test_a_loss_of_nan_is_not_hidden_in_a_mean():
     runs = [*PAIR, run("softcap:cap=50", 0.1, 0, nan, collapsed=True), run("softcap:cap=50", 0.1, 1, 2.5)]
     line = next(s for s in standings(study(runs)) if s.remedy == "softcap:cap=50")
     assert line.best_loss.mean != line.best_loss.mean
-    assert "qk_norm holds" in texts(runs, "lead")[0]
+    assert "qk_norm keeps" in texts(runs, "lead")[0]
 
 
 def test_sensitivity_needs_every_learning_rate():
