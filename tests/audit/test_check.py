@@ -162,5 +162,5 @@ def test_wrong_usage_is_exit_code_2(tmp_path: Path, capsys: Capture) -> None:
     assert main(["check"]) == 2
     assert main(["check", str(tmp_path / "nothing.safetensors")]) == 2
     assert main(["check", "meta-llama/Llama-3-8B"]) == 2
-    assert "looks like a hub name: download it with hf download meta-llama/Llama-3-8B" in capsys.readouterr().err
+    assert "to download it: hf download meta-llama/Llama-3-8B" in capsys.readouterr().err
     assert main(["check", str(run(tmp_path / "r", [1.0])), "--threshold", "-1"]) == 2

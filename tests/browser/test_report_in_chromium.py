@@ -336,7 +336,7 @@ def test_a_page_whose_server_is_gone_says_so_and_stays(tmp_path: Path):
         page = tmp_path / "page.html"
         page.write_bytes(server.html())
     html, _ = browse(page, "--virtual-time-budget=5000", "--dump-dom")  # from a file there is no server at all
-    assert "The server of this page has stopped; the run may go on" in html
+    assert "The server of this page has stopped; the run may continue" in html
     assert "8 samples" in html
 
 

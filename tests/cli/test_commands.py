@@ -389,7 +389,7 @@ BAD = [
             ("--test-lengths 32", "multiples of the training length 64, got 32"),
             ("--blocks mha4 --d-model 60", "an even number of dimensions; got 15"),
             ("--needle 2", "at most 1 for needle"),
-            ("--needle 0.5 --needle-keys 9", "9 needles, each asked for 3 times, need a context of at least 71 tokens"),
+            ("--needle 0.5 --needle-keys 9", "9 needles with 3 questions each need a context of at least 71 tokens"),
             ("--posthoc knaa/ntk", "kna"),
             ("--posthoc ntk:windw=8", "option of ntk"),
             ("--posthoc pi@64", "larger multiple of the training length 64, got 64"),
@@ -401,14 +401,14 @@ BAD = [
     *(
         (["study", *flags.split()], said)
         for flags, said in (
-            ("lr --task vision --images nowhere", "no images 'nowhere'"),
+            ("lr --task vision --images nowhere", "cannot find images 'nowhere'"),
             ("lr --task vision --image-size 16", "the images of digits are 8 × 8"),
             ("lr --task vision --patch 3", "image_size to be a multiple of patch"),
             ("multimodal --mixes mixx", "unknown data mix 'mixx'. Did you mean 'mix'"),
             ("multimodal --mixes mix:norm=perri", "unknown norm_order 'perri'"),
             ("multimodal --mixes mix:variance=big", "expected a number for image_variance"),
-            ("multimodal --context 40", "a canvas of 4 images takes 65 tokens"),
-            ("multimodal --data nothing_here", "no corpus 'nothing_here'"),
+            ("multimodal --context 40", "a canvas of 4 images needs 65 tokens"),
+            ("multimodal --data nothing_here", "cannot find corpus 'nothing_here'"),
         )
     ),
 ]

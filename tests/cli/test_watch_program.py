@@ -104,8 +104,8 @@ def test_a_module_is_run_as_python_does_with_stdin_and_unbuffered_output(tmp_pat
 
 
 WRONG = [
-    ([], "expected the command that trains"),
-    (["--"], "expected the command that trains"),
+    ([], "expected a training command"),
+    (["--"], "expected a training command"),
     (["python", "s.py"], "expected -- before the command"),
     (["python", "s.py", "--out", "x"], "expected -- before the command"),
     (["--", "python"], "expected a script after python"),
@@ -114,8 +114,8 @@ WRONG = [
     (["--", "python", "-c", "pass"], "python's option -c"),
     (["--", "bash", "s.sh"], "expected python, torchrun or a .py file, got 'bash'"),
     (["--", "accelerate", "launch", "s.py"], "accelerate ... -m qkeel watch"),
-    (["--", "/nowhere/python", "s.py"], "expected this interpreter"),
-    (["--", "python", "nope.py"], "nope.py is missing; name a file that exists"),
+    (["--", "/nowhere/python", "s.py"], "runs in the watcher's own interpreter"),
+    (["--", "python", "nope.py"], "nope.py is missing; give the path of an existing file"),
     (["--", "python", "."], "cannot use .: expected a regular file, got a directory"),
     (["--", "python", "-m", "nope.at_all"], "expected a module that Python can find"),
     (["--every", "0", "--", "python", "s.py"], "at least 1 step"),

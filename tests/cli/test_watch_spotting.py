@@ -209,7 +209,7 @@ def test_a_fault_is_said_once_and_the_script_goes_on(caplog: pytest.LogCaptureFi
         assert Optimizer.__init__ is plain
         train(net, optimizer, 2)
     assert [record.message for record in caplog.records] == [
-        "qkeel stopped looking for models to watch: RuntimeError: no room. The script runs on"
+        "qkeel stopped looking for models to watch: RuntimeError: no room. The script continues"
     ]
 
 

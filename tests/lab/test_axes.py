@@ -122,7 +122,7 @@ def test_the_choice_by_hand(tiny: Make, tmp_path: Path) -> None:
     assert chosen(3.0, 3.0, 1.0, 4.0, 2.6, 2.6) == (0.03, "", [0.03])
     assert chosen(2.0, 2.0, 2.0, 2.0, 1.0, math.nan) == (0.01, "lowest", [0.01])
     assert chosen(*[math.nan] * 4, 9.0, 9.0) == (0.1, "highest", [0.1])
-    with pytest.raises(RunDirectoryError, match="is not done"):
+    with pytest.raises(RunDirectoryError, match="has not finished"):
         tuned_plan(plan, [])
     with pytest.raises(InvalidValueError, match="tuning seeds"):
         Grid(remedies=("none",), lrs=(0.1,), seeds=(0, 1), tuning_seeds=(1,))

@@ -293,9 +293,9 @@ def test_a_machine_without_slurm_is_one_line(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.parametrize(
     ("ping", "wait", "why"),
     [
-        ("exec sleep 60", 0.5, "its controller has not answered scontrol ping in 0.5 s"),
+        ("exec sleep 60", 0.5, "its controller did not answer scontrol ping within 0.5 s"),
         ("echo 'Slurmctld at head is DOWN'; exit 1", 10.0, "scontrol ping says Slurmctld at head is DOWN"),
-        ("exit 0", 10.0, "Slurm took no jobs: sbatch: error: invalid partition"),
+        ("exit 0", 10.0, "Slurm accepted no jobs: sbatch: error: invalid partition"),
     ],
 )
 def test_a_controller_that_is_away_and_jobs_that_are_not_taken_are_one_line(

@@ -204,8 +204,8 @@ def test_the_search_for_a_regime_is_the_fixed_grid_of_162_runs() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FusedTask(with_values(TINY, data={"context": 60})), "a canvas of 4 images takes 65 tokens"),
-        (lambda: task(levels=17), "17 levels of 4 pixels make 83,521 codes"),
+        (lambda: FusedTask(with_values(TINY, data={"context": 60})), "a canvas of 4 images needs 65 tokens"),
+        (lambda: task(levels=17), "17 levels for 4 pixels make 83,521 codes"),
         (lambda: mixed(TINY, "mixx"), "unknown data mix"),
         (lambda: mixed(TINY, "mix:size=3"), "unknown option of mix"),
         (lambda: ImagesConfig(image_share=1.5), "at most 1 for image_share"),

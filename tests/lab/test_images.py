@@ -150,7 +150,7 @@ def test_a_bad_list_is_refused(tmp_path: Path, line: str, message: str) -> None:
     ("source", "size", "message"),
     [
         ("digits", 16, "the images of digits are 8 × 8"),
-        ("nowhere", 8, "no images 'nowhere'"),
+        ("nowhere", 8, "cannot find images 'nowhere'"),
         (".", 8, "has no subfolder|has no image"),
     ],
 )

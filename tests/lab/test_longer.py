@@ -159,7 +159,7 @@ def test_the_table_says_what_was_found_where_models_were_trained_with_needles(ti
 
 def test_needles_that_do_not_fit_are_refused(tiny: Make) -> None:
     data = config(tiny).data
-    with pytest.raises(InvalidValueError, match="4 needles, each asked for 3 times, need a context of at least 31"):
+    with pytest.raises(InvalidValueError, match="4 needles with 3 questions each need a context of at least 31"):
         load(dataclasses.replace(data, context=30))
     assert load(dataclasses.replace(data, context=31)).needles
     with pytest.raises(InvalidValueError, match="at least 0 and at most 1"):

@@ -305,7 +305,7 @@ def test_where_a_stack_fails_each_run_goes_on_alone(
 
     monkeypatch.setattr("qkeel.lab.train_runs.train_step", step)
     assert stacked(configs, tmp_path) == [None] * 3
-    assert "3 runs train one by one: their stack failed with MemoryError: no memory left" in caplog.text
+    assert "3 runs train one by one, because their stack failed with MemoryError: no memory left" in caplog.text
     for i, expected in enumerate(alone(configs, tmp_path)):
         check_alike(numbers(tmp_path / str(i)), expected)
         assert '"resumed"' in (tmp_path / str(i) / "events.jsonl").read_text()
@@ -316,7 +316,7 @@ def test_what_cannot_be_stacked_is_refused_and_then_computed_run_by_run(tiny: Ma
     runs = [RunState(c) for c in configs]
     with pytest.raises(RefusedError, match="cannot be trained as one"):
         StackedArithmetic(runs)
-    assert "sigma_reparam acts inside a run's own forward pass" in choose_arithmetic(runs).reason
+    assert "sigma_reparam changes the forward pass of a single run" in choose_arithmetic(runs).reason
     assert stacked(configs, tmp_path) == [None] * 3
     for i, expected in enumerate(alone(configs, tmp_path)):
         check_alike(numbers(tmp_path / str(i)), expected)

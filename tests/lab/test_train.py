@@ -265,7 +265,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny: Make, tmp_path: Path) ->
             run(tiny(remedy=remedy), tmp_path / place, watcher=crash_after(6))
     for file in ("last/state.safetensors", "metrics.jsonl", "heads.f32", "heads.crc32"):
         (tmp_path / "b" / file).write_bytes((tmp_path / "a" / file).read_bytes())
-    with pytest.raises(RunDirectoryError, match=r"not a complete checkpoint of this run \(other tensors: .*q_norm"):
+    with pytest.raises(RunDirectoryError, match=r"not a complete checkpoint of this run \(different tensors: .*q_norm"):
         run(tiny(remedy="qk_norm"), tmp_path / "b")
 
 
@@ -364,7 +364,7 @@ def test_a_disk_that_fills_up_in_a_checkpoint_keeps_the_one_before(
 
 def test_a_directory_that_cannot_be_written_is_one_clear_error(tiny: Make, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RunDirectoryError, match=r"cannot make .*Choose a writable directory"):
+    with pytest.raises(RunDirectoryError, match=r"cannot create .*Choose a writable directory"):
         run(tiny(), tmp_path / "file" / "run")
 
 

@@ -76,7 +76,7 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     with pytest.raises(DamagedFileError, match="record 3"):
         read_heads(tmp_path, sure=size)
     sums.unlink()
-    with pytest.raises(DamagedFileError, match="0 checksums of 3 records"):
+    with pytest.raises(DamagedFileError, match="0 checksums for 3 records"):
         read_heads(tmp_path)
 
 

@@ -76,11 +76,11 @@ def test_a_header_is_read_as_it_was_saved(tmp_path: Path) -> None:
         ({"shape": [True, 4]}, "as the shape"),
         ({"shape": [-2, -2]}, "as the shape"),
         ({"shape": [1] * 65}, "at most 64 whole numbers"),
-        ({"shape": [2**62, 2**62]}, "not what F32 of shape"),
-        ({"data_offsets": [0.0, 16.0]}, "to be begin and end"),
-        ({"data_offsets": [16, 0]}, "to be begin and end"),
+        ({"shape": [2**62, 2**62]}, "does not match F32 with shape"),
+        ({"data_offsets": [0.0, 16.0]}, "to be a begin and an end"),
+        ({"data_offsets": [16, 0]}, "to be a begin and an end"),
         ({"data_offsets": [8, 24]}, "leaves a gap after the header"),
-        ({"data_offsets": [0, 12]}, "not what F32 of shape"),
+        ({"data_offsets": [0, 12]}, "does not match F32 with shape"),
         ({"more": 1}, "expected dtype, shape and data_offsets"),
     ],
 )
@@ -97,7 +97,7 @@ def test_tensors_fill_the_file_one_after_the_other() -> None:
         parse_header(text, Path("x"), 1000)
     text = json.dumps({"a": one}).encode()
     assert parse_header(text, Path("x"), 16 + len(text)).tensors["a"].end == 16 + len(text)
-    for size, reason in ((15, "truncated"), (17, "holds 1 bytes after")):
+    for size, reason in ((15, "truncated"), (17, "has 1 bytes after")):
         with pytest.raises(DataError, match=reason):
             parse_header(text, Path("x"), size + len(text))
 

@@ -141,9 +141,9 @@ def test_closing_frees_the_port_and_leaves_no_thread(tmp_path: Path):
 def test_a_port_in_use_is_reported(tmp_path: Path):
     with serve(tmp_path) as server:
         port = int(server.url.rstrip("/").rpartition(":")[2])
-        with pytest.raises(InvalidValueError, match="choose another one, or 0 for any"):
+        with pytest.raises(InvalidValueError, match="Choose another port, or 0 for any free port"):
             serve(tmp_path, port)
-    with pytest.raises(InvalidValueError, match="choose another one, or 0 for any"):
+    with pytest.raises(InvalidValueError, match="Choose another port, or 0 for any free port"):
         serve(tmp_path, 99999)
 
 
@@ -166,4 +166,4 @@ def test_the_run_goes_on_while_the_page_is_made(tmp_path: Path):
         last = get(server)[1]
     assert "790 steps" in last
     assert all(page.rstrip().endswith("</html>") for page in pages)
-    assert not any("cannot be made" in page for page in pages)
+    assert not any("cannot be created" in page for page in pages)

@@ -65,7 +65,7 @@ def test_the_rest_is_folded_and_no_verdict_is_drawn_from_it(html: str) -> None:
     assert not re.search(r"better|worse|equal|undecided|Holm", counts)
     ranking = html[html.index('id="section-ranking"') : html.index('id="section-remedies"')]
     told, folded = ranking.split("<details>")
-    assert "secondary: each has a 95 % interval of its own, uncorrected" in text_of(told)
+    assert "secondary: each has a separate, uncorrected 95 % interval" in text_of(told)
     assert folded.count("<table") == 1
     grey = re.findall(r'<td class="[^"]*faint[^"]*"[^>]*>([+−0-9.]+)', folded)
     assert len(grey) == 3 * (len(REMEDIES) - 1) - 1
@@ -92,7 +92,7 @@ def test_the_primary_interval_is_the_one_of_its_own_differences_however_much_els
     assert not any(g.praised for g in others)
 
 
-@pytest.mark.parametrize(("seeds", "said"), [(1, "One seed decides nothing."), (3, ", 3 seeds).")])
+@pytest.mark.parametrize(("seeds", "said"), [(1, "One seed is not enough to decide."), (3, ", 3 seeds).")])
 def test_few_seeds_are_said(tmp_path: Path, seeds: int, said: str) -> None:
     assert said in leads(collect(planned(tmp_path / "study", seeds=seeds)))[-1]
 

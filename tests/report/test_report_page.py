@@ -261,7 +261,7 @@ def test_a_run_without_summary_that_says_done_is_damaged(tmp_path: Path):
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path):
     run = make_run(tmp_path / "run", SMALL[0])
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match="cannot make"):
+    with pytest.raises(RunDirectoryError, match="cannot create"):
         qkeel.report.write(run, tmp_path / "file" / "r.html")
     with pytest.raises(RunDirectoryError, match="got a directory"):
         qkeel.report.write(run, tmp_path)

@@ -68,7 +68,7 @@ PAIR = [
 
 def test_the_lead_names_the_clearest_gain_and_its_price_at_the_lowest_rate():
     assert texts(PAIR, "lead") == [
-        "At LR 0.1, qk_norm holds the largest attention logit at 25 where none reaches 11,000, and its held-out loss "
+        "At LR 0.1, qk_norm keeps the largest attention logit at 25 where none reaches 11,000, and its held-out loss "
         # 0.290 ± 25.452 · 0.01: Student's t of one degree of freedom at 97.5 %, the first of two tests
         "is 0.290 nats better (+0.035 to +0.545, 2 seeds); at LR 0.01 it cannot be called better, worse or equal "
         "(+0.001 nats, −0.012 to +0.014, 2 seeds; about 3 seeds would decide)."
@@ -89,7 +89,7 @@ def test_a_collapsed_remedy_is_never_praised():
     runs += [run("x", lr, s, 1.0 + 0.02 * s + lr, 3.0, collapsed=True) for lr in (0.01, 0.1) for s in (0, 1)]
     told = texts(runs)
     assert told[0] == "No remedy's held-out loss is shown to be better than that of none at any LR."
-    assert not any("holds" in text or "Lowest held-out loss: 1" in text for text in told)
+    assert not any("keeps" in text or "Lowest held-out loss: 1" in text for text in told)
     line = next(s for s in standings(study(runs)) if s.remedy == "x")
     assert line.collapsed
     assert all(g.verdict == "better" and not g.praised for g in line.gains.values())
@@ -183,7 +183,7 @@ def test_without_a_baseline_no_gain_is_given():
 
 def test_one_seed_has_no_verdict():
     told = texts([r for r in PAIR if r.seed == 0])
-    assert told[0] == "One seed decides nothing: no remedy is judged against none."
+    assert told[0] == "One seed is not enough to decide, so no remedy is judged against none."
     assert "One seed: no interval, so no difference is judged." in told
     assert not any("better (" in text or "equal" in text for text in told)
 
@@ -197,7 +197,7 @@ def test_failed_unfinished_and_missing_runs_are_counted():
     ]
     expected = (
         "1 failed, 1 unfinished and 1 missing of 11 runs: "
-        "they are in no table and in no loss figure, and are listed below."
+        "they do not appear in any table or loss figure, and are listed below."
     )
     assert expected in texts(runs)
 
@@ -242,7 +242,7 @@ def test_a_loss_of_nan_is_not_hidden_in_a_mean():
     runs = [*PAIR, run("softcap:cap=50", 0.1, 0, nan, collapsed=True), run("softcap:cap=50", 0.1, 1, 2.5)]
     line = next(s for s in standings(study(runs)) if s.remedy == "softcap:cap=50")
     assert line.best_loss.mean != line.best_loss.mean
-    assert "qk_norm holds" in texts(runs, "lead")[0]
+    assert "qk_norm keeps" in texts(runs, "lead")[0]
 
 
 def test_sensitivity_needs_every_learning_rate():

@@ -75,7 +75,7 @@ def test_without_an_alarm_the_first_sentence_is_the_largest_logit_and_how_it_gro
 
 
 @pytest.mark.parametrize(
-    ("power", "says"), [(-0.5, "falls as step^−0.5"), (0.01, "holds its level"), (0.5, "grows as step^0.5")]
+    ("power", "says"), [(-0.5, "falls as step^−0.5"), (0.01, "stays level"), (0.5, "grows as step^0.5")]
 )
 def test_the_movement_is_named(power: float, says: str, tmp_path: Path):
     steps = list(range(1, 20))
@@ -155,7 +155,7 @@ def test_growth_by_norm_is_told_from_growth_by_angle(
 
 def test_an_unfinished_run_says_how_far_it_is(tmp_path: Path):
     found = words(Seen(layers=3, heads=4, samples=12, complete=False), tmp_path)
-    assert "The run is not finished: the page shows it up to step 110." in found
+    assert "The run has not finished; the page shows it up to step 110." in found
 
 
 def test_a_run_before_its_first_sample_has_a_page(tmp_path: Path):
@@ -169,7 +169,7 @@ def test_a_run_before_its_first_sample_has_a_page(tmp_path: Path):
 def test_one_sample_without_alarm_or_loss_has_a_page(tmp_path: Path):
     seen = Seen(samples=1, alarms=0, loss=False, angle=False, evaluated=False, layers=1, heads=1, complete=False)
     html = page(make_watch(tmp_path / "run", seen), tmp_path)
-    assert "1 sample: too few to tell how the logits grow." in html
+    assert "1 sample, which is too few to tell how the logits grow." in html
     assert 'data-chart="growth"' in html
     assert 'data-chart="loss"' not in html
     assert 'data-chart="angle"' not in html

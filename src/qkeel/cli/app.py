@@ -22,7 +22,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of stdout: no co
 def make_app(words: Sequence[str]) -> App:
     """Returns the program for a command line.
 
-    The commands that `words` name are described by their whole docstring, the others by their line in `commands`.
+    Commands named in `words` are described by their full docstring, all others by their line in `commands`.
     """
     app = App(
         name="qkeel",
@@ -49,15 +49,15 @@ def _example(command: str) -> str:
 
 
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
-    """Print the script that completes commands and options in bash, zsh or fish.
+    """Print a script that enables completion of commands and options in bash, zsh or fish.
 
     For bash: `qkeel completion bash > ~/.local/share/bash-completion/completions/qkeel`. For zsh, write it to a file
-    `_qkeel` in a folder of $fpath; for fish, to ~/.config/fish/completions/qkeel.fish. New shells then complete
-    commands. Write the script again after you upgrade qkeel. This takes seconds, because it imports every command to
-    list its options.
+    `_qkeel` in a folder listed in $fpath; for fish, to ~/.config/fish/completions/qkeel.fish. New shells then complete
+    commands. Write the script again after upgrading qkeel. This takes a few seconds, because every command is imported
+    to list its options.
 
     Args:
-        shell: The shell.
+        shell: The shell to write the script for.
     """
     script = make_app(()).generate_completion(prog_name="qkeel", shell=shell).rstrip()
     # zsh runs the file as the function: one that only defined another would complete nothing at the first Tab or later.
@@ -66,12 +66,12 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
 
 
 def _before_dashes(arguments: Sequence[str]) -> Sequence[str]:
-    """The words that are qkeel's own: after -- comes another command."""
+    """The words that belong to qkeel itself; the words after -- are another command."""
     return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
 
 def _about_commas(words: Sequence[str], error: str) -> str:
-    """Returns an error with what is to be said if it names a value with commas: several may have been meant."""
+    """Returns the error, with a hint added if it quotes a value with commas, as several values may have been meant."""
     values = [word.partition("=")[2] if word.startswith("--") else word for word in words]
     meant = next((v.split(",") for v in values if "," in v and v in error and "=" not in v.partition(",")[2]), [])
     hint = f". If an option takes several values, separate them with spaces: {' '.join(meant)}"
@@ -79,7 +79,7 @@ def _about_commas(words: Sequence[str], error: str) -> str:
 
 
 def _in_words(error: CycloptsError) -> str:
-    """What is wrong with a command line, and what to type, where cyclopts says it in its own terms."""
+    """What is wrong with a command line and what to type, reworded if the message of cyclopts is hard to understand."""
     command = " ".join(error.command_chain or ())
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         name = error.argument.name
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         if error.filename is not None or error.errno == errno.ENOENT:  # without a name: the current folder is gone
             what = "the current folder" if error.filename is None else repr(str(error.filename))
-            print(f"error: cannot use {what}: {error.strerror}. Name another path.", file=sys.stderr)
+            print(f"error: cannot use {what}: {error.strerror}. Give a different path.", file=sys.stderr)
             return USAGE
         if error.errno not in _FULL:
             raise

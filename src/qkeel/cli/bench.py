@@ -1,11 +1,11 @@
-"""Attention kernels timed side by side, as `qkeel bench` does, and the timing of every benchmark.
+"""Times attention kernels side by side for `qkeel bench`, with the timing functions that all benchmarks use.
 
-It imports neither cyclopts nor anything else of the command line, so that it runs wherever torch does.
+This module imports neither cyclopts nor anything else from the command line, so that it runs wherever torch does.
 
-The grid has one call of each kind that kernels differ on. Timing is interleaved: A B C, C B A, and so on. Wall time
-says little on a shared machine and absolute times belong to one machine, so results are milliseconds of process CPU
-time as minimum, median and maximum, and the median over rounds of case / base in the same round. On a GPU the
-milliseconds are those between two events of its stream.
+The grid has one call of each kind for which kernels may differ. Timing is interleaved: A B C, C B A, and so on. Wall
+time is unreliable on a shared machine, and absolute times apply to one machine only. Results are therefore given as
+milliseconds of process CPU time and as the ratio case / base within the same round, each with its minimum, median and
+maximum over rounds. On a GPU, the milliseconds are measured between two events of its stream.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def machine(device: str) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Returns the processor's name as the system gives it."""
+    """Returns the processor's name as reported by the system."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -89,7 +89,7 @@ def settle(threads: int = 1) -> None:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One case: its milliseconds per round, and its ratios to the base in the same round."""
+    """One case: its milliseconds per call in each round, and their ratios to the base in the same round."""
 
     name: str
     times: list[float]
@@ -101,7 +101,7 @@ class BenchRow:
         return statistics.median(self.ratios)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the row in the form of results files."""
+        """Returns the row in the format of results files."""
         return {
             "case": self.name,
             "cpu_ms": [round(f(self.times), 4) for f in (min, statistics.median, max)],
@@ -110,7 +110,7 @@ class BenchRow:
 
 
 def processor_ms(case: Callable[[], object], calls: int) -> float:
-    """Returns milliseconds of process CPU time per call."""
+    """Returns the milliseconds of process CPU time per call."""
     start = time.process_time()
     for _ in range(calls):
         case()
@@ -118,7 +118,7 @@ def processor_ms(case: Callable[[], object], calls: int) -> float:
 
 
 def gpu_ms(case: Callable[[], object], calls: int) -> float:
-    """Returns milliseconds of the current CUDA stream per call."""
+    """Returns the milliseconds per call on the current CUDA stream."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
     for _ in range(calls):
@@ -139,9 +139,12 @@ def interleave(
     """Times every case once per round, reversing the order each round, and returns a row per case.
 
     Args:
-        cases: name -> what to call. base: the case that ratios refer to. rounds: the number of rounds. warmup: calls
-            of each case before the first round. calls: consecutive calls of a case in a round. clock: returns the
-            milliseconds per call of that many calls.
+        cases: the functions to call, by name.
+        base: the case to which the ratios refer.
+        rounds: the number of rounds.
+        calls: the number of consecutive calls of a case in a round.
+        warmup: the number of calls of each case before the first round.
+        clock: a function of a case and a number of calls that returns the milliseconds per call.
     """
     for case in cases.values():
         for _ in range(warmup):
@@ -153,8 +156,8 @@ def interleave(
     return [BenchRow(n, ts, [a / b for a, b in zip(ts, times[base])]) for n, ts in times.items()]
 
 
-# What lies between q·k and the weights. "folded": nothing but the scale and causality; "masked": a mask; "capped": a
-# cap; "distance": a position that does not fold into q and k.
+# What is applied between q·k and the weights. "folded": only the scale and causality; "masked": a mask; "capped": a
+# cap; "distance": a position encoding that cannot be folded into q and k.
 Form = Literal["folded", "masked", "capped", "distance"]
 Statistics = Literal["none", "exact"]
 HEAD_DIMS = (64, 128)
@@ -166,14 +169,14 @@ SPECS: dict[Form, AttentionSpec] = {
     "distance": AttentionSpec(position=ReRope(window=256)),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-CACHED = 1024  # keys that one query sees in decoding
+CACHED = 1024  # keys that one query attends to in decoding
 AT_ONCE = 1024  # tokens of a batch of short sequences
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """The amount of work that is measured."""
+    """The amount of work to measure."""
 
     dtypes: tuple[str, ...] = tuple(DTYPES)
     head_dims: tuple[int, ...] = HEAD_DIMS
@@ -181,7 +184,7 @@ class Size:
     statistics: tuple[Statistics, ...] = ("none", "exact")
     heads: int = 8
     rounds: int = 7
-    shrink: int = 1  # tokens are divided by it, which only shows that everything runs
+    shrink: int = 1  # token counts are divided by it, to check only that everything runs
 
 
 SIZES = {
@@ -222,7 +225,7 @@ def grid(size: Size, device: str) -> Iterator[Cell]:
 
 
 def measure(cell: Cell, size: Size) -> list[BenchRow]:
-    """Returns the times of all kernels that support the call, relative to the first; [] if only one does."""
+    """Returns the times of all kernels that support the call, relative to the first; [] if fewer than two do."""
     tensors = _tensors(cell, size)
     mask = None
     if cell.form == "masked":
@@ -244,7 +247,7 @@ def fastest_first(rows: list[BenchRow]) -> tuple[str, ...]:
 
 
 def _tensors(cell: Cell, size: Size) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k, v as projections lay them out: the heads of a token next to each other in memory."""
+    """Returns q, k and v with the memory layout that projections produce: the heads of a token are adjacent."""
     tokens = cell.tokens
     keys = CACHED // size.shrink if tokens == 1 else tokens
     batch = 1 if tokens == 1 else max(1, AT_ONCE // size.shrink // tokens)
@@ -259,7 +262,7 @@ def _tensors(cell: Cell, size: Size) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _case(cell: Cell, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, name: str) -> Callable[[], object]:
-    """Returns the whole call as a user makes it, with its backward pass if the cell has a gradient."""
+    """Returns the complete call as a user would make it, with its backward pass if the cell has a gradient."""
     spec, above = SPECS[cell.form], torch.randn_like(tensors[0])
 
     def forward() -> Tensor:

@@ -1,4 +1,4 @@
-"""The commands of `qkeel`, and the text of `qkeel --help`: literal tables that wait for no library; exit codes."""
+"""The commands of `qkeel`, the text of `qkeel --help` and the exit codes, as literal tables that import no library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def command_line() -> str:
     return shlex.join(["qkeel", *sys.argv[1:]])
 
 
-HELP_ALL = "--help-all"  # as --help, with the options that few need
+HELP_ALL = "--help-all"  # like --help, but including options that few users need
 
 # Name, as typed -> where it is in qkeel.cli. A module is imported when its command is called.
 COMMANDS = {
@@ -48,7 +48,7 @@ COMMANDS = {
     "bench": "inspect:bench",
 }
 
-# The groups of `qkeel --help`, the first first; a study that no group names is one of Compare.
+# The groups of `qkeel --help`, in order; a study that is listed in no group belongs to Compare.
 GROUPS = {
     "Watch": ("watch", "report", "export", "figures"),
     "Fix": ("remedies", "explain", "recommend", "replay"),
@@ -57,7 +57,7 @@ GROUPS = {
     "Maintain": ("config", "bench", "completion"),
 }
 
-# Name -> what people type, shown at the end of the command's help; of other studies it is `example`'s line.
+# Name -> an example command, shown at the end of the command's help; studies not listed here use the one of `example`.
 EXAMPLES = {
     "bench": "qkeel bench --size quick",
     "check": "qkeel check qkeel-runs/train --table",
@@ -87,7 +87,7 @@ EXAMPLES = {
 
 
 def commands() -> dict[str, tuple[str, str]]:
-    """Returns the location and the line of each command: those of COMMANDS, `qkeel demo`, and `qkeel study NAME`."""
+    """Returns the location and the summary of each command: those in COMMANDS, `qkeel demo` and `qkeel study NAME`."""
     found = {command: (place, _summary(*place.split(":"))) for command, place in COMMANDS.items()}
     for name, (_, line) in STUDIES.items():
         found["demo" if name == "demo" else f"study {name}"] = f"run:{name}", line
@@ -102,7 +102,7 @@ def _summary(module: str, name: str) -> str:
 
 
 def example(command: str) -> str:
-    """Returns an example of a command; a study that has none in EXAMPLES gets one that only prints its plan."""
+    """Returns an example of a command; if EXAMPLES has none, the example is a study that only prints its plan."""
     return EXAMPLES.get(command, f"qkeel {command} --dry-run")
 
 
@@ -112,7 +112,7 @@ def group(command: str) -> str:
 
 
 def overview() -> str:
-    """Returns the text of `qkeel --help`: commands by purpose, each with one line, and what to type first."""
+    """Returns the text of `qkeel --help`: the commands by purpose, with one line each, and examples to start with."""
     lines = {command: line for command, (_, line) in commands().items()}
     width = max(map(len, lines)) + 4
     parts = []
@@ -125,7 +125,7 @@ def overview() -> str:
         [
             "Usage: qkeel COMMAND [OPTIONS]",
             "",
-            "Keeps attention logits on an even keel. qkeel COMMAND --help explains one command.",
+            "Keeps attention logits on an even keel. For help on a command: qkeel COMMAND --help",
             *parts,
             "",
             "Examples:",

@@ -1,4 +1,4 @@
-"""What commands print while runs continue and when they end: bars, lines and tables."""
+"""What commands print during runs and when they end: progress bars, lines and tables."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from qkeel.metrics import Row
 from qkeel.records import RunDirectory
 from qkeel.report import html
 
-# The output while runs continue: a bar with an ETA on a terminal, plain lines elsewhere.
+# The output during runs: a progress bar with an ETA on a terminal, plain lines elsewhere.
 
 POLL_SECONDS = 0.5
 
 
 def make_console(stderr: bool = False) -> Console:
-    """Returns a console; in a pipe or file, its lines are as wide as needed."""
+    """Returns a console, which is 200 characters wide if it writes to a pipe or file."""
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=200)
 
@@ -38,7 +38,7 @@ def print_line(console: Console, text: str) -> None:
 
 
 def number(value: float | None) -> str:
-    """Returns a number in readable form: three digits, thousands separated, a dash for none.
+    """Returns a number as readable text, with thousands separators and at most two decimals, or a dash for None.
 
     >>> number(2213.4), number(58.003), number(None)
     ('2,213', '58.0', '–')
@@ -50,7 +50,7 @@ def number(value: float | None) -> str:
 
 
 def spent(seconds: float) -> str:
-    """Returns seconds as 8 s, 1 min 20 s, 2 h 05 min.
+    """Returns a number of seconds as text, like 8 s, 1 min 20 s or 2 h 05 min.
 
     >>> spent(80)
     '1 min 20 s'
@@ -63,7 +63,7 @@ def spent(seconds: float) -> str:
 
 @final
 class StudyView:
-    """Follows a study: a line as each run ends, and on a terminal a bar over all optimizer steps."""
+    """Follows a study: prints a line when a run ends and, on a terminal, shows a progress bar of optimizer steps."""
 
     def __init__(self, console: Console, runs: Sequence[PlannedRun], out: Path) -> None:
         self.console = console
@@ -73,16 +73,17 @@ class StudyView:
         self.started = time.monotonic()
 
     def on_outcome(self, outcome: Outcome) -> None:
-        """Prints the line of a run that is over."""
+        """Prints the line of a run that has ended."""
         self.over.add(outcome.directory)
         run = self.runs[outcome.directory]
         name = f"[{len(self.over)}/{len(self.runs)}] {run.title}"
         self.console.print(escape(f"{name}: {self._result(outcome)}{self._left()}"), highlight=False, soft_wrap=True)
 
     def _left(self) -> str:
-        """Returns the time left, by the steps that all runs took in this process; "" if that is soon or not known.
+        """Returns the time left, or "" if it is unknown or below 10 s.
 
-        Runs of a stack end at once, so the number of finished runs would say too little.
+        The estimate is based on the steps that all runs took in this process. All runs in a stack end together, so the
+        number of finished runs would be a poor measure of progress.
         """
         steps = {
             place: run.config.steps if place in self.over else last_step(Path(place))
@@ -103,7 +104,7 @@ class StudyView:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """A context manager that shows the bar on a terminal, and nothing elsewhere."""
+        """A context manager that shows the progress bar on a terminal and nothing elsewhere."""
         if not self.console.is_terminal:
             yield
             return
@@ -137,7 +138,7 @@ class StudyView:
 
 @final
 class RunView:
-    """Follows one run: a line per record."""
+    """Follows one run and prints a line per record."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self.console = console
@@ -145,7 +146,7 @@ class RunView:
         self.first: tuple[float, int] | None = None
 
     def on_record(self, record: Row) -> None:
-        """Prints a line of metrics.jsonl: step loss grad_norm max_logit tok/s ETA."""
+        """Prints a record of metrics.jsonl as one line: step, losses, grad_norm, max_logit, entropy, tok/s and ETA."""
         now, step = time.monotonic(), record["step"]
         if self.first is None:
             self.first = (now, step)
@@ -163,7 +164,7 @@ class RunView:
 
 
 def extrapolated(table: Sequence[Row]) -> Table:
-    """Returns accuracies and the share that is kept, by block, form, method and length."""
+    """Returns a table of accuracies and of the share of accuracy that is kept, by block, form, method and length."""
     shown = Table(box=None, pad_edge=False)
     names = ("accuracy_train", "accuracy_nonrepeat", "accuracy_repeat", "accuracy_last", "kept_nonrepeat")
     for head in ("block", "form", "post hoc"):
@@ -180,7 +181,7 @@ def extrapolated(table: Sequence[Row]) -> Table:
 
 
 def numbers(lines: Sequence[Mapping[str, float | str]]) -> Table:
-    """Returns a table of lines with the same columns; a dash where a number is NaN."""
+    """Returns a table of `lines`, which all have the same columns, with a dash in place of NaN."""
     shown = Table(box=None, pad_edge=False)
     for name, value in lines[0].items():
         shown.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
@@ -190,7 +191,7 @@ def numbers(lines: Sequence[Mapping[str, float | str]]) -> Table:
 
 
 def ranking(table: Sequence[Row]) -> Table:
-    """Returns the held-out loss and the largest logit, by remedy and rate."""
+    """Returns a table of the held-out loss and the largest logit, by remedy and learning rate."""
     rows = [row for row in table if row["status"] == "done"]
     lrs = sorted({row["lr"] for row in rows})
     shown = Table(box=None, pad_edge=False)
@@ -204,7 +205,7 @@ def ranking(table: Sequence[Row]) -> Table:
             mean = sum(row["val_loss"] for row in here) / len(here) if here else None
             top = max((row["max_logit"] for row in here), default=None)
             right = [row["val_accuracy"] for row in here if row.get("val_accuracy") is not None]
-            share = f", {100 * sum(right) / len(right):.1f} % right" if right else ""
+            share = f", {100 * sum(right) / len(right):.1f} % correct" if right else ""
             cells.append(f"{mean:.3f}{share} ({number(top)})" if mean is not None else "–")
         shown.add_row(escape(remedy), *cells)
     return shown

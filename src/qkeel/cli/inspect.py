@@ -1,4 +1,4 @@
-"""Commands that look at something: explain, scan, check, replay, export, bench."""
+"""Commands that inspect or convert something: explain, scan, check, replay, export, bench and convert."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _LENGTH = 512  # tokens; for the remedies whose starting scale depends on the tr
 
 
 def explain(text: str) -> str:
-    """Returns the line, the source and the formula of a preset, or of remedies on the baseline.
+    """Returns the summary, the source and the formula of a preset, or of remedies applied to the baseline.
 
     A remedy that acts on steps, the loss or a block is described by its own formula; the formula of attention is
     included if a remedy changes it.
@@ -96,12 +96,13 @@ def scan(
 
     Args:
         checkpoint: A .safetensors file, a folder of shards, or a Hugging Face folder.
-        n_heads: Query heads per layer, if config.json does not give them.
-        n_kv_heads: Key heads per layer, if config.json does not give them.
-        layout: Order in a fused qkv weight: blocks is [q | k | v], groups is queries, key, value per key head.
-        every_head: One line per head instead of the largest of each layer.
+        n_heads: Number of query heads per layer, if config.json does not state it.
+        n_kv_heads: Number of key heads per layer, if config.json does not state it.
+        layout: Layout of a fused qkv weight: blocks for [q | k | v], groups for the queries, key and value of one key
+            head after another.
+        every_head: Print one line per head, not only one for the largest head of each layer.
         tensors: Also print a table of all tensors.
-        tensors_only: Print only the table of all tensors; attention need not be recognised.
+        tensors_only: Print only the table of all tensors, even if no attention is recognised.
         json_: Print everything as JSON.
     """
     flags = Geometry(n_heads=n_heads, n_kv_heads=n_kv_heads, layout=layout)
@@ -118,15 +119,18 @@ def scan(
 def refuse_hub_name(path: Path) -> None:
     """Raise an error if the path is the name of a model on the Hugging Face hub.
 
-    Raises: DataError: there is no such file or folder, and it looks like a name of the hub.
+    Raises: DataError: there is no such file or folder, and the path looks like the name of a model on the hub.
     """
     if not path.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)) and path.suffix != ".safetensors":
-        raise DataError(f"{path} does not exist. It looks like a hub name: download it with hf download {path}")
+        raise DataError(
+            f"{path} does not exist. It looks like the name of a model on the Hugging Face hub; to download it: "
+            f"hf download {path}"
+        )
 
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar of bytes on stderr, if that is a terminal."""
+    """A progress bar of the bytes read, shown on stderr if that is a terminal."""
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -134,7 +138,7 @@ def progress_bar() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-# `qkeel check`: is the attention of a run or a checkpoint healthy? One sentence, and an exit code for CI.
+# `qkeel check`: is the attention of a run or a checkpoint healthy? The answer is one sentence and an exit code for CI.
 
 
 def check(
@@ -148,20 +152,20 @@ def check(
     n_kv_heads: Unset[int] = None,
     json_: JsonSwitch = False,
 ) -> int:
-    """Say in one sentence whether the attention of a run or a checkpoint is healthy.
+    """Report in one sentence whether the attention of a run or a checkpoint is healthy.
 
-    The exit code is 0 if it is healthy, 1 if not, and 2 for wrong usage. The weights of a checkpoint give an upper
-    bound on its logits; a bound over the threshold gives "not known", with exit code 0, or 1 with --strict. In Python:
-    qkeel.check(model, batch).
+    The exit code is 0 if it is healthy, 1 if not, and 2 if the command is used incorrectly. The weights of a checkpoint
+    provide only an upper bound on its logits. If the bound exceeds the threshold, the answer is "not known", with exit
+    code 0, or 1 with --strict. In Python: qkeel.check(model, batch).
 
     Args:
         path: Directory of a run, or a .safetensors file, a folder of shards, or a Hugging Face folder.
-        threshold: Largest accepted attention logit, in nats.
-        table: Also print the numbers of each layer.
+        threshold: Largest acceptable attention logit, in nats.
+        table: Also print the values of each layer.
         strict: Also exit with code 1 if the answer cannot be decided from the weights alone.
-        n_heads: Query heads per layer of a checkpoint, if config.json does not give them.
-        n_kv_heads: Key heads per layer of a checkpoint, if config.json does not give them.
-        json_: Print status, sentence, largest logit and threshold as JSON.
+        n_heads: Number of query heads per layer of a checkpoint, if config.json does not state it.
+        n_kv_heads: Number of key heads per layer of a checkpoint, if config.json does not state it.
+        json_: Print the status, sentence, largest logit and threshold as JSON.
     """
     if not threshold > 0:
         raise InvalidValueError(f"expected a threshold above 0 nats, got {threshold:g}")
@@ -188,11 +192,12 @@ def check(
 def replay(run: Path, /, *, policy: Annotated[str, Parameter(alias="-p")] = "ladder") -> int:
     """Print what a policy of the autopilot would have done on a recorded run, when and why.
 
-    The records do not change: after the policy's first action, they show what happened without this action.
+    The records are those of the original run, so from the policy's first action on they show what happened without
+    that action.
 
     Args:
         run: The directory of a watched or trained run.
-        policy: Name of the policy with its options, like ladder:threshold=50.
+        policy: Name of the policy, with options if needed, like ladder:threshold=50.
     """
     found = replayed(run, policy, planned=_planned(RunDirectory(run)))
     for one in found:
@@ -202,7 +207,7 @@ def replay(run: Path, /, *, policy: Annotated[str, Parameter(alias="-p")] = "lad
 
 
 def _planned(run: RunDirectory) -> PlannedRates | None:
-    """The schedule of a run of the lab; that of a watched one is in its events, where it was known."""
+    """The schedule of a run of the lab. The schedule of a watched run is in its events if it was known."""
     try:
         config = RunConfig.from_dict(run.config())
     except (KeyError, TypeError, ValueError, QkeelError):
@@ -214,7 +219,7 @@ def _planned(run: RunDirectory) -> PlannedRates | None:
 
 
 def export(run: Path, /, *, to: Literal["csv", "parquet"], out: Unset[Path] = None) -> int:
-    """Write the records of a run as tables, CSV or Parquet.
+    """Write the records of a run as CSV or Parquet tables.
 
     The files are steps (one row per record), heads (one row per record, layer and head), and eval_steps and eval_heads
     (the same for passes in evaluation mode). The run is not changed.
@@ -243,8 +248,8 @@ def export(run: Path, /, *, to: Literal["csv", "parquet"], out: Unset[Path] = No
     return OK
 
 
-# `qkeel bench`: the attention kernels timed side by side on this machine, one line for each call of the grid in
-# `cli.bench`.
+# `qkeel bench`: times the attention kernels side by side on this machine and prints one line for each call of the grid
+# in `cli.bench`.
 
 
 def bench(
@@ -255,19 +260,19 @@ def bench(
 ) -> int:
     """Time every attention kernel on this machine, side by side.
 
-    Prints the median time of the first kernel and, for every other kernel, the ratio to the first: least / median /
-    greatest of the rounds. It uses one thread. Times are process time on a CPU and stream time on a GPU. `impl=` in
-    code pins a kernel.
+    Prints the median time of the first kernel and, for every other kernel, the ratio of its time to that of the first:
+    minimum / median / maximum over the rounds. The benchmark uses one thread. Times are process time on a CPU and
+    stream time on a GPU. To select a kernel in your code, pass `impl=`.
 
     Args:
-        size: quick takes one or two minutes (float32, heads of 64); full about ten; toy only checks that the benchmark
-            runs.
-        device: Where to measure [default: cuda if there is one].
-        json_: Print one JSON object with everything.
+        size: quick takes one or two minutes (float32, head dimension 64), full takes about ten, and toy only checks
+            that the benchmark runs.
+        device: Device to measure on [default: cuda if available].
+        json_: Print everything as one JSON object.
     """
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
-        raise InvalidValueError("expected a CUDA device for --device cuda, but torch sees none; use --device cpu")
+        raise InvalidValueError("expected a CUDA device for --device cuda, but torch finds none; use --device cpu")
     settle()
     torch.set_num_threads(1)
     device = device or ("cuda" if available else "cpu")
@@ -286,7 +291,7 @@ def bench(
     return OK
 
 
-# `qkeel convert`: a checkpoint with q/k norms as an architecture that others load.
+# `qkeel convert`: writes a checkpoint with q/k norms in an architecture that other libraries can load.
 
 
 def convert(
@@ -297,10 +302,11 @@ def convert(
     out: Path,
     norm_eps: Unset[float] = None,
 ) -> int:
-    """Write a checkpoint with q/k norms as a Qwen3, OLMo 2 or Gemma 3 checkpoint, with the same outputs.
+    """Convert a checkpoint with q/k norms to a Qwen3, OLMo 2 or Gemma 3 checkpoint with the same outputs.
 
-    The norms come from qkeel.retrofit(model, "qk_norm", batches); save the model with save_pretrained first. Nothing is
-    run or unpickled; what the architecture cannot compute is refused with the reason.
+    Add the norms with qkeel.retrofit(model, "qk_norm", batches) and save the model with save_pretrained first. The
+    model is not run, and nothing is unpickled. If the architecture cannot compute the same outputs, the command fails
+    with an error that gives the reason.
 
     Args:
         checkpoint: A Hugging Face folder: config.json and safetensors, in one file or in shards.

@@ -18,9 +18,9 @@ from qkeel.report import write
 from qkeel.report.figures import WIDTH
 from qkeel.report.figures import figures as draw
 
-# `qkeel presets`, `qkeel remedies`, `qkeel explain NAME`: what names stand for, printed without waiting for torch.
+# `qkeel presets`, `qkeel remedies`, `qkeel explain NAME`: what names mean, printed without waiting for torch.
 
-# Written beforehand by tests/cli/answers.py, which a test compares: to make it imports torch, which takes seconds.
+# Generated in advance by tests/cli/answers.py, because that imports torch, which takes seconds; a test compares them.
 ANSWERS = Path(__file__).with_name("answers.json")
 
 
@@ -35,16 +35,17 @@ def list_remedies() -> int:
 
 
 def explain_command(name: str, /) -> int:
-    """Print the formula and source of a preset or remedy, or the definition of a recorded number.
+    """Print the formula and source of a preset or remedy, or the definition of a recorded metric.
 
     Args:
-        name: A preset or remedy with options, like gemma2:cap=30 or lalr:tau=0.1; or a number like sink_head_ratio.
+        name: A preset or remedy, with options if needed, like gemma2:cap=30 or lalr:tau=0.1, or a metric like
+            sink_head_ratio.
     """
     known = answers()["explained"].get(name)
     with suppress(UnknownNameError):
         number = f"{name}: {explain_field(name)}"
-        known = number if known is None else f"{known}\n\nA recorded number has this name too. {number}"
-    if known is None:  # one with options, several, or none
+        known = number if known is None else f"{known}\n\nA recorded metric has the same name. {number}"
+    if known is None:  # a name with options, several names, or an unknown name
         from qkeel.cli.inspect import explain
 
         known = explain(name)
@@ -53,7 +54,7 @@ def explain_command(name: str, /) -> int:
 
 
 def answers() -> Mapping[str, Mapping[str, str]]:
-    """Returns the presets and remedies, each with its line and what `explain` says about it."""
+    """Returns the summary lines of the presets and remedies, and the output of `explain` for each of them."""
     return json.loads(ANSWERS.read_text(encoding="utf-8"))
 
 
@@ -100,15 +101,15 @@ def figures(
 ) -> int:
     """Write the figures of a study or a watched run for a paper, as PDF, SVG or PNG.
 
-    Figures are drawn by matplotlib, which `pip install "qkeel[plot]"` installs; the same numbers produce identical
+    Figures are drawn by matplotlib, which `pip install "qkeel[plot]"` installs. The same data always produces identical
     files.
 
     Args:
         run: Directory of a study, of a run, or of a watched model.
         out: The folder to write to [default: NAME-figures].
-        formats: pdf, svg, png, or several of them.
-        width: Width of a figure in inches; a column of a two-column page is 3.3.
-        baseline: For a study, the remedy to compute gains over, like qk_norm.
+        formats: One or more of pdf, svg and png.
+        width: Width of a figure in inches; 3.3 is one column of a two-column page.
+        baseline: For a study, the remedy relative to which gains are computed, like qk_norm.
     """
     for path in draw(
         run, out or Path(f"{run.resolve().name}-figures"), formats=formats, width=width, baseline=baseline

@@ -1,4 +1,4 @@
-"""Commands that train: `qkeel run`, `qkeel config`, studies, their merge, and `qkeel recommend`."""
+"""Commands about training: `qkeel run`, `qkeel config`, the studies, `qkeel merge` and `qkeel recommend`."""
 
 from __future__ import annotations
 
@@ -108,10 +108,10 @@ _kinds = functools.cache(typing.get_type_hints)  # without the bounds, which the
 
 
 def view(without: Collection[tuple[str, str]] = (), more: Iterable[Flag] = (), several: Collection[str] = ()) -> type:
-    """Returns a dataclass of flags: one per plain field of RunConfig and its parts, and `more`. Flags not given are
-    None.
+    """Returns a dataclass of flags: those in `more` and one for each field of RunConfig and its parts that is not
+    itself a dataclass. Flags that are not given are None.
 
-    The fields in `several` take a list of values.
+    The flags of the fields in `several` take a list of values.
     """
     docs = {section: _documents(cls) for section, (cls, _) in _SECTIONS.items()}
     flags = list(more)
@@ -127,7 +127,7 @@ def view(without: Collection[tuple[str, str]] = (), more: Iterable[Flag] = (), s
 
 
 def _kind(cls: type, field: str, several: bool) -> object:
-    """The type of a field's flag: a list of the field's where it may be given several times, of which none is None."""
+    """The type of a field's flag. If the flag takes several values, it is a list of the field's type without None."""
     kind: Any = _kinds(cls)[field]
     alone = typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
     return list[alone] if several else kind
@@ -167,18 +167,19 @@ def configure(flags: object, recipe: Path | None, base: RunConfig | None = None)
     study = values.pop("study", {})
     for flag, (section, field) in _ENTRIES.items():
         given = vars(flags).get(flag)
-        given = given[0] if isinstance(given, list) else given  # several values are a grid's, which has them over this
+        given = given[0] if isinstance(given, list) else given  # several values go to the grid, which overrides this
         if given is not None:
             (values.setdefault(section, {}) if section else values)[field] = given
     if not isinstance(study, dict):
         raise InvalidValueError(
-            f"expected [study] to be a table, got {study!r}; write [study] and the options on the lines below"
+            f"expected [study] to be a table, got {study!r}; write [study] on one line and its options on the lines "
+            "below it"
         )
     return RunConfig.from_dict(values), study
 
 
 def starting(flags: object) -> RunConfig | None:
-    """Returns the defaults of the task that the flags name, which a recipe and flags override, or None."""
+    """Returns the defaults for the task named by the flags, which a recipe and flags override, or None."""
     task = vars(flags).get("task")
     if task == "vision":
         return RunConfig(model=ModelConfig(attention="vit"), data=DataConfig(task="vision", batch=32))
@@ -186,7 +187,7 @@ def starting(flags: object) -> RunConfig | None:
 
 
 def _over(values: Settings, more: Settings) -> Settings:
-    """Nested values, with others in place of those of the same name."""
+    """Updates nested values with those in `more`, which replace values of the same name, and returns them."""
     for key, value in more.items():
         both = isinstance(value, dict) and isinstance(values.get(key), dict)
         values[key] = _over(values[key], value) if both else value
@@ -217,12 +218,12 @@ def run(
     fail_on_collapse: Switch = False,
     flags: Annotated[RunFlags, _FLAT] = RunFlags(),  # type: ignore[valid-type]  # noqa: B008 - frozen
 ) -> int:
-    """Train once, recording the logits of every head; the same command resumes it after an interruption.
+    """Train one model, recording the logits of every head; the same command resumes an interrupted run.
 
     Args:
-        recipe: TOML file of settings; flags override it.
+        recipe: TOML file with settings; flags override the file.
         out: Directory of the run [default: runs/RUN_ID].
-        json_: Print the result as JSON, everything else to stderr.
+        json_: Print the result as JSON, and everything else to stderr.
         fail_on_collapse: Exit with code 3 if attention collapsed or the loss is NaN.
     """
     config = resolve(configure(flags, recipe, starting(flags))[0])
@@ -255,14 +256,18 @@ def print_config(
     """Print the configuration that results from a recipe and flags, as a TOML recipe.
 
     Args:
-        recipe: TOML file of settings; flags override it.
+        recipe: TOML file with settings; flags override the file.
     """
     print(as_toml(configure(flags, recipe, starting(flags))[0]))
     return OK
 
 
 def _stop_on_interrupt() -> Callable[[], bool]:
-    """First Ctrl-C: a checkpoint at the next step. Second: at once. Started with it ignored (`qkeel run &`): never."""
+    """Returns a function that reports whether to stop with a checkpoint at the next step, as the first Ctrl-C requests.
+
+    The second Ctrl-C stops at once. If the process was started with SIGINT ignored (`qkeel run &`), neither has an
+    effect.
+    """
     asked: list[bool] = []
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -282,25 +287,26 @@ class HowFlags:
     """Options that control how a study is executed; none of them changes a result."""
 
     jobs: Unset[int] = None
-    """Number of parallel processes, each with a run or a stack of runs [default: the number of cores, at most
-    4; on a cluster, as many as the cluster has]."""
+    """Number of parallel processes, each training one run or one stack of runs [default: the number of cores, at most
+    4; with ray or dask, as many as the cluster can execute at once; with slurm, 16]."""
     executor: Annotated[str, Parameter(show_default=False)] = "local"
-    """Where the runs are executed: local, ray, dask or slurm, with options, like slurm:partition=gpu,time=60."""
+    """Where to execute the runs: local, ray, dask or slurm, with options if needed, like
+    slurm:partition=gpu,time=60."""
     stack: Annotated[str, Parameter(show_default=False)] = "auto"
-    """Train together, as one model, runs that differ only in seed, steps and rates: auto (small models only), off, or
-    the number of runs."""
+    """Whether to train runs that differ only in seed, steps and rates together, as one model: auto (small models only),
+    off, or the number of runs to combine."""
     shard: Unset[str] = None
-    """Run only part i of n, given as i/n: one part per machine or array task, all in one directory."""
+    """Execute only part i of n, given as i/n; use one part per machine or array task, with the same --out."""
     dry_run: Switch = False
-    """Only report what would be run, and about how long it would take."""
+    """Only report which runs would be executed and about how long they would take."""
     baseline: Annotated[str, Parameter(show_default=False)] = "none"
     """The remedy that the report compares the others with, like qk_norm [default: none]."""
     fail_on_collapse: Switch = False
-    """Exit with code 3 if attention collapsed in a run or its loss is NaN."""
+    """Exit with code 3 if attention collapsed in any run or the loss of any run is NaN."""
 
 
 def __getattr__(name: str) -> Callable[..., int]:
-    """Makes the command of a study when it is asked for by the study's name."""
+    """Creates the command of a study when the attribute with the study's name is requested."""
     if name not in STUDIES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return study_command(name)
@@ -335,13 +341,13 @@ def study_command(name: str) -> Callable[..., int]:
 
     Args:
         out: Directory of the study.
-        recipe: TOML file of settings; its table [study] holds the options of the study. Flags override the file.
+        recipe: TOML file with settings; its table [study] holds the options of the study. Flags override the file.
     """
     return command
 
 
 def _flag(option: StudyOption) -> Flag:
-    """Name, type and help of the flag of a study's option."""
+    """The name, type and help of the flag for a study's option."""
     shown = Parameter(
         help=option.about,
         show_default=False,
@@ -372,17 +378,17 @@ def study_precision(
 ) -> int:
     """Compute the same attention in float64, fp32, bf16, fp16 and with q and k in fp8, for logits of increasing size.
 
-    Trains nothing; takes seconds. Writes table.csv (every size) and report.html (the thresholds, predicted and
-    measured).
+    Nothing is trained, so the study takes only seconds. It writes table.csv (with every size) and report.html (with the
+    predicted and the measured thresholds).
 
     Args:
         out: Directory of the study.
         remedies: Any of none, qk_norm, cosine and softcap:cap=50 [default: all].
-        head_dim: Dimensions of a head.
+        head_dim: Number of dimensions of a head.
         seed: Seed for the random q, k and v.
     """
     if head_dim < 2:
-        raise InvalidValueError(f"expected a head_dim of at least 2, got {head_dim}; give a larger one")
+        raise InvalidValueError(f"expected a head_dim of at least 2, got {head_dim}; give a larger value")
     shape = grids.HeadShape(head_dim=head_dim)
     make_directory(out)
     table = list(grids.rows(shape, remedies=remedies or tuple(grids.REMEDIES), seed=seed))
@@ -400,8 +406,8 @@ def study_precision(
     write_text(out / "report.html", precision_page(table, lines, grids.TOLERANCE, made, command_line()))
     console = make_console()
     text = (
-        f"value of the largest logit at which rounding first moves logits by {grids.TOLERANCE:g} nats (– where it "
-        "never does):"
+        f"size of the largest logit at which rounding first changes logits by {grids.TOLERANCE:g} nats (– if it never "
+        "does):"
     )
     console.print(text, highlight=False)
     console.print(numbers(lines))
@@ -420,12 +426,12 @@ def run_study(
     """Runs a study, writes its table and report, and returns the exit code; the directory is printed first and last.
 
     Args:
-        name: the study, as in lab.studies.
+        name: the name of the study in lab.studies.
         base: the configuration that all runs share.
         grid: the axes.
-        contexts: lengths of the test and post-hoc methods, where the study has them.
-        out: directory of the study.
-        how: processes, stacking, shard, dry run.
+        contexts: the test lengths and post-hoc methods, if the study has them.
+        out: the directory of the study.
+        how: options for the execution, such as the number of processes, stacking, the shard and the dry run.
     """
     console, place = make_console(), executor(how.executor)
     execution = Execution(
@@ -464,9 +470,9 @@ def run_study(
 
 
 def _tuned(console: Console, plan: Plan, out: Path, execution: Execution) -> Plan:
-    """The plan at the rates that are best on the tuning seeds, which are printed."""
+    """Returns the plan with the learning rates that perform best on the tuning seeds, and prints these rates."""
     trial = tuning_plan(plan)
-    console.print(f"{len(trial.runs)} runs choose the rates", highlight=False)
+    console.print(f"{len(trial.runs)} runs to choose the learning rates", highlight=False)
     tuned = tuned_plan(plan, _execute(console, trial, out / FOLDER, execution).table)
     for choice in tuned.tuned:
         print_line(console, in_words(choice))
@@ -474,7 +480,7 @@ def _tuned(console: Console, plan: Plan, out: Path, execution: Execution) -> Pla
 
 
 def _execute(console: Console, plan: Plan, out: Path, execution: Execution) -> StudyResult:
-    """Does what is left of a plan, with its progress on the console."""
+    """Executes the remaining runs of a plan and shows their progress on the console."""
     view = StudyView(console, pending(plan, out, execution.shard), out)
     with view.following():
         return run_plan(plan, out, dataclasses.replace(execution, on_outcome=view.on_outcome))
@@ -494,7 +500,7 @@ def _print_tables(console: Console, plan: Plan, result: StudyResult) -> None:
 
 def _dry_run(console: Console, plan: Plan, out: Path, left: Sequence[PlannedRun], jobs: int) -> int:
     for run in plan.runs:
-        state = "to do" if run in left else "done, or another shard's"
+        state = "to do" if run in left else "done, or part of another shard"
         about = f"{run.title}, {run.config.steps} steps: {state}"
         print_line(console, f"{run_directory(out, run).name}  {about}")
     print_line(console, f"{_estimate(left, jobs)}; nothing was written")
@@ -502,22 +508,23 @@ def _dry_run(console: Console, plan: Plan, out: Path, left: Sequence[PlannedRun]
 
 
 def _estimate(left: Sequence[PlannedRun], jobs: int, *, least: float = 0.0) -> str:
-    """How long the runs will take here, nothing below `least` seconds; or why that is not known."""
+    """Returns how long the runs will take here ("" if less than `least` seconds), or why this is not known."""
     try:
         seconds = estimate_seconds(left, jobs)
-    except Exception as error:  # a node that only submits may lack the device; the runs say themselves what fails
+    except Exception as error:  # a node that only submits may lack the device; the runs report their own errors
         return f"no time estimate: the first steps failed here with {type(error).__name__}: {error}"
     return f"about {spent(seconds)} on this machine" if seconds >= least else ""
 
 
-# `qkeel merge`: parts of one study, made apart, in one directory.
+# `qkeel merge`: combines parts of one study that ran separately in one directory.
 
 
 def merge(parts: Several[Path], /, *, out: Path) -> int:
     """Merge directories of one study that ran on several machines into a new one; the sources do not change.
 
     If a run appears more than once, the finished copy is used, or else the most advanced one; two finished copies with
-    different results are an error. The study's own command with this directory as --out executes the remaining runs.
+    different results are an error. To execute the remaining runs, use the study's own command with this directory as
+    --out.
 
     Args:
         parts: Directories of the study.
@@ -532,7 +539,7 @@ def merge(parts: Several[Path], /, *, out: Path) -> int:
     return OK
 
 
-# `qkeel recommend`: the logits to expect of a configuration, and the remedy for it, from what was measured.
+# `qkeel recommend`: the logits to expect from a configuration and the remedy for it, based on measurements.
 
 
 def recommend(
@@ -544,10 +551,11 @@ def recommend(
     """Print the logits to expect from a configuration and the gain of each remedy, based on measured runs.
 
     Every number comes with an interval and the measurements behind it. Outside the measured range, the answer is "not
-    known", with the settings that lie outside.
+    known", together with the settings that lie outside it.
 
     Args:
-        source: A recipe, a transformers config.json or its folder, or the directory of a run; flags override it.
+        source: A recipe, a transformers config.json or its folder, or the directory of a run; flags override its
+            settings.
         json_: Print everything as JSON.
     """
     base, unknown = read_configuration(source) if source else (starting(flags), ())

@@ -1,4 +1,4 @@
-"""`qkeel watch -- python train.py`: a training script, unchanged, run under watch."""
+"""`qkeel watch -- python train.py` runs a training script unchanged and watches what it trains."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SWITCH = Parameter(negative=(), negative_iterable=(), show_default=False)
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class When:
-    """The steps to measure."""
+    """The steps at which to measure."""
 
     every: Unset[int] = None
     """Measure every n-th optimizer step [default: every 10th, and every 2nd while logits are changing]."""
@@ -57,7 +57,7 @@ class When:
     def cadence(self) -> Cadence:
         """The cadence that the options specify.
 
-        Raises: InvalidValueError if more than one is given.
+        Raises: InvalidValueError if more than one option is given.
         """
         if self.adaptive + self.log_spaced + (self.every is not None) > 1:
             raise InvalidValueError("expected one of --every, --adaptive, --log-spaced, got several; give one")
@@ -77,19 +77,19 @@ def watch(
     autopilot: Switch = False,
     policy: Unset[str] = None,
 ) -> int:
-    """Run a training script unchanged and watch the attention of what it trains; the exit code is the script's.
+    """Run a training script unchanged and watch the attention of the models it trains, with the script's exit code.
 
-    Everything before -- is for qkeel, everything after it is the command: python with a script or -m and a module, or
-    torchrun with its options. Training in processes that the script itself starts is not watched.
+    Options before -- are for qkeel, and everything after -- is the command: python with a script or with -m and a
+    module, or torchrun with its options. Training in processes that the script itself starts is not watched.
 
     Args:
-        command: The command that trains, after --.
-        when: The steps to measure.
-        out: Directory of the run; if it is not empty, -2, -3 ... is added [default: qkeel-runs/SCRIPT].
+        command: The training command, after --.
+        when: The steps at which to measure.
+        out: Directory of the run; if it is not empty, -2, -3 and so on is appended [default: qkeel-runs/SCRIPT].
         sink: Also send metrics to a tracker, like tensorboard or wandb:project=gpt; may be repeated.
-        live: Serve the page of the run while it trains, on this port of this machine or on a free one.
-        query_mask: Keyword argument of the model's forward that marks the rows to include, like attention_mask.
-        apply: Remedies to train with, like lalr:tau=0.1+qk_clip or qk_norm; the script stays as it is.
+        live: Serve the page of the run during training, on the given port of this machine or on a free port.
+        query_mask: Keyword argument of the model's forward that marks the query rows to include, like attention_mask.
+        apply: Remedies to train with, like lalr:tau=0.1+qk_clip or qk_norm; the script itself is not changed.
         autopilot: Apply the cheapest effective remedy automatically, only to the heads that need it.
         policy: The autopilot's policy, like ladder:threshold=50 [default: ladder].
     """
@@ -102,14 +102,14 @@ def watch(
         raise _misread(command)
     if apply is not None:
         if autopilot or policy is not None:
-            raise InvalidValueError("expected --apply or --autopilot, got both; the autopilot chooses its remedies")
+            raise InvalidValueError("expected --apply or --autopilot, got both; the autopilot chooses the remedies")
         apply = canonical(apply)
     program = parse(command)
     if not isinstance(program, Program):
         words = under_torchrun(program, ["qkeel", *own])
         os.environ[TYPED] = shlex.join(command)
         _become(words)
-    typed = os.environ.pop(TYPED, None)  # the script's environment is what it is without qkeel
+    typed = os.environ.pop(TYPED, None)  # so that the script's environment is the same as without qkeel
     source = prepare(program)
     place = out or Path("qkeel-runs") / program.title
     named = policy or ("ladder" if autopilot else None)
@@ -139,22 +139,25 @@ def watch(
 
 
 def _misread(command: Sequence[str]) -> InvalidValueError:
-    """The error of a command line of which qkeel's own part is not understood: `command` is what was left of it."""
+    """Returns the error for a command line whose qkeel part is not understood; `command` is the part not parsed."""
     first = command[0]
     if not first.startswith("-"):
-        return InvalidValueError(f"expected -- before the command, so that qkeel leaves its options alone: {EXAMPLE}")
+        return InvalidValueError(f"expected -- before the command, to separate its options from qkeel's: {EXAMPLE}")
     options = [
         f"--{name.replace('_', '-')}"
         for name in (*When.__dataclass_fields__, *list(inspect.signature(watch).parameters)[2:])
     ]
     near = difflib.get_close_matches(first.partition("=")[0], options, n=1, cutoff=0.5)
     meant = f"did you mean {near[0]}?" if near else f"expected {', '.join(options)}."
-    return InvalidValueError(f"unknown option {first} of qkeel watch: {meant} Options of the script belong after --")
+    return InvalidValueError(f"unknown option {first} of qkeel watch: {meant} Options of the script go after --")
 
 
 @contextlib.contextmanager
 def _page(plan: WatchPlan, live: bool | int, writer: MessageWriter) -> Iterator[WatchPlan]:
-    """The page of the first run, served until the script ends; its directory is made now, so that it can be shown."""
+    """Serves the page of the first run until the script ends.
+
+    The directory of the run is created now, so that the page can be shown before anything is recorded.
+    """
     if live is False or writer.rank:
         yield plan
         return
@@ -172,11 +175,11 @@ def _page(plan: WatchPlan, live: bool | int, writer: MessageWriter) -> Iterator[
 
 
 def _become(words: list[str]) -> NoReturn:
-    """Replaces this process by another command."""
+    """Replaces this process with another command."""
     sys.stdout.flush()
     os.execv(words[0], words)
 
 
 def _rank() -> int:
-    """The rank of this process among those that torchrun or another launcher started, before the script sets it up."""
+    """The rank that torchrun or another launcher gave this process, known before the script sets up distribution."""
     return int(os.environ.get("RANK", "0"))

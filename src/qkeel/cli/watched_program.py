@@ -1,4 +1,4 @@
-"""A training script run unchanged: which of its models are watched, and what is printed."""
+"""Runs a training script unchanged, finds the models to watch, and prints messages about them."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ from qkeel.remedies.apply import Asked, AtNextPass
 from qkeel.remedies.apply import parse as parse_remedies
 from qkeel.report import write
 
-# The messages about a watched run, apart from the output of its script: lines on stderr that begin with `qkeel:`.
+# The messages about a watched run, as lines on stderr that begin with `qkeel:` to distinguish them from the script's.
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
-    """What the user can do about an alarm, given the typed command and the remedies that already act."""
+    """What the user can do about an alarm, given the typed command and the remedies that are already active."""
 
     own: Sequence[str]  # words of `qkeel watch ...` before --
     command: Sequence[str]  # the words after it
-    applied: str = ""  # by --apply
-    piloted: bool = False  # by --autopilot
-    launched: bool = False  # by a launcher, whose own command is not known
+    applied: str = ""  # remedies of --apply
+    piloted: bool = False  # --autopilot was given
+    launched: bool = False  # started by a launcher, whose own command is not known
 
     @property
     def watcher(self) -> str:
@@ -70,7 +70,7 @@ class Fix:
         if self.piloted:
             return []
         if found is None:
-            return [f"to act: {remedy}"]
+            return [f"what to do: {remedy}"]
         spec = found[1]
         again = shlex.join(["qkeel", *self.own[:-1], "--apply", spec, "--", *self.command])
         if self.launched:
@@ -79,7 +79,7 @@ class Fix:
         return [f"to fix it: {again}", f"or in the script, after the optimizer is created: {found[0]}{why}"]
 
 
-# In the workers of torchrun: the command that was typed behind `qkeel watch --`.
+# In the workers of torchrun, this variable holds the command that was typed after `qkeel watch --`.
 TYPED = "QKEEL_TYPED_COMMAND"
 _APPLY = re.compile(r'qkeel\.apply\("([^"]+)", model, optimizer[^)]*\)')
 _WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a new run, try qk_norm first)"
@@ -87,10 +87,10 @@ _WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a
 
 @final
 class MessageSink(Sink):
-    """Prints the directory of the run, the messages of alarms, and at the end the last numbers.
+    """Prints the directory of the run, the messages of alarms and, at the end, the last measured values.
 
-    Alarms with one cause are grouped: the first severe one says what to do, and later ones only report the progress.
-    If there are several at one step, only the most severe is printed.
+    Alarms with the same cause are grouped: the first severe alarm says what to do, and later alarms are only reported.
+    If there are several alarms with the same cause at one step, only the most severe is printed.
     """
 
     def __init__(self, run: RunDirectorySink, writer: MessageWriter, *, shown: Path, fix: Fix) -> None:
@@ -104,7 +104,7 @@ class MessageSink(Sink):
 
     @property
     def last(self) -> int | None:
-        """The step measured last."""
+        """The last measured step."""
         return None if self._sample is None else self._sample.step
 
     @property
@@ -113,7 +113,7 @@ class MessageSink(Sink):
         return str(self._shown.with_name((self.run.path or self.run.asked).name))
 
     def open(self, about: Mapping[str, Any]) -> None:
-        """Prints what is watched, and where the records are written."""
+        """Prints what is watched and where the records are written."""
         self._model = str(about["model"])
         sites, missed = len(about.get("sites") or ()), len(about.get("missed") or ())
         number = f"{sites} of {sites + missed}" if missed else f"{sites}"
@@ -122,16 +122,16 @@ class MessageSink(Sink):
         self.writer(f"watching {what}{with_it}, run {self.place}")
 
     def write(self, sample: Sample) -> None:
-        """Nothing now."""
+        """Prints nothing, but keeps the sample for `summary`."""
         if sample.phase == "train" or self._sample is None:
             self._sample = sample
 
     def alarm(self, alarm: Alarm) -> None:
-        """Prints one line, and at the first alarm that needs action also what to do."""
+        """Prints one line and, for the first alarm that needs action, also what to do."""
         before = [other for other in self._alarms if other.cause == alarm.cause]
         self._alarms.append(alarm)
         if any(other.step == alarm.step for other in before):
-            return  # the gravest came first
+            return  # the most severe alarm came first
         self.writer(dataclasses.replace(alarm, trend="").line if before else alarm.line)
         if alarm.severity is not Severity.NOTICE and alarm.remedy not in self._fixed:
             self._fixed.add(alarm.remedy)
@@ -148,7 +148,7 @@ class MessageSink(Sink):
         """Does nothing, because `summary()` may still be called."""
 
     def summary(self) -> None:
-        """The numbers measured last, layer by layer, and how many alarms there were."""
+        """Prints the last measured values, layer by layer, and the number of alarms."""
         if self._sample is not None:
             for line in sample_table(self._sample, root=self._model).splitlines():
                 self.writer(line)
@@ -166,7 +166,7 @@ class MessageSink(Sink):
                 self.writer(f"{cause}, since step {own[0].step:,}; {grave.line}")
 
     def _by_cause(self) -> dict[str, list[Alarm]]:
-        """The alarms of each cause of which one is more than a notice, and that has several."""
+        """The alarms of each cause that has alarms at several steps, at least one of them more severe than a notice."""
         causes: dict[str, list[Alarm]] = {}
         for alarm in self._alarms:
             causes.setdefault(alarm.cause, []).append(alarm)
@@ -192,7 +192,7 @@ class MessageWriter(Handle):
         def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
             if not issubclass(category, QkeelWarning):
                 plain(message, category, *where)
-            elif self.here and not issubclass(category, AlarmWarning):  # alarms have lines of their own
+            elif self.here and not issubclass(category, AlarmWarning):  # alarms are printed separately
                 self._print(f"warning{f' (rank {rank})' if rank else ''}: {' '.join(str(message).split())}")
 
         warnings.showwarning = show
@@ -209,11 +209,11 @@ class MessageWriter(Handle):
             self._print(line)
 
     def _print(self, line: str) -> None:
-        """Begins at the left, also where a progress bar has left the cursor in the middle of a line."""
+        """Prints at the beginning of a line, even if a progress bar has left the cursor in the middle of one."""
         bars = sys.modules.get("tqdm.std")  # a script without bars need not wait for it
         text, shown = f"qkeel: {line}", bars is not None and bool(vars(bars.tqdm).get("_instances"))
         if bars is not None and shown and self._stream.isatty():
-            bars.tqdm.write(text, file=self._stream)  # takes the bars away and draws them again below
+            bars.tqdm.write(text, file=self._stream)  # clears the bars and redraws them below
         else:
             print(f"\n{text}" if shown else text, file=self._stream, flush=True)
 
@@ -223,21 +223,23 @@ class MessageWriter(Handle):
 
 # Finds the models that a program trains, from the optimizers that appear in it.
 
-LEAST_SHARE = 0.1  # of an optimizer's parameters that a model must hold to be watched besides a larger one
+LEAST_SHARE = 0.1  # the share of an optimizer's parameters that a model must hold to be watched beside a larger model
 
-LOOKS = 3  # steps of an optimizer after which its model is looked for, if there was none to be found before
+LOOKS = 3  # the number of an optimizer's first steps after which its model is searched for, if none was found before
 
 
 @final
 class ModelFinder(Handle):
-    """Calls `start(model, optimizer)` for each model that an optimizer trains, when the optimizer is created. The
-    models are those that hold its parameters, found among all living objects, so a copy that averages weights is
-    excluded. If no model holds them yet, the search is repeated after the optimizer's first step. A module without an
-    observed pass by the first step, such as a container whose forward is never called, is replaced by its submodule
-    that holds the same parameters. Two optimizers of one model share a Monitor, which counts the steps of the first
-    one; an optimizer created after the first has stepped begins a new phase of training, with a new Monitor.
+    """Calls `start(model, optimizer)` for each model that an optimizer trains, when the optimizer is created.
 
-    Optimizers and models are referenced weakly. Processes that the program starts are not searched.
+    The models are those that hold its parameters, found among all live objects, so a weight-averaging copy is
+    excluded. If no model holds the parameters yet, the search is repeated after each of the optimizer's first `LOOKS`
+    steps. A module without an observed pass by the first step, such as a container whose forward is never called, is
+    replaced by its submodule that holds the same parameters. Two optimizers of one model share a Monitor, which counts
+    the steps of the first optimizer; an optimizer created after the first has stepped begins a new phase of training,
+    with a new Monitor.
+
+    Optimizers and models are held by weak references. Processes that the program starts are not searched.
     """
 
     def __init__(
@@ -246,10 +248,14 @@ class ModelFinder(Handle):
         of_script: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None,
         another: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None,
     ) -> None:
-        """Takes what starts a watch, what is called once for a model that the script watches itself, and what is called
-        for another optimizer of a model that is already watched.
+        """Registers the hooks on optimizers.
+
+        Args:
+            start: called to start watching a model.
+            of_script: called once for each model that the script watches itself.
+            another: called for each further optimizer of a model that is already watched.
         """
-        self.optimizers = 0  # made so far
+        self.optimizers = 0  # number of optimizers created so far
         self._start, self._of_script, self._another = start, of_script, another
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that the script watches itself
         self._pid = os.getpid()
@@ -284,7 +290,7 @@ class ModelFinder(Handle):
                 self._another(model, optimizer)
 
     def _over(self, watch: _Watch) -> bool:
-        """Returns whether an optimizer made now begins a new phase."""
+        """Returns whether an optimizer created now begins a new phase."""
         first = watch.optimizer()
         return first is None or self._steps[first] > 0
 
@@ -296,7 +302,7 @@ class ModelFinder(Handle):
     def _before_step(self, optimizer: Optimizer) -> None:
         for watch in self._watches:
             if watch.optimizer() is optimizer and watch.mistaken:
-                watch.end()  # before it warns that it sees nothing; the part begins with the next step
+                watch.end()  # before it warns that it saw nothing; the watch of the submodule begins with the next step
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._steps[optimizer] = steps = self._steps.get(optimizer, 0) + 1
@@ -315,11 +321,12 @@ class ModelFinder(Handle):
             act(optimizer)
         except Exception as error:
             self.remove()
-            caution(f"qkeel stopped looking for models to watch: {type(error).__name__}: {error}. The script runs on")
+            caution(f"qkeel stopped looking for models to watch: {type(error).__name__}: {error}. The script continues")
 
 
 class _Watch:
-    """A model under watch, from outside inwards the modules that may be meant by it, and whose steps count."""
+    """A watched model: the modules that may be the one that is called, from the outermost inwards, with the optimizer
+    whose steps are counted and the monitor."""
 
     def __init__(self, chain: list[nn.Module], optimizer: Optimizer, monitor: Monitor) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -332,7 +339,7 @@ class _Watch:
 
     @property
     def mistaken(self) -> bool:
-        """Returns whether no pass of the module was seen, so that a part of it may be the one that is called."""
+        """True if no pass of the module was seen and it has a submodule that may be the one that is called."""
         monitor = self.monitor()
         return monitor is not None and not monitor.passes and len(self._chain) > 1
 
@@ -341,7 +348,7 @@ class _Watch:
         return [module for ref in self._chain[1:] if (module := ref()) is not None]
 
     def end(self) -> None:
-        """Stop watching it."""
+        """Stops watching the model."""
         monitor = self.monitor()
         if monitor is not None:
             monitor.close()
@@ -351,7 +358,8 @@ def chains(optimizer: Optimizer) -> list[list[nn.Module]]:
     """The models that hold an optimizer's parameters, the model with the most of them first.
 
     Each is a list of modules that hold the same parameters: the outermost one, then its submodule that holds them all,
-    and so on. Wrappers that only pass their call on to a module are left out: the passes of that module are enough.
+    and so on. Wrappers that only forward their call to a module are left out, because it is enough to watch that
+    module.
     """
     left = {id(p) for group in optimizer.param_groups for p in group["params"]}
     least = LEAST_SHARE * len(left)
@@ -374,7 +382,7 @@ def _inwards(module: nn.Module, own: set[int]) -> list[nn.Module]:
     chain = []
     part: nn.Module | None = module
     while part is not None:
-        if type(part).forward is not nn.Module.forward:  # ModuleList and the like can't be called
+        if type(part).forward is not nn.Module.forward:  # containers such as ModuleList can't be called
             chain.append(part)
         part = next((unwrapped(p) for p in _parts(part) if own <= {id(x) for x in p.parameters()}), None)
     return chain or [module]
@@ -391,7 +399,7 @@ def _parts(module: nn.Module) -> list[nn.Module]:
     return [part for part in submodules_of(module).values() if part is not None]
 
 
-# The models of a training script, each watched into a run directory of its own.
+# The models of a training script, each recorded in a separate run directory.
 
 PAGE = "report.html"
 
@@ -403,16 +411,16 @@ class WatchPlan:
 
     cadence: Cadence
     out: Path
-    shown: Path  # `out` as it is printed: in the words in which it was asked for
+    shown: Path  # `out` as it is printed, in the form in which the user gave it
     fix: Fix
     sinks: tuple[Sink, ...] = ()
     query_mask: str | None = None
-    policy: str | None = None  # of an autopilot
+    policy: str | None = None  # policy of an autopilot
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _WatchedModel:
-    """A model under watch and its messages; `done` closes its files if the script drops it before the end."""
+    """A watched model and its messages; `done` closes its files if the script deletes its optimizer before the end."""
 
     model: str
     message_sink: MessageSink
@@ -429,8 +437,8 @@ class _WatchedModel:
 
 @final
 class _Remedied:
-    """The remedies of --apply on one model. Those of its pass stay as long as the model lives; those of an optimizer's
-    steps go to the optimizer that begins a new phase of training.
+    """The remedies of --apply on one model. Remedies that change its forward pass stay for the lifetime of the model;
+    remedies on optimizer steps move to the optimizer that begins a new phase of training.
     """
 
     def __init__(
@@ -442,7 +450,7 @@ class _Remedied:
         )
         self._before = {name for name, _ in model.named_parameters()}
         self._model = weakref.ref(model)
-        # What is registered last begins first in a pass, so that remedies on steps find what those of the pass leave.
+        # The hook registered last runs first, so that remedies on steps find the model as the other remedies leave it.
         self._steps = self._at_next_pass(self._on_steps, optimizer, refused)
         self._pass = self._at_next_pass(on_pass, optimizer, refused)
 
@@ -455,8 +463,8 @@ class _Remedied:
     def begin_phase(
         self, optimizer: Optimizer, refused: Callable[[QkeelError], None], write: Callable[[str], None]
     ) -> None:
-        """Continues with the optimizer of the next phase; `write` receives a line about parameters of remedies that
-        this optimizer lacks."""
+        """Continues with the optimizer of the next phase; `write` receives a line about parameters that the remedies
+        added and this optimizer does not train."""
         if self._steps is not None:
             self._steps.remove()
             self._steps = self._at_next_pass(self._on_steps, optimizer, refused)
@@ -481,7 +489,7 @@ class _Remedied:
 
 @final
 class WatchSession:
-    """Watches the models of the script that runs in this process, each in a run directory of its own."""
+    """Watches the models of the script that runs in this process and records each in a separate run directory."""
 
     def __init__(self, plan: WatchPlan, writer: MessageWriter) -> None:
         self.plan, self.writer = plan, writer
@@ -513,7 +521,7 @@ class WatchSession:
         return monitor
 
     def _of_script(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """A model that the script watches itself gets no second monitor, and the remedies of --apply all the same."""
+        """Applies the remedies of --apply to a model that the script watches itself, but adds no second monitor."""
         self._by_script = True
         self.writer(f"{type(model).__name__} is watched by the script itself, so this command does not measure it")
         if self.plan.fix.applied:
@@ -524,8 +532,8 @@ class WatchSession:
             self._applied[model].or_with(optimizer)
 
     def _apply(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Applies the remedies of --apply when the model is first called; a script that they cannot be applied to ends,
-        so that nobody takes it for one that they were applied to."""
+        """Applies the remedies of --apply when the model is first called. If they cannot be applied, the script is
+        ended, so that nobody mistakes its run for one with these remedies."""
         spec, name = self.plan.fix.applied, type(model).__name__
 
         def refused(error: QkeelError) -> None:
@@ -544,14 +552,17 @@ class WatchSession:
             refused(error)
 
     def _place(self, model: str) -> Path:
-        """The plan's directory; with the class name appended for models whose class differs from that of the first."""
+        """The plan's directory, with the class name appended for models of a different class than the first model."""
         first = next((run.model for run in self._runs if run.used), model)
         out = self.plan.out
         return out if first == model else out.with_name(f"{out.name}-{model}")
 
     def close(self, *, complete: bool) -> None:
-        """Stops watching, and reports the outcome and the run directories. `complete`: whether the script ended
-        without an error."""
+        """Stops watching, and reports the outcome and the run directories.
+
+        Args:
+            complete: whether the script ended without an error.
+        """
         self._finder.remove()
         seen = [monitor for run in self._runs if (monitor := run.monitor()) is not None]
         for run in self._runs if complete else ():
@@ -561,7 +572,7 @@ class WatchSession:
                 self.writer(f"{run.model} is measured up to step {last:,}: the script deleted the model before ending")
         broken = any(monitor.passes and not monitor.active for monitor in seen)
         pilots = [pilot for run in self._runs if run.pilot is not None and (pilot := run.pilot()) is not None]
-        for one in (*pilots, *seen):  # an autopilot closes its monitor, after it has seen the last record
+        for one in (*pilots, *seen):  # an autopilot closes its monitor after it has seen the last record
             one.close(complete=complete)
         for run in self._runs:
             run.done.detach()
@@ -577,7 +588,7 @@ class WatchSession:
             self.writer(f"nothing was measured: {'see above' if broken else self._why_nothing(seen)}")
 
     def _write_page(self, sink: MessageSink) -> None:
-        """The page of a run, in its directory. Where it can't be written the script ends as it would all the same."""
+        """Writes the page of a run into its directory. If this fails, the script still ends as it would otherwise."""
         assert sink.run.path is not None
         try:
             write(sink.run.path, sink.run.path / PAGE)
@@ -601,8 +612,9 @@ class WatchSession:
             return f"no attention was seen in the passes of {models}"
         if any(monitor.passes for monitor in monitors):
             return (
-                f"{models} was called, but no step of its optimizer was seen. The script ended before the first one, "
-                "or a compiled function calls optimizer.step(), where steps can't be counted: compile the model instead"
+                f"{models} was called, but no step of its optimizer was seen. Either the script ended before the first "
+                "step, or optimizer.step() is called in a compiled function, where steps can't be counted; in that "
+                "case, compile only the model"
             )
         return f"the script ended before {models} was called"
 
@@ -625,23 +637,23 @@ class Program:
 
     @property
     def title(self) -> str:
-        """A readable name, also for directories: train for train.py, package.train for -m package.train."""
+        """A readable name, also used for directories: train for train.py, package.train for -m package.train."""
         return self.name if self.module else Path(self.name).stem
 
     @property
     def words(self) -> list[str]:
-        """The words from which parse() restores this program."""
+        """The words from which parse() can reconstruct this program."""
         return ["python", *["-u"] * self.unbuffered, *["-m"] * self.module, self.name, *self.arguments]
 
 
 def parse(words: Sequence[str]) -> Program | list[str]:
-    """Returns the program that a command starts, or the words of the command for torchrun, which starts the program
-    itself.
+    """Returns the program that a command starts. For torchrun, which starts the program itself, returns the words of
+    its command line.
 
-    Raises: InvalidValueError if it is not a command that runs Python here.
+    Raises: InvalidValueError if the command does not run Python, or runs it with another interpreter.
     """
     if not words:
-        raise InvalidValueError(f"expected the command that trains, got none; for example: {EXAMPLE}")
+        raise InvalidValueError(f"expected a training command after --, got none; for example: {EXAMPLE}")
     first, rest = words[0], list(words[1:])
     if Path(first).name == "torchrun":
         return rest
@@ -649,9 +661,9 @@ def parse(words: Sequence[str]) -> Program | list[str]:
         return Program(name=first, arguments=tuple(rest))
     if not _is_this_python(first):
         raise InvalidValueError(
-            f"expected python, torchrun or a .py file, got {first!r}. A launcher can start the watcher instead: "
-            f"{first} ... -m qkeel watch -- python train.py; a script with its own command is often a module too: "
-            "qkeel watch -- python -m NAME"
+            f"expected python, torchrun or a .py file, got {first!r}. If it is a launcher, let it start the watcher: "
+            f"{first} ... -m qkeel watch -- python train.py. If it is the command of a package, try running it as a "
+            "module: qkeel watch -- python -m NAME"
         )
     return _behind_python(rest)
 
@@ -662,8 +674,8 @@ def _is_this_python(word: str) -> bool:
         return False
     if os.sep in word and Path(word).absolute().parent != Path(sys.executable).absolute().parent:
         raise InvalidValueError(
-            f"the script runs inside the watcher: expected this interpreter, {sys.executable}, got {word}. "
-            "Install qkeel for that interpreter, or write python"
+            f"the script runs in the watcher's own interpreter, {sys.executable}, but the command names {word}. "
+            "Install qkeel for the interpreter in the command, or use `python` in the command"
         )
     return True
 
@@ -683,8 +695,8 @@ def _behind_python(rest: list[str]) -> Program | list[str]:
             return Program(name=name, arguments=tuple(rest), module=True, unbuffered=unbuffered)
         else:
             raise InvalidValueError(
-                f"python's option {option} comes too late here: the script runs inside the watcher's own interpreter. "
-                f"Pass it to that interpreter: python {option} -m qkeel watch -- python train.py"
+                f"python's option {option} has no effect here, because the script runs in the watcher's own "
+                f"interpreter. Pass it to that interpreter: python {option} -m qkeel watch -- python train.py"
             )
     if not rest:
         raise InvalidValueError(f"expected a script after python, got none; for example: {EXAMPLE}")
@@ -708,7 +720,7 @@ def under_torchrun(words: Sequence[str], watcher: Sequence[str]) -> list[str]:
 
 
 def prepare(program: Program) -> bytes | None:
-    """Sets up this process as the program expects, and returns the source of a script; None for a module.
+    """Sets up this process as the program expects, and returns the source of a script or None for a module.
 
     Raises: DataError if there is no such file or module.
     """
@@ -727,8 +739,7 @@ def prepare(program: Program) -> bytes | None:
 
 
 def execute(program: Program, source: bytes | None) -> int:
-    """Runs the program as __main__ and returns the exit code that python would have ended with (130 for an
-    interruption)."""
+    """Runs the program as __main__ and returns the exit code with which python would have ended (130 after Ctrl-C)."""
     try:
         if source is None:
             runpy.run_module(program.name, run_name="__main__", alter_sys=True)
@@ -744,7 +755,7 @@ def execute(program: Program, source: bytes | None) -> int:
 
 
 def _run_script(name: str, source: bytes) -> None:
-    """As runpy.run_path, but sys.argv[0] stays as it was given, and __main__ stays for threads and pickles."""
+    """Like runpy.run_path, but sys.argv[0] stays as given, and __main__ remains available to threads and pickles."""
     path = str(Path(name).absolute())
     main = types.ModuleType("__main__")
     main.__file__ = path

@@ -1,4 +1,4 @@
-"""COMPARE: small training runs on real text, resumable at any instant, and studies made of them."""
+"""COMPARE: small training runs on real text that can be resumed at any point, and studies that consist of them."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ __all__ = [
     "study",
 ]
 
-# Loaded when first asked for, so that `qkeel --help` does not wait for torch.
+# Loaded on first access, so that `qkeel --help` does not wait for torch.
 _HOMES = {
     **dict.fromkeys(("DataConfig", "ImagesConfig", "ModelConfig", "OptimConfig", "RunConfig"), "config"),
     **dict.fromkeys(("Execution", "StudyResult", "make_plan", "run_plan", "study"), "execute"),

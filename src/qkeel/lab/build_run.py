@@ -33,16 +33,16 @@ from qkeel.spec.presets import attention_spec
 
 # Muon orthogonalises the momentum of each hidden matrix; all other parameters get AdamW.
 
-RMS_MATCH = 0.2  # from Moonlight: gives updates the root mean square that AdamW's usually have
+RMS_MATCH = 0.2  # from Moonlight: gives updates the root mean square that AdamW's updates usually have
 
 
 @final
 class Muon(torch.optim.Optimizer):
-    """W ← W - lr·(0.2·√max(m, n)·O + λ·W), O = Newton-Schulz(Nesterov momentum); AdamW in the other groups.
+    """W ← W - lr·(0.2·√max(m, n)·O + λ·W) with O = Newton-Schulz(Nesterov momentum); other groups use AdamW.
 
-    Groups with `muon=True` contain matrices; every other group, including those added later, uses AdamW. One learning
-    rate serves both, thanks to the factor 0.2·√max(m, n). Newton-Schulz runs in float32 on CPUs, where bfloat16 is
-    emulated, and processes matrices of equal shape as one batch. The step is linear in the rate.
+    Groups with `muon=True` contain matrices; every other group, including groups added later, uses AdamW. The same
+    learning rate suits both, thanks to the factor 0.2·√max(m, n). Newton-Schulz runs in float32 on CPUs, where bfloat16
+    is emulated, and processes matrices of equal shape as one batch. The step is linear in the rate.
 
     Source: Jordan 2024; Liu et al. 2025, arXiv 2502.16982, equation 4 (they iterate in bfloat16).
     """
@@ -125,27 +125,29 @@ class Muon(torch.optim.Optimizer):
 
 
 def fusable(weight: Tensor) -> bool:
-    """Whether torch's fused AdamW supports this parameter."""
+    """True if torch's fused AdamW supports this parameter."""
     return weight.device.type in ("cpu", "cuda") and weight.is_floating_point()
 
 
 # The optimizer of a run (AdamW, SGD or Muon) and its learning rate as a function of the step.
 
-RATE = "rate"  # option of a parameter group: its rate as a multiple of the run's
+RATE = "rate"  # option of a parameter group: its learning rate as a multiple of the run's learning rate
 
 
 def build_optimizer(config: OptimConfig, model: nn.Module, width: float = 1.0) -> torch.optim.Optimizer:
-    """Builds the optimizer over all parameters, with weight decay on matrices only, and Muon on hidden matrices.
+    """Builds the optimizer for all parameters. Weight decay applies to matrices only, and Muon to hidden matrices only.
 
-    The groups are hidden matrices, embedding and head, vectors and scalars. Groups added later have no weight decay.
+    The parameter groups are the hidden matrices, the embedding and the head, and the vectors and scalars. Groups added
+    later have no weight decay.
 
     Under µP the rate of hidden matrices is η · base width / width. Independent weight decay is w ← w - s·λ·w, where s
-    is the step's share of the peak rate; an optimizer that decays by its rate η·s therefore gets λ / η.
+    is the step's rate relative to the peak rate; an optimizer that multiplies decay by its rate η·s therefore gets
+    λ / η.
 
     Args:
         config: the optimizer's settings.
         model: the model to train.
-        width: width of the model as a multiple of µP's base width; 1 in the standard parametrisation.
+        width: the width of the model as a multiple of µP's base width; 1 in the standard parametrisation.
 
     Source: Yang et al. 2022, arXiv 2203.03466, table 8 (Adam); Wortsman et al. 2023, arXiv 2309.14322, section 3.2.
     """
@@ -166,7 +168,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module, width: float = 1.0) -
 
 
 def _decay(config: OptimConfig, rate: float = 1.0) -> float:
-    """The weight decay to give an optimizer that multiplies it by the group's rate; `rate` is relative to the run's."""
+    """The weight decay for an optimizer that multiplies it by the group's rate, `rate` times the run's rate."""
     return config.weight_decay if config.decay == "coupled" else config.weight_decay / (config.lr * rate)
 
 
@@ -184,12 +186,12 @@ def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], li
     )
 
 
-# Share of the steps in which "wsd" decays: Hu et al. 2024 (MiniCPM, arXiv 2404.06395) use the last tenth or fifth.
+# The share of steps in which "wsd" decays. Hu et al. 2024 (MiniCPM, arXiv 2404.06395) use the last tenth or fifth.
 DECAY_SHARE = 0.2
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """Returns the rate of step `step` (from 0) of `steps`: linear warm-up, then constant, cosine or wsd.
+    """Returns the learning rate of step `step` (from 0) of `steps`: linear warm-up, then constant, cosine or wsd.
 
     >>> [round(learning_rate(OptimConfig(lr=1.0, warmup=0.5, schedule="constant"), s, 4), 3) for s in range(4)]
     [0.5, 1.0, 1.0, 1.0]
@@ -217,8 +219,8 @@ def canonical(text: str) -> str:
     """Returns the canonical spelling of a run's remedy: an autopilot with its options, or a `qkeel.apply` spec.
 
     Raises:
-        InvalidValueError: an autopilot is combined with other remedies, or may add parameters, which the checkpoint of
-            a run cannot hold.
+        InvalidValueError: an autopilot is combined with other remedies, or it may add parameters that cannot be stored
+            in a run's checkpoint.
 
     >>> canonical("autopilot:tau=0.10")
     'autopilot:tau=0.1'
@@ -228,7 +230,7 @@ def canonical(text: str) -> str:
     term, *others = parse(text)
     if others:
         raise InvalidValueError(
-            f"expected autopilot without other remedies, because it chooses remedies itself, got {text!r}"
+            f"expected autopilot without other remedies, because the autopilot chooses the remedies, got {text!r}"
         )
     return spelled(Term(POLICY, term.options)).replace(POLICY, AUTOPILOT, 1)
 
@@ -238,7 +240,7 @@ def _is_autopilot(text: str) -> bool:
 
 
 def not_stacked(text: str) -> list[str]:
-    """Returns the names of a run's remedies that act inside its own forward pass, which rules out stacking."""
+    """Returns the names of a run's remedies that work inside its forward pass and therefore rule out stacking."""
     return [AUTOPILOT] if _is_autopilot(text) else sorted({r.name for r in remedies.parse(text) if not r.stacks})
 
 
@@ -282,7 +284,7 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Returns the configuration with every `auto` decided for this machine and the remedy in its canonical spelling.
+    """Returns the configuration with every `auto` replaced for this machine and the remedy in its canonical spelling.
 
     Raises:
         QkeelError: a remedy, preset or option is unknown, or the device does not exist here.
@@ -297,7 +299,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def check(config: RunConfig) -> None:
-    """Raises if the model cannot be built or the remedy refuses it; takes a few milliseconds."""
+    """Raises an error if the model cannot be built or the remedy cannot be applied to it; takes a few milliseconds."""
     model = config.model
     depth = model.n_layers if model.position else 1
     narrow = dataclasses.replace(
@@ -313,7 +315,7 @@ def check(config: RunConfig) -> None:
 
 
 def layers(config: ModelConfig, train_length: int | None = None) -> tuple[AttentionSpec, ...]:
-    """Returns the spec of each layer; `train_length` is for positions that depend on it."""
+    """Returns the spec of each layer; `train_length` is used by position encodings that depend on it."""
     specs = layer_specs(attention_spec(config.attention), config.n_layers, config.position, train_length)
     return specs if config.parametrisation == "standard" else tuple(_mup(spec, config) for spec in specs)
 
@@ -330,12 +332,12 @@ def _mup(spec: AttentionSpec, config: ModelConfig) -> AttentionSpec:
 
 
 def build_decoder(config: ModelConfig, vocab_size: int, train_length: int | None = None) -> Decoder:
-    """Builds the model with PyTorch's initial weights; `Decoder.init_weights` then sets the run's."""
+    """Builds the model with PyTorch's initial weights; `Decoder.init_weights` then sets those of the run."""
     return Decoder(_sizes(config, vocab_size, train_length))
 
 
 def build_vit(config: ModelConfig, classes: int, patches: int, width: int) -> ViT:
-    """Builds a vision transformer of the same sizes, for `patches` patches of `width` numbers each."""
+    """Builds a vision transformer of the same sizes, for `patches` patches of `width` values each."""
     return ViT(_sizes(config, classes, patches), patches=patches, width=width)
 
 
@@ -364,7 +366,7 @@ def _sizes(config: ModelConfig, vocab_size: int, train_length: int | None) -> De
 
 
 def autocast(config: RunConfig) -> contextlib.AbstractContextManager[object]:
-    """Returns the autocast context of a resolved configuration: bf16, fp16, or none."""
+    """Returns the autocast context of a resolved configuration: bf16, fp16, or a context without autocast."""
     if config.dtype not in HALF:
         return contextlib.nullcontext()
     return torch.autocast(config.device.split(":")[0], dtype=HALF[config.dtype])
@@ -372,7 +374,7 @@ def autocast(config: RunConfig) -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Sets the number of CPU threads, and restores it afterwards."""
+    """Sets the number of CPU threads and restores it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,4 +1,4 @@
-"""The state of a run in memory, its environment, and checkpoints that resume with identical bits."""
+"""The state of a run in memory, its environment, and checkpoints from which a run resumes bit-identically."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from qkeel.sites import find_sites
 from qkeel.version import VERSION
 
 # The env.json of a run describes its environment, without names of people, machines or folders. It contains everything
-# besides the configuration that changes bits; runs that differ in it are not mixed.
+# apart from the configuration that affects the bits of the results; runs that differ in it are not mixed.
 
-COMPARED = ("qkeel", "torch", "device", "cpu", "compiled_kernels")  # change bits without being settings of a run
+COMPARED = ("qkeel", "torch", "device", "cpu", "compiled_kernels")  # affect the bits but are not settings of a run
 
 
 def computed_with(config: RunConfig) -> Json:
-    """Returns versions, processor and kernels, which decide the last digits besides the configuration; see COMPARED."""
+    """Returns the versions, processor and kernels, which affect the last digits of the results; see COMPARED."""
     device = config.device
     return {
         "qkeel": VERSION,
@@ -55,7 +55,8 @@ def computed_with(config: RunConfig) -> Json:
 
 
 def identity(config: RunConfig) -> Json:
-    """Returns everything that makes two runs of one configuration bit-identical: `computed_with`, and the corpus."""
+    """Returns everything that must be equal for two runs of one configuration to be bit-identical: the result of
+    `computed_with` and the corpus."""
     return {**computed_with(config), "corpus": about_corpus(load_task(config).corpus)}
 
 
@@ -64,8 +65,8 @@ def check_alike(path: Path, before: Json, now: Json) -> None:
 
     Args:
         path: the run's directory.
-        before: its env.json; what an earlier version did not record counts as different.
-        now: the present `identity`.
+        before: the run's env.json; values that an earlier version did not record count as different.
+        now: the current `identity`.
     """
     unlike = [name for name in COMPARED if before.get(name) != now.get(name)]
     texts = [about.get("corpus") or {} for about in (before, now)]
@@ -76,8 +77,8 @@ def check_alike(path: Path, before: Json, now: Json) -> None:
     if unlike:
         how = "; ".join(f"{name}: {before.get(name, 'not recorded')} there, {now.get(name)} here" for name in unlike)
         raise RunDirectoryError(
-            f"{path} was computed differently ({how}), and runs with different rounding or a different text are not "
-            "mixed. Restore the old environment (QKEEL_NATIVE=0 switches compiled kernels off), or choose another "
+            f"{path} was computed differently ({how}), and runs with different rounding or a different text must not "
+            "be mixed. Restore the old environment (QKEEL_NATIVE=0 switches compiled kernels off), or choose another "
             "directory; nothing was changed."
         )
 
@@ -93,7 +94,7 @@ def refuse_mixture(runs: Path, now: Json) -> None:
 
 
 def about_corpus(corpus: Corpus) -> Json:
-    """Returns name, content hash and sizes of a corpus."""
+    """Returns the name, content hash and sizes of a corpus."""
     return {
         "name": corpus.name,
         "sha256": corpus.sha256,
@@ -106,7 +107,8 @@ def about_corpus(corpus: Corpus) -> Json:
 
 
 def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: str) -> Json:
-    """Returns env.json: versions, corpus hash, formula with the remedy applied, the remedy's source and the command."""
+    """Returns env.json: the versions, the corpus hash, the formula with the remedy applied, the remedy's source and the
+    command."""
     remedy, counted = note(config.remedy), counted_bigrams(config)
     return {
         **computed_with(config),
@@ -125,21 +127,21 @@ def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: st
     }
 
 
-# Dynamic loss scaling, which keeps gradients within the range of fp16; one scale per run.
+# Dynamic loss scaling, which keeps gradients within the range of fp16, with one scale per run.
 
-# The numbers of torch.amp.GradScaler; scaling by powers of two does not round.
+# The defaults of torch.amp.GradScaler; scaling by powers of two does not round.
 START, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 LEAST = 1.0  # below it the forward pass itself overflows, which no loss scale can fix
 
 
 @final
 class LossScale:
-    """Halves the scale when a gradient is not finite, and skips that step; doubles it after 2000 good steps.
+    """Halves the scale when a gradient is not finite and skips that step; doubles the scale after 2000 good steps.
 
-    The scale of a run depends only on its own gradients, so it does not depend on which runs train with it. Skipped
-    steps are counted, and each is reported by `taken_events`.
+    The scale of a run depends only on its own gradients, not on which runs train together with it. Skipped steps are
+    counted, and each is reported by `taken_events`.
 
-    Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3.2; numbers of torch.amp.GradScaler.
+    Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3.2, with the defaults of torch.amp.GradScaler.
     """
 
     def __init__(self, start: float = START, interval: int = INTERVAL) -> None:
@@ -155,12 +157,12 @@ class LossScale:
 
     @property
     def skips(self) -> bool:
-        """Whether the next step is skipped."""
+        """True if the next step is skipped."""
         return not self._finite
 
     @property
     def exhausted(self) -> bool:
-        """Whether steps overflow even with a scale below 1."""
+        """True if steps overflow even with a scale below 1."""
         return self.value < LEAST
 
     def update(self) -> None:
@@ -179,7 +181,7 @@ class LossScale:
         return events
 
     def record(self) -> dict[str, float]:
-        """Returns the fields of records.TASK_FIELDS."""
+        """Returns the fields of loss scaling in records.TASK_FIELDS."""
         return {"loss_scale": self.value, "skipped_steps": self.skipped}
 
     def state(self) -> dict[str, Tensor]:
@@ -191,7 +193,7 @@ class LossScale:
 
         Raises:
             KeyError: the state has no numbers.
-            ValueError: their count is wrong.
+            ValueError: the state has the wrong number of values.
         """
         value, sound, skipped = state["numbers"].tolist()
         self.value, self._sound, self.skipped = value, int(sound), int(skipped)
@@ -214,15 +216,15 @@ PEAKS: dict[str, float] = {
 
 
 def flops_per_token(model: nn.Module, context: int) -> float:
-    """Operations per training token: 6 per weight of each matrix product, plus those of the visible pairs.
+    """Returns the operations per training token: 6 per weight of each matrix product, plus those of visible pairs.
 
-    Each visible key costs 3 · 2 · h (d + d'): forward and twice that backward, for scores and weighted values of h
-    heads. A causal query at i sees i + 1 keys, at most as many as its window. Embedding lookups, norms and
-    recomputation are not counted.
+    Each visible key costs 3 · 2 · h (d + d') operations, for the scores and weighted values of h heads in the forward
+    pass and twice as many in the backward pass. A causal query at position i sees i + 1 keys, but no more than its
+    window holds. Embedding lookups, norms and recomputation are not counted.
 
     Args:
         model: a model with qkeel's attention modules.
-        context: tokens per training sequence.
+        context: the number of tokens per training sequence.
 
     Source: Chowdhery et al. 2022, arXiv 2204.02311, appendix B (which counts all T keys as visible).
     """
@@ -240,7 +242,7 @@ def flops_per_token(model: nn.Module, context: int) -> float:
 
 
 def peak(device: torch.device, dtype: str) -> float | None:
-    """Peak bf16 operations per second of the device; None if unknown, or if the run does not compute in bf16."""
+    """Returns the peak bf16 operations per second of the device; None if unknown or if the run does not use bf16."""
     if device.type != "cuda" or dtype != "bf16":
         return None
     name = torch.cuda.get_device_name(device)
@@ -254,14 +256,15 @@ def speed(tokens: int, seconds: float, flops: float, limit: float | None) -> dic
     return {"tokens_per_second": rate, "mfu": share}
 
 
-# A run in memory: task, model, optimizer and active remedy.
+# A run in memory: its task, model, optimizer and active remedy.
 
 
 @final
 class RunState:
-    """A resolved configuration in memory: initial weights follow from the seed, batches from (seed, step).
+    """The state of a run in memory, created from a resolved configuration.
 
-    Training changes only `model`, `optimizer` and the state of the remedy's `handle`.
+    The initial weights are determined by the seed, and the batches by (seed, step). Training changes only `model`,
+    `optimizer`, `loss_scale` and the state of the remedy's `handle`.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -290,19 +293,19 @@ class RunState:
             self.model.compile()
 
     def close(self) -> None:
-        """Ends the training."""
+        """Ends the training and closes the autopilot, if there is one."""
         if isinstance(self.handle, Autopilot):
             self.handle.close()
 
     @property
     def events(self) -> Sequence[Row]:
-        """The events of an autopilot so far."""
+        """The events of the autopilot so far, if there is one."""
         return self.handle.events if isinstance(self.handle, Autopilot) else ()
 
 
 @torch.no_grad()
 def _nudge(model: nn.Module, ulps: int) -> None:
-    """Moves the first weight of the first matrix of the blocks up by `ulps` float32 steps."""
+    """Increases the first weight of the first matrix in the blocks by `ulps` float32 steps."""
     weight = next((p for p in model.get_submodule("blocks").parameters() if p.dim() == 2), None) if ulps else None
     if weight is not None:
         first = weight.detach().view(-1)[:1]
@@ -311,7 +314,7 @@ def _nudge(model: nn.Module, ulps: int) -> None:
 
 # The checkpoint of a run: one safetensors file with its SHA-256, replaced atomically. Nothing is pickled.
 
-_DIGEST = "sha256"  # metadata field; computed over the file with the digits of this field set to 0
+_DIGEST = "sha256"  # metadata field; its value is computed over the file with the digits of this field set to 0
 _BLANK = "0" * 64
 # The state per parameter of AdamW, SGD and Muon.
 _STATES = (frozenset(["step", "exp_avg", "exp_avg_sq"]), frozenset(["momentum_buffer"]), frozenset(["momentum"]))
@@ -339,7 +342,7 @@ class RunCheckpoint:
 
 
 def save(directory: RunDirectory, run: RunState, progress: RunProgress) -> None:
-    """Replaces the checkpoint atomically."""
+    """Saves a checkpoint of the run, atomically replacing the previous one."""
     tensors: dict[str, Tensor] = {f"model.{name}": t for name, t in _model_tensors(run.model).items()}
     numbers: dict[str, object] = {}
     for index, state in run.optimizer.state_dict()["state"].items():
@@ -362,11 +365,11 @@ def save(directory: RunDirectory, run: RunState, progress: RunProgress) -> None:
 
 
 def load(directory: RunDirectory, run: RunState) -> RunProgress:
-    """Restores the checkpoint into the run; returns its progress.
+    """Restores the run from its checkpoint and returns its progress.
 
     Raises:
         DamagedFileError: the file is damaged.
-        RunDirectoryError: it belongs to another model.
+        RunDirectoryError: the checkpoint belongs to another model.
     """
     found = read_checkpoint(directory)
     restore(directory, run, found)
@@ -389,14 +392,14 @@ def read_checkpoint(directory: RunDirectory) -> RunCheckpoint:
         progress = RunProgress(about["step"], float(about["cpu_seconds"]), about.get("sizes"))
         return RunCheckpoint(progress, safetensors.torch.load(data), about["optimizer"])
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
-        raise DamagedFileError(f"{path} differs from what was written ({error}): it was damaged.") from error
+        raise DamagedFileError(f"{path} differs from what was written ({error}), so it was damaged.") from error
 
 
 def restore(directory: RunDirectory, run: RunState, checkpoint: RunCheckpoint) -> None:
-    """Restores a checkpoint into the run.
+    """Restores the run from a checkpoint.
 
     Raises:
-        RunDirectoryError: it belongs to another model; nothing on disk is changed.
+        RunDirectoryError: the checkpoint belongs to another model. Nothing on disk is changed.
     """
     tensors = checkpoint.tensors
     try:
@@ -428,14 +431,14 @@ def _digits(data: bytes | bytearray, digest: str) -> int:
     """Returns the offset of the digest's digits in the file.
 
     Raises:
-        ValueError: they are not there.
+        ValueError: the file does not contain them.
     """
     field = f'"{_DIGEST}":"'.encode()
     return data.index(field + digest.encode() + b'"') + len(field)
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; shared tensors appear once."""
+    """Returns the parameters and buffers by name; shared tensors appear once."""
     seen: set[int] = set()
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -449,7 +452,7 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def _load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     own = _model_tensors(model)
     if own.keys() != tensors.keys():
-        raise ValueError(f"other tensors: {', '.join(sorted(own.keys() ^ tensors.keys()))}")
+        raise ValueError(f"different tensors: {', '.join(sorted(own.keys() ^ tensors.keys()))}")
     for name, tensor in tensors.items():
         if own[name].shape != tensor.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(own[name].shape)}")
@@ -484,7 +487,9 @@ def _check_state(index: int, entries: Mapping[str, object], parameter: Tensor) -
     for key, value in entries.items():
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
         if shape != (() if key == "step" else tuple(parameter.shape)):
-            raise ValueError(f"state {index}.{key} has shape {shape}, but its parameter has {tuple(parameter.shape)}")
+            raise ValueError(
+                f"state {index}.{key} has shape {shape}, but its parameter has shape {tuple(parameter.shape)}"
+            )
         if isinstance(value, Tensor) and not value.is_floating_point():
             raise ValueError(f"state {index}.{key} is {value.dtype}, expected floating-point numbers")
 

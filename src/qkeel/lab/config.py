@@ -12,10 +12,10 @@ from typing import Annotated, Literal, Self, final
 from qkeel.errors import InvalidTypeError, InvalidValueError, check
 from qkeel.options import Bound, Count, Json, Natural, NotNegative, Positive, Share, read_fields, settle
 
-# Command-line flags, TOML recipes and config.json are views of these frozen dataclasses. The texts in quotes below the
-# fields are the help of the flags.
+# Command-line flags, TOML recipes and config.json are views of these frozen dataclasses. The strings below the fields
+# are the help texts of the flags.
 
-Given = Annotated[int | None, Bound(1, included=True)]  # None where it is not given
+Given = Annotated[int | None, Bound(1, included=True)]  # None if it is not given
 
 
 @final
@@ -28,34 +28,34 @@ class ModelConfig:
     n_layers: Count = 2
     """Number of blocks."""
     n_heads: Count = 4
-    """Query heads per layer."""
+    """Number of query heads per layer."""
     n_kv_heads: Given = None
-    """Key and value heads per layer; n_heads if not given."""
+    """Number of key and value heads per layer; n_heads if not given."""
     head_dim: Given = None
     """Width of one head; d_model / n_heads if not given."""
     attention: str = "baseline"
-    """The attention formula: a preset, with options as in 'gemma2:cap=30'."""
+    """The attention formula: the name of a preset, with options if needed, as in 'gemma2:cap=30'."""
     position: str = ""
-    """Replaces the preset's position encoding, e.g. 'alibi' or 'hwfa:window=16'; '/' separates layers."""
+    """Position encoding that replaces the preset's, e.g. 'alibi' or 'hwfa:window=16'; '/' separates layers."""
     block: Literal["mha", "mla", "gau"] = "mha"
     """Multi-head attention (also grouped or multi-query), multi-head latent attention, or gated attention units without
     an MLP."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
-    """The feed-forward branch."""
+    """Type of the feed-forward branch."""
     mlp_ratio: float = 4.0
-    """Hidden units of the feed-forward branch as a multiple of d_model."""
+    """Number of hidden units of the feed-forward branch, as a multiple of d_model."""
     norm_order: Literal["pre", "post", "swin", "peri", "none"] = "pre"
-    """Position of the norms in a block, if it has any."""
+    """Where the norms are in a block, or none for no norms."""
     tied: bool = False
     """Whether the output layer shares the embedding's weights."""
     deepnorm: bool = False
-    """DeepNorm's factors on the residual stream and the initial weights; for block=gau with norm_order=post."""
+    """Use DeepNorm's factors on the residual stream and the initial weights; for block=gau with norm_order=post."""
     parametrisation: Literal["standard", "mup"] = "standard"
-    """Standard, or µP, which scales rates, logits and outputs so that one learning rate suits every width."""
+    """standard, or mup for µP, which scales rates, logits and outputs so that one learning rate suits every width."""
     base_width: Count = 64
     """Width at which µP equals the standard parametrisation."""
     base_head_dim: Count = 16
-    """Head size at which µP equals the standard parametrisation."""
+    """Head dimension at which µP equals the standard parametrisation."""
 
     def __post_init__(self) -> None:
         settle(self)
@@ -63,7 +63,7 @@ class ModelConfig:
         if self.block == "gau" and self.n_heads != 1:
             raise InvalidValueError(f"expected n_heads=1 for block=gau, which has one head, got {self.n_heads}")
         if not self.mlp_ratio * self.d_model >= 1:
-            raise InvalidValueError(f"expected an MLP of at least one unit, got mlp_ratio={self.mlp_ratio}")
+            raise InvalidValueError(f"expected an MLP with at least one unit, got mlp_ratio={self.mlp_ratio}")
         if self.parametrisation == "mup" and self.block != "mha":
             raise InvalidValueError(
                 f"expected block=mha with parametrisation=mup, got {self.block}, for which µP has no rule"
@@ -80,26 +80,26 @@ class DataConfig:
     """The source of the text, its tokens and the size of batches."""
 
     source: str = "stdlib"
-    """stdlib, topics, hf:NAME, or a path: text file, folder, glob, .bin (uint16, or .bin#uint8), .jsonl#column,
-    .parquet#column."""
+    """stdlib, topics, hf:NAME, or a path: a text file, a folder, a glob pattern, .bin (uint16, or .bin#uint8),
+    .jsonl#column or .parquet#column."""
     context: Count = 32
-    """Tokens per sequence."""
+    """Number of tokens per sequence."""
     batch: Count = 8
-    """Sequences per step."""
+    """Number of sequences per step."""
     vocab_size: Given = None
-    """Number of token ids; by default 256 for bytes, 1024 for bpe, and the largest token + 1 for .bin."""
+    """Number of token ids; by default 256 for bytes, 1024 for bpe, and the largest token id + 1 for .bin."""
     tokens: Literal["bytes", "bpe"] = "bytes"
-    """Bytes, or byte pairs learned from the training part of the text; losses are in nats per byte for both."""
+    """Single bytes, or byte pairs learned from the training part of the text; losses are in nats per byte for both."""
     task: Literal["text", "multimodal", "vision", "translation"] = "text"
     """Predict text, text and images in one sequence, the class of an image, or a translation."""
     windows: Literal["drawn", "once"] = "drawn"
-    """Text: draw training windows at random, so that text may repeat, or use each once."""
+    """Text: whether to draw training windows at random, so that text may repeat, or to use each window once."""
     needle: Share = 0.0
     """Share of training sequences with needles (tokens that store a value under a key) and questions about them."""
     pairs: Count = 1000
-    """Translation: number of training texts with a translation."""
+    """Translation: number of pairs of a text and its translation to train on."""
     needle_keys: Count = 4
-    """Needles per text, one for each key; ignored without needles."""
+    """Number of needles per text, one for each key; ignored without needles."""
 
     def __post_init__(self) -> None:
         settle(self)
@@ -116,22 +116,22 @@ class DataConfig:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ImagesConfig:
-    """Images and how a model reads them; unused if the task is text."""
+    """The images and how the model reads them; used only by tasks with images."""
 
     images: str = "digits"
     """digits, photos, a folder with one subfolder per class, or a .jsonl file with the fields path and text."""
     image_size: Count = 8
-    """Height and width in pixels; images of another size are rejected."""
+    """Height and width of an image in pixels; images of another size are rejected."""
     patch: Count = 2
     """Height and width of a patch in pixels; each patch is one token."""
     levels: Annotated[int, Bound(2, included=True)] = 4
-    """Multimodal: grey levels per pixel; a patch becomes one of levels^(patch²) codes of the vocabulary."""
+    """Multimodal: number of grey levels per pixel; a patch becomes one of levels^(patch²) codes of the vocabulary."""
     image_input: Literal["codes", "patches"] = "codes"
-    """Multimodal: an embedding per code, or a linear map of the patch's pixels."""
+    """Multimodal: read images through one embedding per code, or through a linear map of each patch's pixels."""
     image_share: Share = 0.5
     """Multimodal: share of sequences with an image and its caption."""
     image_variance: Positive = 1.0
-    """Multimodal: initial variance of image embeddings; text embeddings have 1."""
+    """Multimodal: initial variance of image embeddings; that of text embeddings is 1."""
     image_first: Share = 0.5
     """Multimodal: share of images that precede their caption."""
     canvas: Count = 4
@@ -158,19 +158,20 @@ class OptimConfig:
     beta2: NotNegative = 0.95
     """AdamW: decay of the running mean of squared gradients."""
     eps: Positive = 1e-8
-    """AdamW: added to the denominator."""
+    """AdamW: constant added to the denominator."""
     momentum: NotNegative = 0.95
     """SGD and Muon: decay of the momentum."""
     weight_decay: NotNegative = 0.0
-    """Weight decay of matrices, decoupled (SGD: coupled); gains have none."""
+    """Weight decay of matrices, decoupled (SGD: added to the gradient); gains have no weight decay."""
     decay: Literal["coupled", "independent"] = "coupled"
-    """Multiply weight decay by the learning rate, or by the rate relative to its peak."""
+    """coupled multiplies weight decay by the learning rate, independent by the rate relative to its peak."""
     grad_clip: NotNegative = 1.0
     """Global norm to which gradients are clipped; 0 disables clipping."""
     warmup: Share = 0.1
-    """Share of the steps with linear warm-up."""
+    """Share of the steps in which the rate is warmed up linearly."""
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
-    """Schedule of the rate after the warm-up; wsd keeps it constant, then decays linearly over the last fifth."""
+    """Schedule of the rate after the warm-up; wsd keeps the rate constant, then reduces it linearly over the last fifth
+    of the steps."""
     final: Share = 0.05
     """Final rate relative to the peak (cosine, wsd)."""
     z_loss: NotNegative = 0.0
@@ -185,9 +186,10 @@ class OptimConfig:
 
 
 _PARTS = (ModelConfig, DataConfig, OptimConfig, ImagesConfig)
-# Cannot change a recorded number, so it does not belong to the identity of a run.
+# Cannot change a recorded value, so it is not part of a run's identity.
 _CADENCE = ("checkpoint_every",)
-# Fields added later are left out at their defaults, so that the run_id of older runs does not change.
+# Fields that were added later are left out if they have their default values, so that the run_id of older runs does not
+# change.
 _NEWER = {
     "data": {"needle": 0.0, "tokens": "bytes", "windows": "drawn"},
     "model": {"position": "", "deepnorm": False, "mlp_ratio": 4.0, "parametrisation": "standard"},
@@ -199,7 +201,7 @@ _NEWER = {
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One training run. Every field affects the recorded numbers, except `checkpoint_every`."""
+    """One training run. Every field except `checkpoint_every` affects the recorded values."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)  #: the decoder
     data: DataConfig = dataclasses.field(default_factory=DataConfig)  #: the text
@@ -210,30 +212,31 @@ class RunConfig:
     seed: Natural = 0
     """Seed for initial weights and batches."""
     steps: Count = 150
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     accumulate: Count = 1
-    """Compute each batch in this many equal parts, to save memory."""
+    """Number of equal parts in which each batch is computed, to save memory."""
     log_every: Count = 10
-    """Steps between records; the first and the last step are always recorded."""
+    """Number of steps between records; the first and the last step are always recorded."""
     checkpoint_every: Natural = 50
-    """Steps between checkpoints; 0: only at the end."""
+    """Number of steps between checkpoints; 0 saves one only at the end."""
     eval_every: Natural = 0
-    """Steps between evaluations, a multiple of log_every; 0: only before and after training."""
+    """Number of steps between evaluations, a multiple of log_every; 0 evaluates only before and after training."""
     eval_sequences: Count = 256
-    """Held-out sequences over which val_loss is averaged."""
+    """Number of held-out sequences over which val_loss is averaged."""
     probe_sequences: Count = 4
-    """Held-out sequences on which attention statistics are measured."""
+    """Number of held-out sequences on which attention statistics are measured."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps; auto uses CUDA if available, otherwise the CPU."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Number format; bf16 and fp16 (with loss scaling) use autocast over float32 weights; auto is bf16 on CUDA devices
-    that support it."""
+    """Number format; bf16 and fp16 (with loss scaling) use autocast with float32 weights; auto is bf16 on CUDA devices
+    that support it, otherwise fp32."""
     compile: bool = False
-    """Train through torch.compile."""
+    """Train with torch.compile."""
     threads: Count = 1
-    """CPU threads; their number changes the order of sums and thereby the last digits."""
+    """Number of CPU threads, which affects the order of summation and thereby the last digits."""
     nudge: Natural = 0
-    """Float32 steps (ulps) by which one weight is moved before training, to measure how fast two runs diverge."""
+    """Number of float32 steps (ulps) by which one weight is changed before training, to measure how fast two runs
+    diverge."""
 
     def __post_init__(self) -> None:
         settle(self)
@@ -250,12 +253,12 @@ class RunConfig:
 
     @property
     def run_id(self) -> str:
-        """12 hex digits of the SHA-256 of everything that affects the numbers (see `identity`)."""
+        """The first 12 hex digits of the SHA-256 of everything that affects the recorded values (see `identity`)."""
         text = json.dumps(self.identity(), sort_keys=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def identity(self) -> Json:
-        """The configuration without checkpoint cadence, device number and settings that its task does not use."""
+        """The configuration without the checkpoint cadence, the device number and settings that the task ignores."""
         values = {k: v for k, v in self.to_dict().items() if k not in _CADENCE}
         for section, names in _NEWER.items():
             table = values[section] if section else values
@@ -275,7 +278,7 @@ class RunConfig:
         return {**values, "device": self.device.split(":")[0]}
 
     def to_dict(self) -> Json:
-        """Returns plain values, nested like the dataclasses; `from_dict` reads them."""
+        """Returns the configuration as plain values, nested like the dataclasses, which `from_dict` can read."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -285,7 +288,7 @@ class RunConfig:
 
 
 def with_values(config: RunConfig, **values: object) -> RunConfig:
-    """Returns the configuration with other values; a section is a table whose values are all set at once.
+    """Returns the configuration with other values; the values of a section are given as a dict and set all at once.
 
     >>> with_values(RunConfig(), optim={"lr": 0.1}, seed=3).optim.lr
     0.1
@@ -318,9 +321,9 @@ SETTINGS: dict[str, str] = {
 
 
 def variants(base: RunConfig, axes: Mapping[str, Sequence[object]]) -> Iterator[tuple[str, RunConfig]]:
-    """Yields the configuration with every combination of values, and a name that distinguishes it from the others.
+    """Yields a configuration for every combination of values, with a name that distinguishes it from the others.
 
-    Axes with at most one value do not appear in names, so such a grid has the same names as one without axes.
+    Axes with at most one value do not appear in names, so a grid of such axes has the same names as one without axes.
 
     >>> [name for name, _ in variants(RunConfig(), {"d_model": (32, 64), "steps": (10,)})]
     ['d_model 32', 'd_model 64']
@@ -332,7 +335,7 @@ def variants(base: RunConfig, axes: Mapping[str, Sequence[object]]) -> Iterator[
 
 
 def at(base: RunConfig, values: Mapping[str, object]) -> RunConfig:
-    """Returns the configuration with these values, set at once because one may be invalid without another."""
+    """Returns the configuration with these values, set together because one may be invalid without another."""
     fields: dict[str, dict[str, object]] = {"": {}}
     for axis, value in values.items():
         fields.setdefault(SETTINGS[axis], {})[axis] = value

@@ -62,7 +62,7 @@ _WARM, _TIMED = 3, 10  # steps
 
 
 def last_step(directory: Path) -> int:
-    """Returns the last recorded step of a run, or 0; reads only the end of the file."""
+    """Returns the last recorded step of a run, or 0 if there is none; reads only the end of the file."""
     try:
         path = directory / "metrics.jsonl"
         refuse_irregular(path)
@@ -77,9 +77,9 @@ def last_step(directory: Path) -> int:
 
 
 def estimate_seconds(runs: Sequence[PlannedRun], workers: int) -> float:
-    """Estimates the duration of the runs with this many workers, by timing a few steps of the first run.
+    """Estimates the duration in seconds of the runs with this many workers, by timing a few steps of the first run.
 
-    Raises: whatever these steps raise.
+    Raises: any error that these steps raise.
     """
     if not runs or workers < 1:
         return 0.0
@@ -101,7 +101,7 @@ def _seconds_per_step(config: RunConfig) -> float:
         return (time.perf_counter() - start) / _TIMED
 
 
-# Execution of a plan in a directory, which may contain a part of the same study already.
+# Execution of a plan in a directory, which may already contain a part of the same study.
 
 
 @final
@@ -109,21 +109,22 @@ def _seconds_per_step(config: RunConfig) -> float:
 class Execution:
     """Execution options of a study; none of them changes a result."""
 
-    #: number of processes, each with a run or a stack of runs; 1 uses this process, None asks the executor
+    #: number of processes, each training one run or one stack of runs; 1 uses this process, None asks the executor
     workers: int | None = 1
     #: local, ray, dask or slurm, with options as in "slurm:partition=gpu,time=60"; see `lab.executors`
     executor: str = "local"
-    #: whether runs that differ only in seed, steps and rates train as one model: a number, "auto" or "off"
+    #: how many runs that differ only in seed, steps and rates to train as one model: a number, "auto" or "off"
     stack: StackSize = "off"
     shard: Shard = dataclasses.field(default_factory=Shard)  #: the part of the runs to execute here
-    command: str = ""  #: the user's command line, for the record
+    command: str = ""  #: the user's command line, which is recorded
     on_outcome: Callable[[Outcome], None] = lambda outcome: None  #: called when a run ends
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StudyResult:
-    """The result of a study: tables of all runs in the directory, of their long-context tests, and new failures."""
+    """The result of a study: a table of all runs in the directory, a table of their long-context tests, and the runs
+    that failed."""
 
     path: Path  #: the study's directory
     table: Sequence[Json]  #: one row per finished run
@@ -134,20 +135,20 @@ class StudyResult:
 def make_plan(
     name: str, base: RunConfig | None = None, grid: Grid | None = None, contexts: LongContexts | None = None
 ) -> Plan:
-    """Plans a study by name, and checks that every remedy, the model and the corpus can be used.
+    """Plans the study with this name, and checks that every remedy, the model and the corpus can be used.
 
     >>> [run.name for run in make_plan("lr", grid=Grid(remedies=["none"], lrs=[0.01, 0.03], seeds=[0])).runs]
     ['none', 'none']
 
     Args:
         name: a key of lab.studies.STUDIES.
-        base: the configuration of its runs; the study has a default.
-        grid: its axes; the study has a default.
-        contexts: for the extrapolation study, replaces its long contexts.
+        base: the configuration of the runs; each study has a default.
+        grid: the axes; each study has a default.
+        contexts: the long contexts of the extrapolation study, if they differ from its default.
 
     Raises:
-        QkeelError: a name is unknown, a value invalid, a remedy refused or the data missing. In that case, nothing has
-            been written.
+        QkeelError: a name is unknown, a value is invalid, a remedy cannot be applied or the data is missing. In that
+            case, nothing has been written.
     """
     plan = find_study(name).plan(name, base, grid, contexts)
     runs = [dataclasses.replace(run, config=resolve(run.config)) for run in plan.runs]
@@ -174,7 +175,7 @@ def study(
     jobs: int = 1,
     contexts: LongContexts | None = None,
 ) -> StudyResult:
-    """Runs the study `name` over a grid in the directory `out`; finished runs are kept, interrupted ones resume.
+    """Runs the study `name` over a grid in the directory `out`; finished runs are kept, interrupted runs resume.
 
     >>> base = RunConfig(steps=1, eval_sequences=1)
     >>> len(study("lr", remedies=["none"], lrs=[0.01], seeds=[0], out="a", base=base).table)
@@ -182,21 +183,22 @@ def study(
 
     Args:
         name: a key of lab.studies.STUDIES.
-        remedies: spec strings; a later call for the same directory may add remedies, rates and seeds.
-        lrs: learning rates.
-        seeds: seeds.
-        out: the directory.
-        base: model, corpus and length of the runs, which cannot change within a directory.
-        jobs: number of processes; with small models, several runs are trained together as one. `run_plan` has more
+        remedies: the spec strings of the remedies; a later call for the same directory may add remedies, rates and
+            seeds.
+        lrs: the learning rates.
+        seeds: the seeds.
+        out: the directory of the study.
+        base: the configuration with the model, corpus and length of the runs, which cannot change within a directory.
+        jobs: the number of processes; with small models, several runs are trained together as one. `run_plan` has more
             options.
-        contexts: in the study "extrapolation", where remedies are attention forms, the tests of the trained weights.
+        contexts: the tests of the trained weights in the study "extrapolation", where remedies are attention forms.
     """
     plan = make_plan(name, base, Grid(remedies=remedies, lrs=lrs, seeds=seeds), contexts)
     return run_plan(plan, out, Execution(workers=jobs, stack="auto"))
 
 
 def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
-    """Executes the runs of the plan that are not done yet, then writes table.csv.
+    """Executes the runs of the plan that have not finished yet, then writes table.csv.
 
     >>> grid = Grid(remedies=["none"], lrs=[0.01], seeds=[0])
     >>> len(run_plan(make_plan("lr", RunConfig(steps=1, eval_sequences=1), grid), "b", Execution()).failures)
@@ -204,7 +206,7 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
 
     Raises:
         RunDirectoryError: the directory is in use, contains another study or runs that were computed differently, or
-            cannot be written.
+            cannot be written to.
     """
     out = Path(out)
     if plan.grid.tuning_seeds and not plan.tuned:
@@ -234,13 +236,13 @@ def tune(plan: Plan, out: Path, execution: Execution) -> Plan:
     """Executes the remaining tuning runs, and returns the plan with the best learning rate of each remedy.
 
     Raises:
-        RunDirectoryError: a tuning run is not done, or the directory contains another study.
+        RunDirectoryError: a tuning run has not finished, or the directory contains another study.
     """
     return tuned_plan(plan, run_plan(tuning_plan(plan), out / FOLDER, execution).table)
 
 
 def write_tables(out: Path) -> tuple[list[Json], list[Json]]:
-    """Writes the table.csv of a study's directory; returns the rows of its runs and those of its long contexts."""
+    """Writes the table.csv of a study's directory, and returns the rows of its runs and of its long contexts."""
     about = read_study(out)
     table = rows(out, about["runs"])
     long_table = long_rows(out, about) if "contexts" in about else []
@@ -254,7 +256,7 @@ def write_tables(out: Path) -> tuple[list[Json], list[Json]]:
 
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """Locks study.json and table.csv, which the shards of a study share, for a moment."""
+    """Briefly locks study.json and table.csv, which the shards of a study share."""
     with locked(out / "lock.files", f"{out / 'study.json'} is in use by another study", wait=60.0):
         remove_leftovers(out)
         yield
@@ -266,7 +268,7 @@ def run_directory(out: Path, run: PlannedRun) -> Path:
 
 
 def pending(plan: Plan, out: Path, shard: Shard) -> list[PlannedRun]:
-    """Returns the shard's unfinished or damaged runs, the longest first, so that all workers finish together."""
+    """Returns the shard's unfinished or damaged runs, longest first, so that workers finish at about the same time."""
     mine = list(plan.runs)[shard.index - 1 :: shard.count]
     left = []
     for run in mine:
@@ -278,7 +280,7 @@ def pending(plan: Plan, out: Path, shard: Shard) -> list[PlannedRun]:
 
 
 def _outcomes(plan: Plan, out: Path, execution: Execution) -> Generator[Outcome, None, None]:
-    """Executes the rest of the plan and yields each outcome as it arrives; closing it stops all running jobs."""
+    """Executes the rest of the plan and yields each outcome as it arrives; closing the generator stops all jobs."""
     place = executor(execution.executor)
     # Other machines start in other folders, so jobs get absolute paths; outcomes name the paths that were typed.
     typed = {str(run_directory(out, run).absolute()): run for run in pending(plan, out, execution.shard)}
@@ -288,7 +290,7 @@ def _outcomes(plan: Plan, out: Path, execution: Execution) -> Generator[Outcome,
         Job(run.config.to_dict(), directory, execution.command, plan.contexts and plan.contexts.of(run.name))
         for directory, run in typed.items()
     ]
-    most = place.capacity()  # always asked, because this call fails early if a cluster cannot be reached
+    most = place.capacity()  # always called, because it fails early if a cluster cannot be reached
     workers = most if execution.workers is None else execution.workers
     with closing(place.outcomes(units_of(jobs, workers, execution.stack), workers, out.absolute())) as found:
         for outcomes in found:
@@ -297,7 +299,7 @@ def _outcomes(plan: Plan, out: Path, execution: Execution) -> Generator[Outcome,
 
 
 def _study(out: Path, plan: Plan, command: str) -> Json:
-    """Returns the study.json of the plan joined with that of the directory."""
+    """Returns the study.json of the plan, joined with the one in the directory."""
     new = study_of(plan, command)
     if (out / "study.json").exists():
         return joined_study(out, read_study(out), new)
@@ -311,13 +313,13 @@ def _study(out: Path, plan: Plan, command: str) -> Json:
 
 # Merging parts of one study from several directories.
 
-_OF_THE_MACHINE = ("cpu_seconds", "tokens_per_second", "mfu")  # may differ between equal runs
+_OF_THE_MACHINE = ("cpu_seconds", "tokens_per_second", "mfu")  # may differ between runs with the same results
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MergedStudy:
-    """A merged study: its tables, and the number of finished runs."""
+    """A merged study: its tables and the number of finished runs."""
 
     path: Path  #: the merged directory
     table: Sequence[Json]  #: one row per finished run
@@ -326,7 +328,7 @@ class MergedStudy:
 
 
 def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy:
-    """Merges directories of the same study, created on several machines, into a new one; the sources do not change.
+    """Merges directories of the same study, created on several machines, into a new directory without changing them.
 
     If a run appears more than once, the finished copy is used, or else the most advanced one. Unfinished runs are
     copied too, and the study's own command with `out` continues them. `out` is written atomically: it is either
@@ -340,8 +342,8 @@ def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy
     2
 
     Raises:
-        RunDirectoryError: a source contains no study or a different one, was computed differently or on another text,
-            has other results for a run that is also finished elsewhere, or is in use; or `out` is not empty.
+        RunDirectoryError: a source contains no study or a different study, was computed differently or on another text,
+            has different results for a run that also finished in another source, or is in use; or `out` is not empty.
     """
     places = [Path(source) for source in sources]
     out = Path(out)
@@ -355,7 +357,7 @@ def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy
     chosen = [_choice(places, entry["run_id"]) for entry in about["runs"]]
     staged = out.with_name(f".{out.name}.part")
     shutil.rmtree(staged, ignore_errors=True)  # left by a merge that was killed
-    advice = ". Expected a writable place with free space; existing files were not changed."
+    advice = ". Choose a writable directory on a disk with free space; existing files were not changed."
     try:
         with reported(f"cannot merge into {out}", advice):
             for run in filter(None, chosen):
@@ -372,20 +374,20 @@ def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy
 
 def _check_places(places: Sequence[Path], out: Path) -> None:
     if not places:
-        raise RunDirectoryError("expected directories of one study to merge, got none")
+        raise RunDirectoryError("expected the directories of one study to merge, got none")
     seen: set[str] = set()
     for place in places:
         if os.path.realpath(place) in seen:
-            raise RunDirectoryError(f"{place} is named twice; name each directory once")
+            raise RunDirectoryError(f"{place} is given twice; give each directory once")
         seen.add(os.path.realpath(place))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunDirectoryError(
-            f"cannot merge into {out}: it is not an empty directory. Name a new directory; nothing was changed."
+            f"cannot merge into {out}: it is not an empty directory. Give a new directory; nothing was changed."
         )
 
 
 def _choice(places: Sequence[Path], run_id: str) -> RunDirectory | None:
-    """Returns the directory from which to take a run; None if no source has started it."""
+    """Returns the directory from which to copy a run; None if the run was not started in any source."""
     runs = [RunDirectory(place / "runs" / run_id) for place in places]
     done = [run for run in runs if run.status is RunStatus.DONE]
     for other in done[1:]:
@@ -425,10 +427,10 @@ def _as_text(lines: Sequence[tuple[str, Json]]) -> dict[str, str]:
 
 
 def _copy(run: RunDirectory, to: Path) -> None:
-    """Copies the files of a run; an unfinished run is locked meanwhile, so that nothing writes to it."""
+    """Copies the files of a run; an unfinished run is locked while it is copied, so that nothing writes to it."""
     held = locked(run.path / "lock", f"{run.path} is in use by another process")
     if run.status is RunStatus.DONE and (damage := run.damage()):
-        raise DamagedFileError(f"{damage} Run its study again, then merge.")
+        raise DamagedFileError(f"{damage} Run the study that contains it again, then merge.")
     with nullcontext() if run.status is RunStatus.DONE else held:
         for file in sorted(run.path.rglob("*")):
             if file.name == "lock" or file.name.endswith(".part") or (file.is_dir() and not file.is_symlink()):
@@ -439,11 +441,11 @@ def _copy(run: RunDirectory, to: Path) -> None:
             replace_file(place, file.read_bytes())
 
 
-# table.csv has one row per run in the order of the grid; the same results always give the same bytes.
+# table.csv has one row per run in the order of the grid; equal results always produce the same bytes.
 
 
 def rows(out: Path, entries: Sequence[Json]) -> list[Json]:
-    """Returns one dict per run by `columns`; a run without a result has only its name and status."""
+    """Returns one dict per run, with the keys of `columns`; a run without a result has only its name and status."""
     table = [_row(RunDirectory(out / "runs" / entry["run_id"]), entry) for entry in entries]
     names = columns(table)
     return [{name: row.get(name) for name in names} for row in table]
@@ -468,7 +470,7 @@ def _row(directory: RunDirectory, entry: Json) -> Json:
 def write_table(out: Path, table: Sequence[Json], names: Sequence[str] = ()) -> None:
     """Writes table.csv atomically, by default with all columns of the table.
 
-    Floats have all their digits, booleans are true or false, unknown values are empty.
+    Floats are written with all their digits, booleans as true or false, and unknown values as empty cells.
     """
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
@@ -511,10 +513,10 @@ def _known(about: Json) -> Json:
 
 
 def joined_study(out: Path, old: Json, new: Json) -> Json:
-    """Joins the study.json of the directory `out` (`old`) with another part of the same study; each run appears once.
+    """Joins `old`, the study.json of the directory `out`, with another part of the same study; each run appears once.
 
     Raises:
-        RunDirectoryError: the two differ in more than remedies, rates, seeds and other axes.
+        RunDirectoryError: the two parts differ in more than remedies, rates, seeds and other axes.
     """
     _check_same_study(out, old, new)
     known = {entry["run_id"] for entry in old["runs"]}
@@ -537,7 +539,7 @@ def joined_study(out: Path, old: Json, new: Json) -> Json:
 
 
 def _joined_choices(old: Json, new: Json, out: Path) -> list[Json]:
-    """Returns the chosen rates of both; those of `new` take precedence."""
+    """Returns the chosen rates of both parts; the rates of `new` take precedence."""
     before = old.get("tuned", [])
     check_choices(before, new["tuned"], out)
     both = {(choice["role"], choice["remedy"]): choice for choice in [*before, *new["tuned"]]}
@@ -556,7 +558,7 @@ def read_study(out: Path) -> Json:
     lost = [name for name in ("study", "base", "remedies", "lrs", "seeds", "command") if about.get(name) is None]
     if lost:
         raise RunDirectoryError(
-            f"{file} lacks {', '.join(lost)}; it was not written by qkeel or was damaged later. "
+            f"{file} lacks {', '.join(lost)}; it was not written by qkeel, or it was damaged later. "
             "Restore it, or choose another directory; nothing was changed."
         )
     for entry in about["runs"]:
@@ -570,7 +572,7 @@ def read_study(out: Path) -> Json:
 
 
 def _joined_contexts(old: Json | None, new: Json) -> Json:
-    """Joins methods and lengths; the numbers of sequences and steps must be equal."""
+    """Joins the methods and lengths; the numbers of sequences and steps must be equal."""
     if old is None:
         return dict(new)
     for name, what in (
@@ -598,7 +600,7 @@ def _check_same_study(out: Path, old: Json, new: Json) -> None:
         changed += differences(old["base"].get(role, base), base)
     if changed:
         raise RunDirectoryError(
-            f"{out} contains a study of another configuration (different: {', '.join(dict.fromkeys(changed))}). Only "
+            f"{out} contains a study with another configuration (different: {', '.join(dict.fromkeys(changed))}). Only "
             "remedies, rates and seeds can be added to a study. Choose another directory; nothing was changed."
         )
 
@@ -620,10 +622,11 @@ _LOGITS = ("max_logit", "min_logit")
 
 
 def write_chaos(out: Path, about: Json) -> None:
-    """Writes chaos.json if the study has pairs: their common configuration, and one entry per finished pair.
+    """Writes chaos.json if the study has pairs: their common configuration and one entry per finished pair.
 
-    Pairs of a study with parts, e.g. several widths, have no common configuration; each names its part. The distance of
-    a pair is the root mean square difference of the largest and smallest logit of every head on the probe.
+    Pairs of a study with parts, e.g. several widths, have no common configuration; instead, each entry names its part.
+    The distance of a pair is the root mean square difference of the largest and smallest logit of every head on the
+    probe.
     """
     if not any(role.partition(", ")[0] == MOVED for role in about["base"]):
         return

@@ -1,4 +1,4 @@
-"""Executors of a study's runs: worker processes on this machine, Slurm, Ray or Dask."""
+"""Executors for a study's runs: worker processes on this machine, Slurm, Ray or Dask."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from qkeel.lab.train_runs import train_runs
 from qkeel.options import Count, Json, Natural, NotNegative, Positive, build, lookup, parse, settle
 from qkeel.records import RunDirectory, RunStatus
 
-# Worker processes, which end together with the process that started them, however that ends.
+# Worker processes, which end together with the process that started them, no matter how that process ends.
 
 
 @functools.cache
 def lifeline() -> tuple[Connection, Connection]:
-    """Returns a pipe that nobody writes to; its reading end, the first, reaches end-of-file when this process ends.
+    """Returns a pipe to which nobody writes; its first end, for reading, reaches end-of-file when this process ends.
 
-    A worker inherits the reading end when it starts, so it is protected at every moment, and needs no signal when its
-    parent dies. The writing end stays open as long as this process lives.
+    A worker inherits the reading end when it starts, so at any moment it ends with its parent, without needing a
+    signal. The writing end stays open as long as this process lives.
     """
     return Pipe(duplex=False)
 
 
 def begin_worker(line: Connection) -> None:
-    """Makes this process a worker: it ends when the pipe does, and leaves Ctrl-C to its parent.
+    """Makes this process a worker, which ends when the pipe is closed and leaves Ctrl-C to its parent.
 
-    It is called before any large import, so this module must not import anything large either.
+    This function is called before any large import, so this module must not import anything large either.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(line,), name="qkeel-lifeline", daemon=True).start()
@@ -68,7 +68,7 @@ LOCK_WAIT = 10.0  # seconds
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """One run as plain values, which can be sent to any process."""
+    """One run as plain values that can be sent to any process."""
 
     config: Json
     directory: str
@@ -88,7 +88,7 @@ class Outcome:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Part i of n of a study, counted from 1: every n-th run, for one machine or array task."""
+    """Part i of n of a study (counted from 1), which consists of every n-th run, for one machine or array task."""
 
     index: int = 1  #: i, from 1 to n
     count: int = 1  #: n, at least 1
@@ -111,9 +111,9 @@ class Shard:
 
 
 def units_of(jobs: Sequence[Job], workers: int, stack: StackSize) -> list[list[Job]]:
-    """Groups jobs into units that train as one, the longest first, so that all workers finish together.
+    """Groups jobs into units that train as one, longest first, so that all workers finish at about the same time.
 
-    `stack` selects which jobs train as one; see `plan_stacks`; it changes no result.
+    `stack` selects which jobs train as one (see `plan_stacks`) and does not change any result.
     """
     check(workers >= 1, "at least 1 worker", workers)
     # Jobs that test their weights at other lengths afterwards run alone.
@@ -125,7 +125,7 @@ def units_of(jobs: Sequence[Job], workers: int, stack: StackSize) -> list[list[J
 def work_here(units: Sequence[Sequence[Job]], workers: int) -> Generator[list[Outcome], None, None]:
     """Executes the units on this machine and yields the outcomes of each; closing the generator stops the workers.
 
-    With one worker everything runs in this process, without joblib. If a worker is killed, e.g. for lack of memory, the
+    With one worker, everything runs in this process without joblib. If a worker is killed, e.g. for lack of memory, the
     remaining jobs are executed one by one.
     """
     if workers == 1 or len(units) <= 1:
@@ -139,7 +139,7 @@ def work_here(units: Sequence[Sequence[Job]], workers: int) -> Generator[list[Ou
                 del left[outcome.directory]
             yield outcomes
     except _WorkerDied:
-        # joblib does not say which job died, so each remaining job gets its own worker.
+        # joblib does not report which job died, so each remaining job gets its own worker.
         for job in left.values():
             try:
                 yield from _pool([[job]], 2)
@@ -168,7 +168,7 @@ def _pool(units: Sequence[Sequence[Job]], workers: int) -> Generator[list[Outcom
             yield from results
         except (KeyboardInterrupt, GeneratorExit):
             raise
-        except Exception as error:  # `work` raises no errors, so this is joblib's: a worker was killed
+        except Exception as error:  # `work` raises no errors, so this error is from joblib because a worker was killed
             raise _WorkerDied(
                 f"its worker process died ({type(error).__name__}), perhaps for lack of memory; run the same command "
                 "again to continue, with fewer workers if memory is short"
@@ -178,17 +178,17 @@ def _pool(units: Sequence[Sequence[Job]], workers: int) -> Generator[list[Outcom
 
 
 def work(unit: Sequence[Job]) -> list[Outcome]:
-    """Executes one job, or several that train as one; an error becomes its outcome."""
+    """Executes one job, or several that train as one; errors are returned as outcomes."""
     directories = [Path(job.directory) for job in unit]
     try:
         configs = [RunConfig.from_dict(job.config) for job in unit]
-        # This machine may compute differently from those that did the study's other runs.
+        # This machine may compute differently from the machines that executed the study's other runs.
         refuse_mixture(directories[0].parent, identity(configs[0]))
         errors = train_runs(configs, directories, command=unit[0].command, wait=LOCK_WAIT)
         for i, job in enumerate(unit):
             if job.contexts is not None and errors[i] is None:
                 measure(configs[i], RunDirectory(directories[i]), job.contexts, wait=LOCK_WAIT)
-    except Exception as error:  # a bug or a fault of the machine, if it is not a QkeelError
+    except Exception as error:  # a bug or a machine failure, if it is not a QkeelError
         errors = [error] * len(unit)
     texts = [str(e or "") if e is None or isinstance(e, QkeelError) else f"{type(e).__name__}: {e}" for e in errors]
     return [Outcome(job.directory, text) for job, text in zip(unit, texts)]
@@ -224,15 +224,16 @@ class Executor(Protocol):
         ...
 
     def outcomes(self, units: Sequence[Unit], workers: int, folder: Path) -> Generator[list[Outcome], None, None]:
-        """Executes the units, at most `workers` at once, and yields the outcomes of each; closing it stops all.
+        """Executes the units, at most `workers` at once, and yields the outcomes of each.
 
-        `folder` is for the executor's own files, in a file system that all machines share.
+        Closing the generator stops all units. `folder` is for the executor's own files and must be in a file system
+        that all machines share.
         """
         ...
 
 
 def executor(text: str) -> Executor:
-    """Returns the executor of a spec string such as "local", "ray:address=auto" or "slurm:partition=gpu,time=60".
+    """Returns the executor for a spec string such as "local", "ray:address=auto" or "slurm:partition=gpu,time=60".
 
     >>> executor("slurm:partition=gpu")
     Slurm(partition='gpu', ...)
@@ -240,7 +241,7 @@ def executor(text: str) -> Executor:
     Raises:
         UnknownNameError: the executor or an option is unknown; the message suggests the nearest name.
         InvalidTypeError: an option has the wrong type.
-        InvalidValueError: an option is out of range, or there is more than one executor.
+        InvalidValueError: an option is out of range, or more than one executor is given.
     """
     terms = parse(text)
     if len(terms) != 1:
@@ -250,9 +251,9 @@ def executor(text: str) -> Executor:
 
 
 def work_elsewhere(unit: Unit) -> list[Outcome]:
-    """Runs `work` in a process that others may share, as Dask's do.
+    """Runs `work` in a process that may be shared by several units, like Dask's worker processes.
 
-    Only one unit runs at a time, because the number of torch's threads is a setting of the whole process.
+    Only one unit runs at a time, because the number of torch's threads is a setting of the entire process.
     """
     with _ONE_AT_A_TIME:
         return work(unit)
@@ -274,9 +275,10 @@ def died(unit: Unit, error: BaseException) -> list[Outcome]:
 def check_reached(what: str, address: str, speaks: Callable[[bytes], bool] = bool) -> None:
     """Raises RefusedError if nothing answers at "tcp://host:port" or "host:port" within REACH_WAIT.
 
-    Addresses of another form ("auto", a file, a name) are left to the library. The servers of Ray and Dask speak first
-    where the connection is not encrypted: `speaks` says whether these may be the first bytes of one. Their libraries
-    would wait for minutes for what accepts a connection and says nothing, or something else.
+    Addresses of another form ("auto", a file, a name) are left to the library. If the connection is not encrypted, the
+    servers of Ray and Dask send the first bytes, and `speaks` returns whether the bytes received may come from such a
+    server. Their libraries would wait minutes for a server that accepts a connection and then sends nothing, or
+    something unexpected.
     """
     found = re.fullmatch(r"(?:(\w+)://)?(\[[^\]]+\]|[^:/]+):(\d+)/?", address)
     if found is None:
@@ -292,22 +294,22 @@ def check_reached(what: str, address: str, speaks: Callable[[bytes], bool] = boo
 
 
 def begins_grpc(said: bytes) -> bool:
-    """True if these bytes are the header of HTTP/2's frame SETTINGS, by which a gRPC server, as Ray's are, begins."""
+    """True if these bytes are the header of an HTTP/2 SETTINGS frame, the first frame of gRPC servers like Ray's."""
     return said[3:5] == b"\x04\x00"
 
 
 def unreached(what: str, why: str) -> RefusedError:
     """Returns the error for a cluster that cannot be reached."""
     reason = " ".join(why.split())[:300]
-    return RefusedError(f"{what} cannot be reached: {reason}. Check its address, or leave --executor out to run here")
+    return RefusedError(f"{what} cannot be reached: {reason}. Check its address, or omit --executor to run here")
 
 
 def seen_here(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Turns outcomes whose files are not visible here into errors: the machines share no folder."""
+    """Turns outcomes whose files are not visible here into errors, because the machines share no folder."""
     deadline = time.monotonic() + NETWORK_WAIT
     lost = (
-        "done on the cluster, but its files are not here: --out must be a folder that this machine and the cluster "
-        "share. Choose one, or run shards on each machine and use qkeel merge"
+        "finished on the cluster, but its files are not here, because --out is not a folder that this machine and the "
+        "cluster share. Choose such a folder, or run shards on each machine and use qkeel merge"
     )
     found = []
     for outcome in outcomes:
@@ -324,10 +326,10 @@ def seen_here(outcomes: Sequence[Outcome]) -> list[Outcome]:
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Local:
-    """Worker processes on this machine, through joblib; they end together with the process that started them."""
+    """Worker processes on this machine, run by joblib; they end together with the process that started them."""
 
     def capacity(self) -> int:
-        """Returns the number of cores of this process, at most 4, because each worker takes about 0.4 GB."""
+        """Returns the number of cores available to this process, at most 4, because each worker uses about 0.4 GB."""
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         return min(cores, 4)
 
@@ -338,16 +340,16 @@ class Local:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Tasks:
-    """How the library of a cluster submits units, waits, returns outcomes or an error, and cancels."""
+    """The functions with which a cluster's library submits units, waits for them, returns results and cancels them."""
 
     submit: Callable[[Unit], Any]
-    ended: Callable[[list[Any]], Iterable[Any]]  #: the tasks that have ended, at least one of them or none yet
+    ended: Callable[[list[Any]], Iterable[Any]]  #: waits, and returns the tasks that have ended; may be empty
     result: Callable[[Any], list[Outcome] | BaseException]  #: may also raise the error
     cancel: Callable[[list[Any]], object]
 
 
 def _drive(tasks: _Tasks, units: Sequence[Unit], most: int) -> Generator[list[Outcome], None, None]:
-    """Yields the outcomes of units of which at most `most` are submitted at once; closing it cancels the rest."""
+    """Submits units, at most `most` at once, and yields their outcomes; closing the generator cancels the rest."""
     waiting, running = list(units), {}
     try:
         while waiting or running:
@@ -358,7 +360,7 @@ def _drive(tasks: _Tasks, units: Sequence[Unit], most: int) -> Generator[list[Ou
                 unit = running.pop(task)
                 try:
                     found = tasks.result(task)
-                except Exception as error:  # `work` raises no errors, so this is the library's
+                except Exception as error:  # `work` raises no errors, so this error is from the library
                     found = error
                 yield seen_here(died(unit, found) if isinstance(found, BaseException) else found)
     finally:
@@ -371,10 +373,12 @@ _EACH, _EACH_HERE = 5.0, 0.5  # seconds between polls of jobs on a cluster, and 
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slurm:
-    """One job array of a Slurm cluster, through submitit; this process waits for it and cancels it when interrupted.
+    """One job array on a Slurm cluster, submitted with submitit; this process waits for it and cancels it when
+    interrupted.
 
-    partition, account, qos: as for sbatch; empty uses the cluster's default. time: minutes per job. memory: GB per job.
-    cpus, gpus: per job. cluster: "slurm", or "local" to run the jobs as processes of this machine.
+    partition, account, qos: as for sbatch; if empty, the cluster's default is used. time: minutes per job. memory: GB
+    per job. cpus, gpus: the number of each per job. cluster: "slurm", or "local" to run the jobs as processes on this
+    machine.
     """
 
     partition: str = ""
@@ -397,7 +401,7 @@ class Slurm:
     def outcomes(self, units: Sequence[Unit], workers: int, folder: Path) -> Generator[list[Outcome], None, None]:
         """Executes the units; see `Executor`."""
         place, here = self._executor(workers, folder), self.cluster == "local"
-        # All units of a cluster are one array, of which Slurm itself runs at most `workers` at once.
+        # On a cluster, all units form one array, of which Slurm itself runs at most `workers` at once.
         array = iter([] if here else self._array(place, units))
 
         def ended(jobs: list[Any]) -> list[Any]:
@@ -423,14 +427,14 @@ class Slurm:
             return place.map_array(work_elsewhere, units)
         except FailedJobError as error:
             said = " ".join(str(error).split())[:300]
-            raise RefusedError(f"Slurm took no jobs: {said}. Check the options of --executor slurm") from error
+            raise RefusedError(f"Slurm accepted no jobs: {said}. Check the options of --executor slurm") from error
 
     def _reached(self) -> None:
-        """Raises RefusedError if Slurm's commands or its controller are not there."""
+        """Raises RefusedError if Slurm's commands or its controller are not available."""
         if self.cluster != "slurm":
             return
         if lacking := [name for name in ("sbatch", "srun") if shutil.which(name) is None]:
-            raise unreached("Slurm", f"this machine has no {lacking[0]}; start the study where jobs are submitted")
+            raise unreached("Slurm", f"this machine has no {lacking[0]}; start the study where jobs can be submitted")
         if (scontrol := shutil.which("scontrol")) is None:
             return
         try:  # sbatch itself tries again for minutes
@@ -438,7 +442,7 @@ class Slurm:
                 [scontrol, "ping"], capture_output=True, text=True, timeout=REACH_WAIT, stdin=subprocess.DEVNULL
             )
         except subprocess.TimeoutExpired as error:
-            raise unreached("Slurm", f"its controller has not answered scontrol ping in {REACH_WAIT:g} s") from error
+            raise unreached("Slurm", f"its controller did not answer scontrol ping within {REACH_WAIT:g} s") from error
         if said.returncode:
             raise unreached("Slurm", f"scontrol ping says {said.stderr.strip() or said.stdout.strip()}")
 
@@ -465,8 +469,8 @@ class Slurm:
 class Ray:
     """Tasks of a Ray cluster. A task whose machine is lost is retried once and continues from its checkpoint.
 
-    address: of the cluster; "auto" for the one of this machine; empty uses RAY_ADDRESS, or starts Ray here. cpus, gpus:
-    reserved per task.
+    address: the address of the cluster; "auto" uses the cluster of this machine, and an empty address uses RAY_ADDRESS
+    or starts Ray on this machine. cpus, gpus: the number of each reserved per task.
     """
 
     address: str = ""
@@ -477,7 +481,7 @@ class Ray:
         settle(self, "ray")
 
     def capacity(self) -> int:
-        """Returns how many tasks fit into the cluster's CPUs, and into its GPUs if tasks reserve any."""
+        """Returns how many tasks the cluster's CPUs can run at once, and its GPUs if tasks reserve any."""
         has = self._connected().cluster_resources()
         wanted = {"CPU": self.cpus, "GPU": self.gpus}
         return max(1, min(int(has.get(name, 0) / amount) for name, amount in wanted.items() if amount))
@@ -502,7 +506,7 @@ class Ray:
             check_reached("Ray's cluster", address, begins_grpc)
             try:
                 ray.init(address=address or None, log_to_driver=False, include_dashboard=False)
-            except Exception as error:  # of another version too
+            except Exception as error:  # includes clusters with another version
                 raise unreached("Ray's cluster", f"{address}: {error}") from error
         return ray
 
@@ -510,10 +514,10 @@ class Ray:
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dask:
-    """Workers of a Dask cluster. Each worker process executes one unit at a time, however many threads it has.
+    """Workers of a Dask cluster. Each worker process executes one unit at a time, no matter how many threads it has.
 
-    address: of its scheduler, "tcp://host:8786"; empty uses the active client or DASK_SCHEDULER_ADDRESS, or starts a
-    cluster here.
+    address: the address of the scheduler, like "tcp://host:8786"; an empty address uses DASK_SCHEDULER_ADDRESS or the
+    active client, or starts a cluster on this machine.
     """
 
     address: str = ""
@@ -549,7 +553,7 @@ class Dask:
             check_reached("Dask's scheduler", address)
             try:
                 return Client(address, timeout=REACH_WAIT)
-            except Exception as error:  # also of reading what no scheduler has said
+            except Exception as error:  # includes errors from parsing what is not a scheduler's reply
                 raise unreached("Dask's scheduler", f"{address}: {error}") from error
         try:
             return get_client()

@@ -1,4 +1,4 @@
-"""Image data: handwritten digits, two photos cut into tiles, folders of classes, lists with captions.
+"""Image data: handwritten digits, two photos cut into tiles, folders of classes, and lists with captions.
 
 Shapes: [n height width channels].
 """
@@ -29,8 +29,8 @@ _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 class Pictures:
     """Images of one size: pixels [n height width channels] float32 in [0, 1], each with a caption and a class.
 
-    `held` marks the held-out images, chosen by content so that copies of an image are on the same side. `classes` is ()
-    if there are none.
+    `held` marks the held-out images, which are chosen by content so that copies of an image are in the same part.
+    `classes` is () if there are no classes.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Pictures:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of pixels, captions, classes and the split."""
+        """The SHA-256 of the pixels, captions, classes and the split."""
         digest = hashlib.sha256(json.dumps([list(self.captions), list(self.classes)]).encode())
         for part in (self.pixels, self.labels, self.held):
             digest.update(np.ascontiguousarray(part).tobytes())
@@ -64,7 +64,7 @@ def _load(source: str, size: int, stamped: object) -> Pictures:
     if source in BUILT_IN:
         name, pixels, captions, classes = BUILT_IN[source]()
         if size != pixels.shape[1]:
-            raise DataError(f"the images of {source} are 8 × 8; expected image_size 8, got {size}")
+            raise DataError(f"the images of {source} are 8 × 8 pixels; expected image_size 8, got {size}")
     elif path.suffix == ".jsonl" and path.is_file():
         name, (pixels, captions), classes = path.name, _captioned(path, size), ()
     elif path.is_dir():
@@ -72,8 +72,8 @@ def _load(source: str, size: int, stamped: object) -> Pictures:
         classes = tuple(dict.fromkeys(captions))
     else:
         raise DataError(
-            f"no images {source!r}: no such folder or .jsonl file. Expected {', '.join(BUILT_IN)}, a folder with one "
-            "subfolder per class, or a .jsonl file with the fields path and text."
+            f"cannot find images {source!r}: there is no such folder or .jsonl file. Expected {', '.join(BUILT_IN)}, a "
+            "folder with one subfolder per class, or a .jsonl file with the fields path and text."
         )
     place = {name: i for i, name in enumerate(classes)}
     labels = np.array([place.get(caption, 0) for caption in captions])
@@ -84,7 +84,7 @@ def _load(source: str, size: int, stamped: object) -> Pictures:
 
 
 def _held_out(pixels: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> np.ndarray:
-    """Holds out a tenth of each class, at least one image, in the order of their hashes."""
+    """Holds out a tenth of each class (at least one image), chosen by the order of the images' hashes."""
     digests = [hashlib.sha256(np.ascontiguousarray(image).tobytes()).digest() for image in pixels]
     held: set[bytes] = set()
     for label in range(len(classes) or 1):
@@ -109,7 +109,7 @@ def _digits() -> ImageTable:
 
 
 def _photos() -> ImageTable:
-    """Tiles of 8 × 8 pixels; the caption is the photo's name with the row and column of the tile."""
+    """Returns tiles of 8 × 8 pixels; each caption is the photo's name with the row and column of the tile."""
     with np.load(io.BytesIO(files("qkeel.lab").joinpath("pictures", "photos.npz").read_bytes())) as stored:
         photos = {name: stored[name] for name in stored.files}
     tiles, captions = [], []
@@ -130,7 +130,7 @@ def _captioned(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
         if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("path", "text")):
             raise DataError(f'{where}: expected {{"path": "a.png", "text": "its caption"}}, got {json.dumps(row)[:80]}')
         if not row["text"].strip():
-            raise DataError(f"{where}: the caption of {row['path']} is empty; write a caption, or leave the image out")
+            raise DataError(f"{where}: the caption of {row['path']} is empty; write a caption, or omit the image")
         images.append(_read(path.parent / row["path"], size))
         captions.append(row["text"].strip())
     return _stack(images, str(path)), captions
@@ -139,7 +139,7 @@ def _captioned(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
 def _class_folders(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
     folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
     if not folders:
-        raise DataError(f"{path} has no subfolder; expected one per class, with the images of the class in it")
+        raise DataError(f"{path} has no subfolders; expected one subfolder per class, with the images of that class")
     images, captions = [], []
     for folder in folders:
         own = sorted(file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES)
@@ -177,21 +177,21 @@ def _check(path: Path, mode: str, shape: tuple[int, int], size: int) -> None:
     if tuple(shape) != (size, size):
         raise DataError(
             f"{path} is {shape[0]} × {shape[1]} pixels; expected {size} × {size}. Resize the images, or give their "
-            "size as --image-size"
+            "size with --image-size"
         )
 
 
 def _stack(images: Sequence[np.ndarray], what: str) -> np.ndarray:
     if not images:
-        raise DataError(f"{what} lists no image; expected at least two")
+        raise DataError(f"{what} lists no images; expected at least two")
     channels = {image.shape[2] for image in images}
     if len(channels) > 1:
-        raise DataError(f"{what} mixes grey and RGB images; expected one mode. Convert them all to one mode")
+        raise DataError(f"{what} mixes grey and RGB images; expected one mode. Convert all images to the same mode")
     return np.stack(images)
 
 
 def patches(pixels: np.ndarray, size: int) -> np.ndarray:
-    """Cuts images [n height width channels] into squares, row by row: [n rows columns size²·channels]."""
+    """Cuts images [n height width channels] into square patches, row by row: [n rows columns size²·channels]."""
     n, height, width, channels = pixels.shape
     cut = pixels.reshape(n, height // size, size, width // size, size, channels).transpose(0, 1, 3, 2, 4, 5)
     return cut.reshape(n, height // size, width // size, -1)

@@ -1,4 +1,4 @@
-"""Trained models on longer texts than in training: accuracy by position, retrieval, angles between q and k.
+"""Tests trained models on longer texts than in training: accuracy by position, retrieval, angles between q and k.
 
 Shapes: n texts, b sequences, h heads, t tokens, s keys, i needles.
 """
@@ -35,7 +35,7 @@ from qkeel.records.file_formats import JSONObject, whole_bytes
 from qkeel.spec import PRESETS, AttentionCall, AttentionSpec
 from qkeel.spec.rope import Position
 
-# Angles between queries and keys: the range in training, and how many pairs of a longer text lie outside it.
+# Angles between queries and keys: their range in training, and how many pairs of a longer text lie outside that range.
 
 _ROWS = 128  # query rows of cosines computed at a time
 
@@ -43,7 +43,7 @@ _ROWS = 128  # query rows of cosines computed at a time
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """The smallest and the largest cosine between visible q and k of a layer, per head [h]."""
+    """The smallest and the largest cosine between q and a visible k in a layer, per head [h]."""
 
     low: Tensor
     high: Tensor
@@ -52,9 +52,9 @@ class Range:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outside:
-    """Per head of all layers [layers h]: the number of pairs, how many lie outside the range, and a bound on the logit.
+    """The number of pairs, how many lie outside the range, and a bound on the logit, per head of all layers [layers h].
 
-    largest_logit: scale at the last position · largest norm of a query · largest norm of a key.
+    largest_logit: the scale at the last position · the largest norm of a query · the largest norm of a key.
     """
 
     pairs: Tensor
@@ -63,7 +63,7 @@ class Outside:
 
     @property
     def share(self) -> float:
-        """The share of pairs outside, over all heads."""
+        """The share of pairs outside the range, over all heads."""
         return float(self.outside.sum() / self.pairs.sum())
 
     def dilution(self, n: int) -> Tensor:
@@ -112,7 +112,7 @@ def attentions(model: nn.Module) -> list[SpecModule]:
 
 @contextlib.contextmanager
 def observed(model: nn.Module, see: Callable[[int, AttentionCall], None]) -> Iterator[None]:
-    """Calls `see` with the layer number of each attention call of the model."""
+    """Calls `see` with the layer number and the call for each attention call of the model."""
     modules = attentions(model)
     observers = [lambda call, layer=layer: see(layer, call) for layer in range(len(modules))]
     for module, observer in zip(modules, observers, strict=True):
@@ -125,7 +125,7 @@ def observed(model: nn.Module, see: Callable[[int, AttentionCall], None]) -> Ite
 
 
 def _cosines(call: AttentionCall) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields blocks of cosines [b h rows s] with a mask of the visible ones."""
+    """Yields blocks of cosines [b h rows s], each with a mask of the visible pairs."""
     q, k = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in call.encoded())
     position = call.spec.position.unwindowed  # a window hides keys but does not rotate anything
     for start in range(0, q.shape[2], _ROWS):
@@ -153,11 +153,11 @@ _TOKENS = 8192  # tokens per forward pass
 
 
 def retrieved(model: nn.Module, windows: Tensor, needles: Needles) -> Json:
-    """Asks for needles in held-out windows [n, length + 1]: the share found, also by depth, and the attention on them.
+    """Asks for needles in held-out windows [n, length + 1] and returns the share found and the attention on needles.
 
-    needle_weight is the mean weight that a question gives its needle, and needle_bound the largest weight that one key
-    can get there (`dilution_bound` of the largest logit that the norms allow), both for the head with the most weight.
-    Each is also given by head.
+    The share found is also given by depth. needle_weight is the mean attention weight from a question to its needle,
+    and needle_bound is the largest weight that one key can get (the `dilution_bound` of the largest logit that the
+    norms allow), both for the head with the largest needle_weight. Both are also given by head.
     """
     asked = ask(windows.cpu().numpy(), needles, np.random.default_rng(0))
     parts = (asked.windows, asked.questions, asked.places)
@@ -189,7 +189,7 @@ def retrieved(model: nn.Module, windows: Tensor, needles: Needles) -> Json:
 
 
 def _weights(call: AttentionCall, questions: Tensor, places: Tensor) -> Tensor:
-    """Returns the weight [b h i] that question i gives the key at places[i]; questions [b i], places [i]."""
+    """Returns the weight [b h i] from question i to the key at places[i]; questions [b i], places [i]."""
     q, k = call.encoded()
     rows, keys = slice(int(questions.min()), q.shape[2]), slice(0, k.shape[2])
     logits = call.spec.cap.apply(call.scores(q[:, :, rows], k, rows, keys))
@@ -199,22 +199,22 @@ def _weights(call: AttentionCall, questions: Tensor, places: Tensor) -> Tensor:
     return one.gather(3, at)[..., 0]
 
 
-# A trained run at other lengths: accuracy on held-out text, with attention as trained and changed post hoc.
+# A trained run at other lengths: accuracy on held-out text, with attention as trained and with post-hoc changes.
 
 FILE = "extrapolation.jsonl"
-_ANGLED = 16  # number of texts for the angles: about two million pairs per head at 512 tokens
+_ANGLED = 16  # number of texts for the angles, with about two million pairs per head at 512 tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Predicted:
-    """Per token of held-out text [n t]: whether the next token was predicted, and its loss in nats."""
+    """Whether the next token was predicted correctly, and its loss in nats, per token of held-out text [n t]."""
 
     hit: Tensor
     loss: Tensor
 
 
 def check_methods(config: RunConfig, contexts: LongContexts) -> None:
-    """Checks post-hoc methods and lengths; a form may still refuse a method.
+    """Checks the post-hoc methods and lengths; a form may still not support a method.
 
     Raises:
         UnknownNameError: a method or form is unknown.
@@ -233,7 +233,7 @@ def check_methods(config: RunConfig, contexts: LongContexts) -> None:
 
 
 def stretched(spec: AttentionSpec, method: Method, train_length: int, test_length: int) -> AttentionSpec:
-    """Returns the spec under a method; with continued training, the factor follows from its length."""
+    """Returns the spec changed by a method; with continued training, the factor follows from the method's length."""
     factor = (method.trained_at or test_length) / train_length
     for term in method.terms:
         spec = spec.extrapolate(term.name, factor=factor, train_length=train_length, **term.options)
@@ -269,7 +269,7 @@ def measure(config: RunConfig, place: RunDirectory, contexts: LongContexts, wait
 
 
 def _known(place: RunDirectory) -> list[JSONObject]:
-    """Returns the lines of a run's results; none if one is damaged, so that everything is measured again."""
+    """Returns the lines of a run's results, or [] if a line is damaged, so that everything is measured again."""
     try:
         return place.long_contexts()
     except DamagedFileError as damage:
@@ -287,19 +287,19 @@ def _clear(place: RunDirectory) -> None:
 
 
 def _load(place: RunDirectory, run: RunState) -> int:
-    """Restores the run's checkpoint; returns its step, or 0 if there is no checkpoint."""
+    """Restores the run from its checkpoint and returns the step, or 0 if there is no checkpoint."""
     try:
         return load(place, run).step if place.checkpoint.exists() else 0
     except DamagedFileError:
-        remove([place.path / "DONE"])  # the same command trains it again
+        remove([place.path / "DONE"])  # so that the same command trains it again
         raise
 
 
 class _AsTrained:
-    """The baseline for every method at a length.
+    """The baseline with which all methods are compared at one length.
 
-    It has held-out texts [n, length + 1], predictions on their pieces of the training length, and the angles in
-    training.
+    It consists of held-out texts [n, length + 1], the predictions on pieces of these texts with the training length,
+    and the ranges of angles in training.
     """
 
     def __init__(self, run: RunState, length: int, sequences: int) -> None:
@@ -330,7 +330,7 @@ def _at(run: RunState, known: _AsTrained, method: Method, steps: int) -> Json:
 
 
 def _measured(model: nn.Module, windows: Tensor, short: int, ranges: Sequence[Range]) -> Json:
-    """Results of a model on windows [n, length + 1] after training at `short`."""
+    """Returns the results of a model on windows [n, length + 1] after training at length `short`."""
     tokens, targets, length = windows[:, :-1], windows[:, 1:], windows.shape[1] - 1
     again = windows[:, :short].repeat(1, length // short + 1)[:, : length + 1]
     whole, repeat = predict(model, tokens, targets), predict(model, again[:, :-1], again[:, 1:])
@@ -355,12 +355,12 @@ def _measured(model: nn.Module, windows: Tensor, short: int, ranges: Sequence[Ra
 
 
 def _pieces(windows: Tensor, short: int) -> tuple[Tensor, Tensor]:
-    """Cuts tokens and targets of windows [n, length + 1] into pieces of `short`."""
+    """Cuts the tokens and targets of windows [n, length + 1] into pieces of length `short`."""
     return windows[:, :-1].reshape(-1, short), windows[:, 1:].reshape(-1, short)
 
 
 def _growing(short: int, length: int) -> list[int]:
-    """The training length doubled up to the whole length, e.g. 64, 128, 256, 512."""
+    """Returns the training length, its doublings and the full length, e.g. 64, 128, 256, 512."""
     lengths = [short]
     while 2 * lengths[-1] < length:
         lengths.append(2 * lengths[-1])
@@ -368,7 +368,7 @@ def _growing(short: int, length: int) -> list[int]:
 
 
 def _last(model: nn.Module, windows: Tensor, context: int, short: int) -> float:
-    """Accuracy on the last `short` tokens of each text, given `context` tokens of context."""
+    """Returns the accuracy on the last `short` tokens of each text if the model sees only its last `context` tokens."""
     seen = windows[:, -context - 1 :]
     return _share(predict(model, seen[:, :-1], seen[:, 1:]).hit[:, -short:])
 
@@ -383,7 +383,8 @@ def _seen(run: RunState) -> Iterator[Tensor]:
 def trained_on(run: RunState, method: Method, steps: int) -> nn.Module:
     """Returns a copy of the model after more training at the method's length with the changed attention.
 
-    It uses a tenth of the rate, as many tokens per step as before, a fresh optimizer and the run's own schedule.
+    The training uses a tenth of the learning rate, at most as many tokens per step as before (but at least one
+    sequence), a new optimizer and the run's own schedule.
     """
     config = run.config
     several = max(1, config.data.batch * config.data.context // method.trained_at)
@@ -404,7 +405,7 @@ def _share(hit: Tensor) -> float:
 
 @contextlib.contextmanager
 def changed(model: nn.Module, method: Method, train_length: int, test_length: int) -> Iterator[None]:
-    """Applies a post-hoc method to every attention layer of the model, and restores the model afterwards.
+    """Applies a post-hoc method to every attention layer of the model and restores the model afterwards.
 
     Raises:
         RefusedError: the attention cannot be changed this way.
@@ -422,7 +423,7 @@ def changed(model: nn.Module, method: Method, train_length: int, test_length: in
 
 
 def predict(model: nn.Module, tokens: Tensor, targets: Tensor) -> Predicted:
-    """Returns next-token hits and losses for tokens [n t], in passes of about `_TOKENS` tokens."""
+    """Returns next-token hits and losses for tokens [n t], computed in passes of about `_TOKENS` tokens."""
     count = max(1, _TOKENS // tokens.shape[1])
     hits, losses = [], []
     for part, wanted in zip(tokens.split(count), targets.split(count)):
@@ -433,7 +434,10 @@ def predict(model: nn.Module, tokens: Tensor, targets: Tensor) -> Predicted:
 
 
 def long_rows(out: Path, about: Json) -> list[Json]:
-    """Returns one row per run, method and length, by records.EXTRAPOLATION_COLUMNS; None if not measured."""
+    """Returns one row per run, method and length, with the columns records.EXTRAPOLATION_COLUMNS.
+
+    Values that were not measured are None.
+    """
     table = []
     for entry in about["runs"]:
         place = RunDirectory(out / "runs" / entry["run_id"])

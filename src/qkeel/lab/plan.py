@@ -12,14 +12,14 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, RunDirectoryError,
 from qkeel.lab.config import SETTINGS, RunConfig, variants, with_values
 from qkeel.options import Json, Term, parse
 
-# The plan of a study: a product of remedies, rates and seeds, and tests of the trained weights.
+# The plan of a study: a product of remedies, learning rates and seeds, and tests of the trained weights.
 
-# The types of the values of an axis; all other axes have text.
+# The types of the values of each axis; the values of all other axes are strings.
 _NUMBERS = ("lrs", "weight_decay")
 _WHOLE = ("seeds", "tuning_seeds", "test_lengths", "d_model", "n_layers", "n_heads", "head_dim", "context", "batch")
 _KINDS = {**dict.fromkeys(_NUMBERS, (int, float)), **dict.fromkeys((*_WHOLE, "steps"), (int,))}
 AXES = ("remedies", "lrs", "seeds", "blocks", "optimizers", "mixes", "tuning_seeds", *SETTINGS)
-UNMOVED, MOVED = "unmoved", "moved"  # roles of the runs of a pair
+UNMOVED, MOVED = "unmoved", "moved"  # roles of the two runs of a pair
 FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023, arXiv 2309.14322, section 2.1
 # One remedy of each kind, with the options of its paper; all of them can train in stacks.
 ONE_OF_EACH = (
@@ -33,12 +33,12 @@ ONE_OF_EACH = (
 class Grid:
     """The axes of a study, which has one run for every combination of a remedy, a learning rate and a seed.
 
-    Remedies keep their order; rates and seeds are sorted; duplicates are dropped. In studies that compare forms of
+    Remedies keep their order, rates and seeds are sorted, and duplicates are removed. In studies that compare forms of
     attention, the forms take the place of remedies.
 
     Every other non-empty axis (blocks, optimizers, data mixes, settings) divides the study into parts, one per
-    combination of values. Remedies are compared only within a part, because a learning rate means something different
-    for another optimizer or width.
+    combination of values. Remedies are compared only within a part, because the same learning rate has a different
+    effect with another optimizer or width.
 
     With tuning seeds, each remedy runs in every part at its best rate on those seeds.
     """
@@ -48,15 +48,15 @@ class Grid:
     seeds: Sequence[int]  #: seeds of the initial weights and the batches
     blocks: Sequence[str] = ()  #: "mha", "mla", "gau"
     optimizers: Sequence[str] = ()  #: "adamw", "sgd", "muon"
-    mixes: Sequence[str] = ()  #: mixes of text and images
+    mixes: Sequence[str] = ()  #: names of mixes of text and images
     tuning_seeds: Sequence[int] = ()  #: seeds on which each remedy's rate is chosen
     d_model: Sequence[int] = ()  #: width of the model
     n_layers: Sequence[int] = ()  #: number of blocks
-    n_heads: Sequence[int] = ()  #: query heads per block
+    n_heads: Sequence[int] = ()  #: number of query heads per block
     head_dim: Sequence[int] = ()  #: width of one head
-    context: Sequence[int] = ()  #: tokens per sequence
-    batch: Sequence[int] = ()  #: sequences per step
-    steps: Sequence[int] = ()  #: optimizer steps per run
+    context: Sequence[int] = ()  #: number of tokens per sequence
+    batch: Sequence[int] = ()  #: number of sequences per step
+    steps: Sequence[int] = ()  #: number of optimizer steps per run
     parametrisation: Sequence[str] = ()  #: "standard" or "mup"
     schedule: Sequence[str] = ()  #: "constant", "cosine" or "wsd"
     weight_decay: Sequence[float] = ()  #: weight decay of matrices, at least 0
@@ -71,12 +71,12 @@ class Grid:
         object.__setattr__(self, "seeds", tuple(sorted(self.seeds)))
         if both := sorted(set(self.seeds).intersection(self.tuning_seeds)):
             raise InvalidValueError(
-                f"expected tuning seeds that no compared run has, got {both} in both: a rate chosen on the compared "
-                "seeds makes its remedy look better than it is. Give other --tuning-seeds"
+                f"expected tuning seeds that no compared run has, got {both} in both. A rate chosen on the compared "
+                "seeds makes its remedy look better than it is; give other --tuning-seeds"
             )
 
     def settings(self) -> Json:
-        """Returns the values of each setting axis; empty if the configuration decides."""
+        """Returns the values of each axis that is a setting; an empty axis takes its value from the configuration."""
         values = dataclasses.asdict(self)
         return {axis: values[axis] for axis in SETTINGS}
 
@@ -84,17 +84,17 @@ class Grid:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LongContexts:
-    """Tests of each trained run: post-hoc methods at several lengths, on held-out text.
+    """Tests of each trained run on held-out text: post-hoc methods at several lengths.
 
-    Methods are those of `AttentionSpec.extrapolate`, as parsed by Method: 'rerope:window=16' applies to all forms,
-    'kna/ntk' to one, and 'baseline/pi@256' continues training at 256 tokens. Lengths are multiples of the training
-    length.
+    The methods are those of `AttentionSpec.extrapolate`, as parsed by Method: 'rerope:window=16' applies to all forms,
+    'kna/ntk' applies to one form, and 'baseline/pi@256' continues training at 256 tokens. Lengths are multiples of the
+    training length.
     """
 
-    posthoc: Sequence[str] = ("none", "rerope", "ntk")  #: the methods, as text
-    test_lengths: Sequence[int] = (512,)  #: tokens
-    sequences: int = 64  #: held-out sequences, at least 1
-    continue_steps: int = 100  #: steps of continued training
+    posthoc: Sequence[str] = ("none", "rerope", "ntk")  #: the methods, as strings
+    test_lengths: Sequence[int] = (512,)  #: lengths in tokens
+    sequences: int = 64  #: number of held-out sequences, at least 1
+    continue_steps: int = 100  #: number of steps of continued training
 
     def __post_init__(self) -> None:
         _settle_lists(self, ("posthoc", "test_lengths"))
@@ -108,7 +108,7 @@ class LongContexts:
         check(self.continue_steps >= 1, "at least 1 step of continued training", self.continue_steps)
 
     def of(self, form: str) -> Self:
-        """Returns the tests of one form; only "none" if no method applies to it."""
+        """Returns the tests of one form, whose only method is "none" if no method applies to it."""
         methods = [method for text in self.posthoc if (method := Method.parse(text)).form in ("", form)]
         return dataclasses.replace(self, posthoc=[method.label for method in methods] or ["none"])
 
@@ -134,36 +134,36 @@ class LongContexts:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Primary:
-    """The comparison that a study decides, named before its runs: by held-out loss, paired by seed.
+    """The primary comparison of a study, which is named before its runs: two remedies by held-out loss, paired by seed.
 
-    It alone is judged, by one 95 % interval. All other comparisons are secondary: the page gives their intervals
-    without a verdict. The number of seeds was chosen from `expected` and `spread`, which come from seeds outside the
-    study and apply to its own configuration only.
+    Only this comparison is judged, by one 95 % interval. All other comparisons are secondary, and the page gives their
+    intervals without a verdict. The number of seeds was chosen from `expected` and `spread`, which were measured on
+    seeds outside the study and apply only to its own configuration.
     """
 
     remedy: str  #: spec string of the remedy
-    baseline: str = "none"  #: spec string of the remedy to compare with
+    baseline: str = "none"  #: spec string of the remedy with which it is compared
     lr: float  #: learning rate of both
     expected: float | None = None  #: expected difference, in nats
-    spread: float | None = None  #: standard deviation of the differences of pairs, in nats
-    source: str = ""  #: the runs from which both numbers come
+    spread: float | None = None  #: standard deviation of the differences between pairs, in nats
+    source: str = ""  #: the runs on which both values were measured
 
     def holds(self, run: PlannedRun) -> bool:
-        """Whether a run is part of the comparison."""
+        """True if a run is part of the comparison."""
         return run.role == "grid" and run.name in (self.remedy, self.baseline) and run.config.optim.lr == self.lr
 
     def without_power(self) -> Self:
-        """The same comparison for another configuration, whose spread is unknown."""
+        """Returns the same comparison for another configuration, for which the spread is unknown."""
         return dataclasses.replace(self, expected=None, spread=None, source="")
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """One run of a study. `role` separates runs of another length, model or optimizer from the grid.
+    """One run of a study. `role` separates runs with another length, model or optimizer from the grid.
 
     `form` names the attention in studies that compare forms instead of remedies. `part` names the values of the grid's
-    axes that distinguish it from runs of the same role; it is part of the role's name.
+    axes that distinguish the run's part of the study from other parts; it is included in the name of the role.
     """
 
     config: RunConfig
@@ -183,7 +183,7 @@ class PlannedRun:
         return f"{role}{self.name}, lr {self.config.optim.lr:g}, seed {self.config.seed}"
 
     def entry(self) -> Json:
-        """The run's line in study.json."""
+        """The run's entry in study.json."""
         config = self.config
         about = {"run_id": config.run_id, "remedy": self.name, "lr": config.optim.lr, "seed": config.seed}
         return {**about, "role": self.role, **({"part": self.part} if self.part else {})}
@@ -192,17 +192,17 @@ class PlannedRun:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A study's name, grid, and runs in the order of its table. Configurations are resolved."""
+    """The name of a study, its grid, and its runs in the order of its table, with resolved configurations."""
 
     name: str  #: name of the study
-    grid: Grid  #: its axes
-    runs: Sequence[PlannedRun]  #: its runs, in the order of the table
-    contexts: LongContexts | None = None  #: tests at longer lengths; None: no tests
+    grid: Grid  #: the axes
+    runs: Sequence[PlannedRun]  #: the runs, in the order of the table
+    contexts: LongContexts | None = None  #: tests at longer lengths, or None for no tests
     tuned: Sequence[Json] = ()  #: the chosen rate of each remedy of each role; see `tuned_plan`
-    primary: Primary | None = None  #: the comparison that the study decides, if it names one
+    primary: Primary | None = None  #: the primary comparison of the study, if it has one
 
     def bases(self) -> dict[str, Json]:
-        """Returns, per role, the configuration that its runs share: without remedy, rate and seed."""
+        """Returns, per role, the configuration that its runs share, without remedy, rate and seed."""
         return {run.role: shared(run.config, but_attention=bool(run.form)) for run in self.runs}
 
 
@@ -213,10 +213,10 @@ GivenOptions = Mapping[str, Any]  # options by name, from a command line or a re
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class StudyOption:
-    """An option of a study: a flag of its command, and a key of the table [study] of a recipe.
+    """An option of a study: a flag of its command, and a key in the table [study] of a recipe.
 
-    `kind` is its type, like int or list[str]; a list takes several words, and bool is a switch, which recipes do not
-    have. `about` is its help text with the default.
+    `kind` is the type, like int or list[str]; a list takes several words, and bool is a switch, which recipes do not
+    have. `about` is the help text, including the default.
     """
 
     name: str
@@ -225,12 +225,12 @@ class StudyOption:
 
 
 AXIS_OPTIONS = (
-    StudyOption("remedies", list[str], "Remedies as spec strings."),
+    StudyOption("remedies", list[str], "Spec strings of the remedies."),
     StudyOption("lrs", list[float], "Peak learning rates."),
     StudyOption("seeds", list[int], "Seeds for weights and batches [default: 0 1 2]."),
-    StudyOption("full_grid", bool, "Seven rates over three decades, 0.0003 to 0.3."),
-    StudyOption("tune", Literal["lr"], "Compare each remedy at its best rate, chosen on separate seeds."),
-    StudyOption("tuning_seeds", list[int], "Seeds for choosing the rates [default: 1000 1001 1002]."),
+    StudyOption("full_grid", bool, "Use seven learning rates over three decades, from 0.0003 to 0.3."),
+    StudyOption("tune", Literal["lr"], "Compare each remedy at its best learning rate, chosen on separate seeds."),
+    StudyOption("tuning_seeds", list[int], "Seeds for choosing the learning rates [default: 1000 1001 1002]."),
 )
 OPTIMIZERS = StudyOption(
     "optimizers", list[Literal["adamw", "sgd", "muon"]], "Optimizers to compare [default for mla: adamw muon]."
@@ -239,7 +239,7 @@ TUNING_SEEDS = (1000, 1001, 1002)
 
 
 def on_axes(base: RunConfig, default: Grid, given: GivenOptions) -> Request:
-    """Returns the request of a study whose options are axes: the given options override the default grid."""
+    """Returns the request for a study whose options are axes, where the given options override the default grid."""
     axes = {name: given.get(name) or values for name, values in dataclasses.asdict(default).items()}
     if given.get("full_grid"):
         axes["lrs"] = FULL_GRID
@@ -251,15 +251,16 @@ def on_axes(base: RunConfig, default: Grid, given: GivenOptions) -> Request:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """A study: its default grid, how a grid becomes runs, and the options of its command.
+    """A study: its default grid, how a grid is turned into runs, and the options of its command.
 
-    help: follows the study's line in the help of its command. runs: makes the runs of a grid from one configuration.
-    base: default configuration, if not RunConfig(). request: turns the given options and the default grid into
-    configuration, grid and contexts. decides: (section, name) of the settings that the study sets itself, so they are
-    not flags of its command. instead: by switch, studies of the same runs with another grid and base. out: the default
-    directory, if not runs/NAME. primary: the comparison that the study decides; None judges all comparisons together.
+    help: text that follows the study's line in the help of its command. runs: creates the runs of a grid from one
+    configuration. base: the default configuration, if it is not RunConfig(). request: turns the given options and the
+    default grid into a configuration, a grid and contexts. decides: (section, name) of the settings that the study sets
+    itself, which are therefore not flags of its command. instead: studies of the same runs with another grid and base,
+    by the switch that selects them. out: the default directory, if it is not runs/NAME. primary: the primary comparison
+    of the study; if it is None, all comparisons are judged together.
 
-    A new study is one of these in `lab.studies`, and a row of the table there.
+    To add a study, define a `Study` in `lab.studies` and add a row to the table there.
     """
 
     help: str
@@ -276,11 +277,11 @@ class Study:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The settings for which its command takes several values: those that it does not decide itself."""
+        """The settings for which its command takes several values, which are those that it does not decide itself."""
         return tuple(axis for axis, section in SETTINGS.items() if self.options and (section, axis) not in self.decides)
 
     def plan(self, name: str, base: RunConfig | None, grid: Grid | None, contexts: LongContexts | None = None) -> Plan:
-        """Returns the study's plan under this name; missing arguments default to the study's own."""
+        """Returns the study's plan under this name; arguments that are None default to the study's own."""
         grid = grid or self.grid
         contexts = self.contexts and (contexts or self.contexts)
         runs = []
@@ -299,7 +300,7 @@ class Study:
 
 
 def _settle_lists(of: object, names: Sequence[str]) -> None:
-    """Makes each of these attributes a tuple without duplicates; raises InvalidTypeError if one is not a list."""
+    """Turns each of these attributes into a tuple without duplicates; raises InvalidTypeError if it is not a list."""
     for name in names:
         values = getattr(of, name)
         if isinstance(values, str) or not isinstance(values, Iterable):
@@ -312,7 +313,7 @@ def _settle_lists(of: object, names: Sequence[str]) -> None:
 
 
 def shared(config: RunConfig, *, but_attention: bool = False) -> Json:
-    """The identity of a configuration without the values that a grid varies."""
+    """Returns the identity of a configuration without the values that a grid varies."""
     values = config.identity()
     if but_attention:
         values["model"] = {k: v for k, v in values["model"].items() if k != "attention"}
@@ -321,7 +322,10 @@ def shared(config: RunConfig, *, but_attention: bool = False) -> Json:
 
 
 def parts(base: RunConfig, grid: Grid) -> list[PlannedRun]:
-    """One product per combination of the grid's blocks and optimizers, named by its role; otherwise one "grid"."""
+    """Returns one `product` per combination of the grid's blocks and optimizers, which are its role.
+
+    If the grid has neither, it returns one product with the role "grid".
+    """
     if not grid.blocks and not grid.optimizers:
         return product(base, grid)
     runs = []
@@ -333,7 +337,7 @@ def parts(base: RunConfig, grid: Grid) -> list[PlannedRun]:
 
 
 def product(base: RunConfig, grid: Grid, role: str = "grid") -> list[PlannedRun]:
-    """Remedies × rates × seeds, in this order, each a variant of `base`."""
+    """Returns the runs remedies × rates × seeds, in this order, each as a variant of `base`."""
     runs = []
     for remedy, lr, seed in itertools.product(grid.remedies, grid.lrs, grid.seeds):
         config = with_values(base, remedy=remedy, optim={"lr": lr}, seed=seed)
@@ -342,7 +346,10 @@ def product(base: RunConfig, grid: Grid, role: str = "grid") -> list[PlannedRun]
 
 
 def pairs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
-    """All runs of `product`, then the same with one weight moved by one float32 step; both train in the same stacks."""
+    """Returns all runs of `product`, then the same runs with one weight changed by one float32 step.
+
+    Both kinds train in the same stacks.
+    """
     return [*product(base, grid, UNMOVED), *product(with_values(base, nudge=1), grid, MOVED)]
 
 
@@ -351,8 +358,8 @@ def pairs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
 class Method:
     """A post-hoc method, [FORM/]METHOD[+METHOD][@LENGTH], with options as in rerope:window=16+log_n.
 
-    Methods are those of AttentionSpec.extrapolate, applied one after the other. Without a form it applies to all forms;
-    with a length, training continues at that length with the changed attention.
+    The methods are those of AttentionSpec.extrapolate and are applied one after the other. Without a form, they apply
+    to all forms; with a length, training continues at that length with the changed attention.
     """
 
     terms: tuple[Term, ...]
@@ -384,13 +391,13 @@ class Method:
         return f"{self.form}/{self.label}" if self.form else self.label
 
 
-# Tuning: each remedy's learning rate is chosen on seeds that no compared run has.
+# Tuning, which chooses each remedy's learning rate on seeds that no compared run has.
 
 FOLDER = "tuning"  # the folder in a study's directory that contains the tuning runs
 
 
 def tuning_plan(plan: Plan) -> Plan:
-    """Returns the plan of the tuning runs: the runs of a plan, on the grid's tuning seeds."""
+    """Returns the plan of the tuning runs, which are the runs of a plan with the grid's tuning seeds."""
     grid = plan.grid
     first = [run for run in plan.runs if run.config.seed == grid.seeds[0]]
     configs = [(run, dataclasses.replace(run.config, seed=seed)) for run in first for seed in grid.tuning_seeds]
@@ -400,25 +407,27 @@ def tuning_plan(plan: Plan) -> Plan:
 
 
 def tuned_plan(plan: Plan, table: Sequence[Mapping[str, object]]) -> Plan:
-    """Returns the plan with each remedy of each role at its best rate only: the smallest mean loss on the tuning seeds.
+    """Returns the plan with each remedy of each role at only its best rate, by mean loss on the tuning seeds.
 
-    A loss that is not finite counts as infinite; of two equally good rates the lower is chosen. A choice's `border`
-    says whether it is the lowest or highest rate of the grid, so that a better one may lie outside.
+    A loss that is not finite counts as infinite; if two rates are equally good, the lower one is chosen. The `border`
+    of a choice says whether it is the lowest or the highest rate of the grid, in which case a better rate may lie
+    outside the grid.
 
     Args:
         plan: the plan with all rates.
-        table: rows for the runs of `tuning_plan(plan)`, and possibly others.
+        table: rows of the runs of `tuning_plan(plan)`, and possibly of other runs.
 
     Raises:
-        RunDirectoryError: a tuning run is not done, because it failed or belongs to another shard.
+        RunDirectoryError: a tuning run has not finished, because it failed or belongs to another shard.
     """
     losses = {row["run_id"]: _loss(row["val_loss"]) for row in table if row["status"] == "done"}
     found: dict[tuple[str, str], dict[float, list[float]]] = {}
     for run in tuning_plan(plan).runs:
         if run.config.run_id not in losses:
             raise RunDirectoryError(
-                f"the run of {run.name} at rate {run.config.optim.lr:g} on tuning seed {run.config.seed} is not done, "
-                "so no rate can be chosen: it failed, or it belongs to another shard. Run this command again afterwards"
+                f"the run of {run.name} at rate {run.config.optim.lr:g} on tuning seed {run.config.seed} has not "
+                "finished, so no rate can be chosen. It failed or belongs to another shard; once it has finished, run "
+                "this command again"
             )
         by_rate = found.setdefault((run.role, run.name), {})
         by_rate.setdefault(run.config.optim.lr, []).append(losses[run.config.run_id])
@@ -452,10 +461,10 @@ def in_words(choice: Json) -> str:
     """Describes a choice in a sentence.
 
     >>> in_words({"role": "grid", "remedy": "none", "lr": 0.1, "border": "highest", "seeds": [7]})
-    'none: rate 0.1, chosen on seeds 7; the highest rate of the grid, so a better one may lie outside'
+    'none: rate 0.1, chosen on seeds 7; the highest rate of the grid, so a better rate may lie outside'
     """
     part = "" if choice["role"] == "grid" else f"{choice['role']}, "
-    edge = f"; the {choice['border']} rate of the grid, so a better one may lie outside" if choice["border"] else ""
+    edge = f"; the {choice['border']} rate of the grid, so a better rate may lie outside" if choice["border"] else ""
     seeds = " ".join(map(str, choice["seeds"]))
     return f"{part}{choice['remedy']}: rate {choice['lr']:g}, chosen on seeds {seeds}{edge}"
 
@@ -467,6 +476,6 @@ def check_choices(old: Sequence[Json], new: Sequence[Json], out: object) -> None
         rate = before.get((choice["role"], choice["remedy"]), choice["lr"])
         if rate != choice["lr"]:
             raise RunDirectoryError(
-                f"{out} compares {choice['remedy']} at rate {rate:g}, but with more rates or tuning seeds the best is "
-                f"{choice['lr']:g}. Choose another directory; the compared runs were not changed."
+                f"{out} compares {choice['remedy']} at rate {rate:g}, but with more rates or tuning seeds the best "
+                f"rate is {choice['lr']:g}. Choose another directory; the compared runs were not changed."
             )

@@ -1,4 +1,4 @@
-"""`qkeel recommend`: expected logits and remedies for a configuration, from the measurements of the studies."""
+"""`qkeel recommend`: expected logits and remedies for a configuration, based on the measurements of the studies."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from qkeel.records.parse import read_toml
 from qkeel.records.run_directory import flat
 from qkeel.spec import PRESETS
 
-# The law of logit growth: the largest logit of a run as a function of its sizes and of the sum of learning rates.
+# The law of logit growth, which gives the largest logit of a run as a function of its sizes and summed learning rates.
 
 # Each variable is divided by the middle of the measured range before taking its logarithm.
 MIDDLE = {"w": 64.0, "l": 2.0, "d": 16.0, "b": 8.0, "r": 0.03}
-FIRST_STEP = 10  # before this step, logits are still those at initialisation
+FIRST_STEP = 10  # before this step, the logits still have their values at initialisation
 Law = Json  # a fit from evidence.json: coefficients, fitted, rates, half_widths
 
 
@@ -32,13 +32,13 @@ Law = Json  # a fit from evidence.json: coefficients, fitted, rates, half_widths
 class Expected:
     """A value expected for a single run, with an interval."""
 
-    value: float  #: the expected value; on a logarithmic scale the exponential of the middle
-    low: float  #: lower end of the interval
-    high: float  #: upper end of the interval
+    value: float  #: the expected value; on a logarithmic scale, the exponential of the middle
+    low: float  #: the lower end of the interval
+    high: float  #: the upper end of the interval
 
 
 def sizes(config: RunConfig) -> dict[str, float]:
-    """Returns the law's variables w, l, d, b and r: width, blocks, head size, batch size and peak rate."""
+    """Returns the law's variables w, l, d, b and r: width, number of blocks, head size, batch size and peak rate."""
     model = config.model
     head = model.head_dim or model.d_model / model.n_heads
     return {"w": model.d_model, "l": model.n_layers, "d": head, "b": config.data.batch, "r": config.optim.lr}
@@ -53,7 +53,8 @@ def summed_rates(config: RunConfig) -> list[float]:
 
 
 def monomials(config: RunConfig, names: Sequence[str], summed: float) -> list[float]:
-    """Returns the value of each monomial, like "" (1), "s" or "ssw"; s = ln Σ lr, the others are those of `sizes`."""
+    """Returns the value of each monomial, like "" (which is 1), "s" or "ssw", where s = ln Σ lr and all other letters
+    stand for ln(size / middle of its range), with the sizes of `sizes`."""
     letters = {letter: math.log(size / MIDDLE[letter]) for letter, size in sizes(config).items()}
     letters["s"] = math.log(summed)
     return [math.prod(letters[letter] for letter in name) for name in names]
@@ -66,7 +67,7 @@ def doublings(config: RunConfig, fitted: Mapping[str, Sequence[float]]) -> float
 
 
 def band(config: RunConfig, law: Law) -> int:
-    """Returns the index of the configuration's band of peak rates; each band has its own errors."""
+    """Returns the index of the band of peak rates in which the configuration lies; each band has its own errors."""
     return sum(config.optim.lr > edge for edge in law["rates"])
 
 
@@ -74,9 +75,9 @@ def predict(config: RunConfig, law: Law, summed: float) -> Expected:
     """Returns Σ coefficient · monomial with an interval that widens with each doubling outside the fitted sizes.
 
     Args:
-        config: the run.
+        config: the configuration of the run.
         law: the fit.
-        summed: Σ lr.
+        summed: the sum of learning rates, Σ lr.
     """
     coefficients = law["coefficients"]
     value = sum(c * m for c, m in zip(coefficients.values(), monomials(config, list(coefficients), summed)))
@@ -94,7 +95,7 @@ def expected_logit(config: RunConfig, law: Law, summed: float) -> Expected:
 # The evidence behind the advice, and the settings of a configuration that lie outside it.
 
 EVIDENCE = Path(__file__).with_name("evidence.json")  # written by `python -m predictions.drift_law`
-# Settings that do not affect learning, or only together with settings that were not measured either.
+# Settings that do not affect learning, or do so only together with other settings that were not measured.
 _NO_MATTER = ("seed", "remedy", "device", "compile", "threads", "nudge", "accumulate", "log_every", "eval_every")
 _NO_MATTER += ("eval_sequences", "probe_sequences", "checkpoint_every", "model.n_heads", "model.base_width")
 _NO_MATTER += ("model.base_head_dim", "data.needle_keys", "data.pairs")
@@ -104,12 +105,12 @@ _WORDS |= {"optim.lr": "learning rate", "model.head_dim": "size of a head", "dat
 
 @functools.cache
 def evidence() -> Json:
-    """Returns the measurements: the law, gain and cost of each remedy, and the rows behind them."""
+    """Returns the measurements: the law, the gain and cost of each remedy, and the rows on which they are based."""
     return read_json(EVIDENCE)
 
 
 def settings(config: RunConfig) -> Json:
-    """Returns the settings of a run that affect learning, by name with the section before a point."""
+    """Returns the settings of a run that affect learning, by name, as in "model.d_model"."""
     model = config.model
     values = config.to_dict()
     del values["images"]
@@ -124,8 +125,8 @@ def settings(config: RunConfig) -> Json:
 def outside(config: RunConfig, boxes: Sequence[Json]) -> tuple[str, ...]:
     """Returns a sentence for each setting outside the measured range, for the box with the fewest such settings.
 
-    A box maps names to lists: two numbers are the lowest and highest value, texts are the measured values. A setting
-    that it does not name was measured only at the default of the studies.
+    A box maps the names of settings to lists. Two numbers are the lowest and the highest measured value; strings are
+    the measured values. Any setting not named there was measured only at the studies' default value.
     """
     base, own = settings(RunConfig()), settings(config)
     found = []
@@ -160,11 +161,11 @@ KnownConfig = tuple[RunConfig, tuple[str, ...]]
 
 
 def read_configuration(path: Path) -> KnownConfig:
-    """Returns the configuration at a path, and a sentence for each setting that it does not determine.
+    """Returns the configuration at a path, and a sentence for each setting that the configuration does not determine.
 
     Raises:
         DataError: the path is not a configuration, or a size is missing.
-        InvalidValueError: a size is not a whole number, or the recipe or run is invalid.
+        InvalidValueError: a size is not an integer, or the recipe or run is invalid.
     """
     if path.suffix == ".toml":
         values = read_toml(path)
@@ -173,12 +174,12 @@ def read_configuration(path: Path) -> KnownConfig:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise DataError(
-            f"{path} is not a recipe (.toml), a config.json or a directory with one. Pass one of these, or "
+            f"{path} is not a recipe (.toml), a config.json or a directory with a config.json. Pass one of these, or "
             "the sizes as flags"
         )
     values = read_json(file)
     if not isinstance(values, dict):
-        raise DataError(f"{file} has {type(values).__name__}; expected the settings of a model or of a run, by name")
+        raise DataError(f"{file} has {type(values).__name__}; expected an object with the settings of a model or a run")
     if values.get("kind") == "watch":
         return _watched(values, file)
     if "optim" in values:
@@ -187,7 +188,7 @@ def read_configuration(path: Path) -> KnownConfig:
 
 
 def _transformers(values: Json, file: Path) -> KnownConfig:
-    """Returns sizes and attention of a transformers model; the training settings are those of the studies."""
+    """Returns the sizes and attention of a transformers model, with the training settings of the studies."""
     text = values.get("text_config")  # a model of several modalities
     values = text if isinstance(text, dict) else values
     kind = str(values.get("model_type", "unknown"))
@@ -209,13 +210,13 @@ def _transformers(values: Json, file: Path) -> KnownConfig:
 
 
 def _watched(values: Json, file: Path) -> KnownConfig:
-    """Returns the attention sizes of a watched model, whose records lack text and steps."""
+    """Returns the attention sizes of a watched model, whose text and number of steps are not recorded."""
     sites = [site for site in values.get("sites") or () if isinstance(site, dict)]
     if not sites:
-        raise DataError(f"{file} belongs to a watched model without attention; expected at least one site")
+        raise DataError(f"{file} belongs to a watched model without attention; expected at least one attention layer")
     heads, size = (_whole(sites[0], (key,), file) for key in ("n_heads", "head_dim"))
     model = ModelConfig(d_model=heads * size, n_layers=len(sites), n_heads=heads, head_dim=size)
-    unknown = ("text and steps of a watched model are not recorded; measured: the text and steps of the studies",)
+    unknown = ("the text and steps of a watched model are not recorded; measured: the text and steps of the studies",)
     return RunConfig(model=model), unknown
 
 
@@ -231,12 +232,12 @@ def _whole(values: Json, keys: tuple[str, ...], file: Path) -> int:
     raise DataError(f"{file} has no {keys[0]}; expected the config.json of a transformers model, or of a run")
 
 
-# The recommendation: expected logits and gains of remedies, with intervals and evidence.
+# The recommendation: the expected logits and the gains of remedies, with intervals and evidence.
 
-THRESHOLDS = (30.0, 100.0, 1000.0)  # nats; above the last, Wortsman et al. 2023 see losses suffer
+THRESHOLDS = (30.0, 100.0, 1000.0)  # nats; above the last, the loss suffers according to Wortsman et al. 2023
 _STEPS = 5  # number of steps for which logits are printed
 _ENDS = tuple(map(attrgetter, ("value", "high", "low")))
-_NEAREST = 2  # rows of evidence to print if none has exactly this size and rate
+_NEAREST = 2  # rows of evidence to print if no row has exactly this size and rate
 
 
 @final
@@ -245,9 +246,9 @@ class RemedyAdvice:
     """The expected effect of a remedy on a configuration."""
 
     remedy: str  #: spec string
-    #: loss without the remedy minus loss with it, nats per byte, with an interval for one pair of runs; None if unknown
+    #: loss without minus loss with the remedy, in nats per byte, with an interval for one pair of runs; None if unknown
     gain: Expected | None
-    cost: Expected  #: CPU time with the remedy relative to the time without, for the work named in `cost_of`
+    cost: Expected  #: CPU time with the remedy relative to that without, for the work described in `cost_of`
     cost_of: str  #: the work whose time was measured, and the source of the measurement
     rows: Sequence[Json]  #: the nearest measurements: sizes, rate, mean gain with 95 % interval, seeds
 
@@ -260,10 +261,10 @@ class Recommendation:
     outside: Sequence[str]  #: settings outside the measurements of logits; if there are any, `logits` is empty
     outside_gain: Sequence[str]  #: settings outside the measurements of gains; if there are any, gains are None
     level: float  #: coverage of the intervals, for logits of single runs and gains of single pairs
-    logits: Sequence[tuple[int, Expected]]  #: step, and the largest logit expected then (nats)
-    #: a logit, and the expected, earliest and latest step at which it is exceeded; None: not in this run
+    logits: Sequence[tuple[int, Expected]]  #: steps, each with the largest logit expected at that step, in nats
+    #: logits, each with the expected, earliest and latest step at which it is exceeded; None if not in this run
     passes: Sequence[tuple[float, int | None, int | None, int | None]]
-    remedies: Sequence[RemedyAdvice]  #: every measured remedy, the largest gain first
+    remedies: Sequence[RemedyAdvice]  #: every measured remedy, in descending order of gain
 
     @property
     def remedy(self) -> str | None:
@@ -308,10 +309,10 @@ class Recommendation:
 
 
 def recommend(source: RunConfig | str | Path) -> Recommendation:
-    """Returns the expected logits of a configuration, and the remedy to use, from measured runs.
+    """Returns the expected logits of a configuration and the remedy to use, based on measured runs.
 
-    ln z = Σ coefficient · monomial of ln Σ lr and of the logarithms of sizes. The fit, its test on held-out sizes and
-    the coverage of its intervals are in research/results/drift-law.md, and those of the gains in
+    ln z = Σ coefficient · monomial of ln Σ lr and of the logarithms of the sizes. The fit, its test on held-out sizes
+    and the coverage of its intervals are described in research/results/drift-law.md; for the gains, they are in
     research/results/gains.md.
 
     Args:
@@ -347,7 +348,7 @@ def recommend(source: RunConfig | str | Path) -> Recommendation:
 
 
 def _advice(config: RunConfig, remedy: str, table: Json, *, known: bool) -> RemedyAdvice:
-    """Returns the advice for one remedy; `known` says whether gains were measured on such configurations."""
+    """Returns the advice for one remedy; `known` is whether gains were measured for such a configuration."""
     cost = Expected(**{end: table["cost"][end] for end in ("value", "low", "high")})
     of = f"{table['cost']['of']} ({table['cost']['source']})"
     gain = predict(config, table["gain"], 1.0) if known else None
@@ -365,7 +366,7 @@ def _distance(config: RunConfig, row: Json) -> float:
 
 
 def _passes(logit: float, course: Sequence[tuple[int, Expected]]) -> tuple[float, int | None, int | None, int | None]:
-    """Returns a logit with the steps at which the expected curve, its upper and its lower end exceed it."""
+    """Returns a logit with the first steps at which the expected value, its upper end and its lower end exceed it."""
     ends = [next((step for step, z in course if end(z) > logit), None) for end in _ENDS]
     return logit, ends[0], ends[1], ends[2]
 

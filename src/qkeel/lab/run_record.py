@@ -1,4 +1,4 @@
-"""Measurements of a run, and the directory that it records into.
+"""The measurements of a run, and the directory into which they are recorded.
 
 Shapes: b sequences, t tokens, h heads; [layer, head] and [field, layer, head] for recorded statistics.
 """
@@ -51,13 +51,13 @@ from qkeel.sites.tap import MeasureCall
 
 # Measurements on held-out text: the loss, and the attention statistics of the probe.
 
-# The numbers that the lab records per head, a part of records.HEAD_FIELDS.
+# The statistics that the lab records per head, which are a subset of records.HEAD_FIELDS.
 PROBE_FIELDS = ("max_logit", "min_logit", "entropy", "query_norm", "key_norm")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProbeStatistics:
-    """Statistics of the probe: values by name of records.STEP_FIELDS, and [field, layer, head] by PROBE_FIELDS."""
+    """Statistics of the probe: values with names from records.STEP_FIELDS, and PROBE_FIELDS as [field, layer, head]."""
 
     record: dict[str, float]
     heads: np.ndarray
@@ -65,7 +65,7 @@ class ProbeStatistics:
 
 @contextlib.contextmanager
 def measuring(model: nn.Module) -> Iterator[None]:
-    """Switches to evaluation mode without gradients or compiled graphs, and restores the model afterwards."""
+    """Switches to evaluation mode without gradients or compiled graphs, and restores the training mode afterwards."""
     was_training = model.training
     compiled = is_compiled(model)
     eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
@@ -78,14 +78,14 @@ def measuring(model: nn.Module) -> Iterator[None]:
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in nats per target, for logits [... vocab] and targets [...]."""
+    """Returns the mean cross entropy in nats per target, for logits [... vocab] and targets [...]."""
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
 def heldout_numbers(model: nn.Module, examples: Examples, count: int, task: Task) -> dict[str, float]:
-    """Evaluates held-out examples, `count` at a time, by names of records.TASK_FIELDS.
+    """Evaluates held-out examples, `count` at a time, and returns values with names from records.TASK_FIELDS.
 
-    The result has val_loss; also the loss by kind of target and the accuracy if the task has them.
+    The result has val_loss, and the loss by kind of target and the accuracy if the task has them.
     """
     losses, hits, kinds = [], [], []
     with measuring(model):
@@ -103,7 +103,10 @@ def heldout_numbers(model: nn.Module, examples: Examples, count: int, task: Task
 
 
 def _by_kind(each: Tensor, task: Task) -> dict[str, float]:
-    """val_loss/KIND for each kind, from kinds and losses [2 n]; val_loss averages the kinds used in training."""
+    """Returns val_loss/KIND for each kind, computed from kinds and losses [2 n].
+
+    val_loss is the mean over the kinds used in training.
+    """
     kinds = each[0].long()
     sums, counts = torch.bincount(kinds, weights=each[1]).tolist(), torch.bincount(kinds).tolist()
     there = {name: (loss, n) for name, loss, n in zip(task.kinds, sums, counts) if n}
@@ -113,7 +116,7 @@ def _by_kind(each: Tensor, task: Task) -> dict[str, float]:
 
 
 def remembered(model: nn.Module, inputs: Tensor) -> list[Seen]:
-    """Records the attention calls of one forward pass over the probe, for `logit_change` after a step."""
+    """Returns the attention calls of one forward pass over the probe, for `logit_change` after a step."""
     kept: list[Seen] = []
     with measuring(model), _tapped(model, lambda call: kept.append(frozen(call))):
         model(inputs)
@@ -121,7 +124,7 @@ def remembered(model: nn.Module, inputs: Tensor) -> list[Seen]:
 
 
 def logit_change(before: Sequence[Seen], after: Sequence[Seen]) -> dict[str, float]:
-    """Root mean square change of the logits over all heads and layers, by its name; {} if unknown."""
+    """Returns the root mean square change of the logits over all heads and layers, as {name: value}; {} if unknown."""
     try:
         changes = [change_between(*pair) for pair in zip(before, after)]
     except RefusedError:  # a position encoding that cannot be folded into q and k
@@ -130,7 +133,7 @@ def logit_change(before: Sequence[Seen], after: Sequence[Seen]) -> dict[str, flo
 
 
 def mean_change(by_layer: Sequence[Tensor]) -> dict[str, float]:
-    """Root mean square over layers and heads of the root mean square changes, each [h]; {} if there are none."""
+    """Returns the root mean square, over layers and heads, of the changes [h] of each layer; {} if there are none."""
     if not by_layer:
         return {}
     changes = torch.cat(list(by_layer))
@@ -140,13 +143,13 @@ def mean_change(by_layer: Sequence[Tensor]) -> dict[str, float]:
 def probe(
     model: nn.Module, inputs: Tensor, classes: TokenClasses | None = None, before: Sequence[Seen] = ()
 ) -> ProbeStatistics:
-    """Attention statistics of one forward pass over the probe.
+    """Returns the attention statistics of one forward pass over the probe.
 
     Args:
         model: the model in training.
-        inputs: the probe, the same for every step.
-        classes: token classes of the inputs, to also split statistics by class.
-        before: the calls `remembered` before the last step, to record the change of the logits.
+        inputs: the probe, which is the same for every step.
+        classes: the token classes of the inputs, if statistics are also split by class.
+        before: the calls `remembered` before the last step, if the change of the logits is recorded.
     """
     norms: list[Tensor] = []
     calls: list[Seen] = []
@@ -174,7 +177,7 @@ def summed_up(stats: Sequence[LogitStats]) -> ProbeStatistics:
 
 
 def _tapped(model: nn.Module, measure: MeasureCall) -> Tap:
-    """A tap for the lab's models, which contain only qkeel's own attention modules."""
+    """Returns a tap for the lab's models, which contain only qkeel's own attention modules."""
     tap = Tap(model, measure=measure)
     tap.own_alone = True
     return tap
@@ -192,9 +195,9 @@ def _leaving(model: nn.Module, norms: list[Tensor]) -> Iterator[None]:
 
 
 def by_class(stats: Sequence[ClassStats], classes: TokenClasses, norms: Tensor) -> dict[str, float]:
-    """Numbers of records.TASK_FIELDS by class and by pair of classes: means over layers and heads, or the largest.
+    """Returns values of records.TASK_FIELDS by class and by pair of classes: means or maxima over layers and heads.
 
-    `norms` are those of the hidden states after the last block [b t]. Classes absent from the probe get no numbers.
+    `norms` are the norms [b t] of the hidden states after the last block. Classes absent from the probe get no values.
     """
     found: dict[str, float] = {}
     for i, name in enumerate(classes.names):
@@ -217,14 +220,14 @@ _LARGEST = ("max_logit", "max_abs_logit", "capped_max_logit")
 
 
 def _per_head(name: str, stats: Sequence[LogitStats]) -> Tensor:
-    """[layer, head]; the value of a key head is repeated for each query head of its group."""
+    """Returns [layer, head], where the value of a key head is repeated for each query head of its group."""
     n_heads = len(stats[0].max_logit)
     values = [_named(s, name) for s in stats]
     return torch.stack([v.repeat_interleave(n_heads // len(v)) for v in values])
 
 
 def _named(stats: LogitStats | ClassStats, name: str) -> Tensor:
-    """The statistic with this recorded name."""
+    """Returns the statistic with this recorded name."""
     value = getattr(stats, name)
     assert isinstance(value, Tensor)
     return value
@@ -234,9 +237,9 @@ def _named(stats: LogitStats | ClassStats, name: str) -> Tensor:
 
 
 def summarize(config: RunConfig, records: Sequence[Json], cpu_seconds: float) -> Json:
-    """Returns one value per records.TABLE_COLUMNS from the lines of metrics.jsonl, from step 0 to the end.
+    """Returns one value for each of records.TABLE_COLUMNS, from all lines of metrics.jsonl from step 0 to the end.
 
-    The last values of additional task fields follow.
+    They are followed by the last values of additional task fields.
     """
     first, last = records[0], records[-1]
     losses = [record["train_loss"] for record in records if record["train_loss"] is not None]
@@ -280,14 +283,14 @@ class Watcher:
     True
     """
 
-    #: called with every line of metrics.jsonl as it is written
+    #: called with every line of metrics.jsonl when it is written
     on_record: Callable[[Mapping[str, object]], None] = lambda record: None
-    #: called after every step; if it returns True, a checkpoint is written and KeyboardInterrupt raised
+    #: called after every step; if it returns True, a checkpoint is written and KeyboardInterrupt is raised
     should_stop: Callable[[], bool] = lambda: False
 
 
 def claim(place: RunDirectory, config: RunConfig) -> None:
-    """Creates the directory for this run, or checks that it belongs to it."""
+    """Creates the directory of this run, or checks that an existing directory belongs to this run."""
     if place.status is RunStatus.MISSING or _known(place).run_id != config.run_id:
         place.open(config.to_dict())
     note_checksums(place)
@@ -322,13 +325,13 @@ def check_recorded(place: RunDirectory, sizes: FileSizes | None = None) -> None:
         lost += ["val_loss"] if record.get("val_loss") is None and (number == 1 or "val_loss" not in record) else []
         if lost:
             raise DamagedFileError(
-                f"{place.path / 'metrics.jsonl'}, line {number} lacks {', '.join(lost)}: the file was damaged."
+                f"{place.path / 'metrics.jsonl'}, line {number} lacks {', '.join(lost)}, so the file was damaged."
             )
 
 
 @final
 class RunRecord:
-    """A run in memory and the directory that it records into; `step` is the number of completed optimizer steps.
+    """A run in memory and the directory into which it is recorded; `step` is the number of completed optimizer steps.
 
     Runs that train together in one process share its CPU time equally (`share`).
     """
@@ -343,10 +346,10 @@ class RunRecord:
         self._noted = 0  # number of autopilot events already written
 
     def prepare(self, command: str, stacked: int) -> None:
-        """Brings directory and weights to the step of the checkpoint, or to step 0, which is not recorded yet.
+        """Sets the directory and the weights to the step of the checkpoint, or to step 0 without a record.
 
-        If the checkpoint, or a file that it relies on, is damaged, the run starts again. `stacked` is the number of
-        runs that train as one model.
+        If the checkpoint or a file on which it relies is damaged, the run starts again. `stacked` is the number of runs
+        that train as one model.
         """
         about = environment(self.config, self.state.task.corpus, self.state.model, command)
         try:
@@ -368,27 +371,27 @@ class RunRecord:
             self._event("resumed")
 
     def share(self, sharing: int) -> None:
-        """From now on, counts 1/`sharing` of this process's CPU time for this run."""
+        """From now on, attributes 1/`sharing` of this process's CPU time to this run."""
         now = time.process_time()  # settle the time so far at the old share
         self._spent, self._clock = self._spent + (now - self._clock) / self._sharing, now
         self._sharing = sharing
 
     @property
     def over(self) -> bool:
-        """Whether no step is left."""
+        """True if no steps are left or the training has stopped."""
         return self.stopped or self.step >= self.config.steps
 
     def is_logged(self, step: int) -> bool:
-        """Whether a step is recorded."""
+        """True if a step is recorded."""
         return step % self.config.log_every == 0 or step == self.config.steps
 
     def is_saved(self, step: int) -> bool:
-        """Whether a checkpoint is due at a step."""
+        """True if a checkpoint is due at a step."""
         every = self.config.checkpoint_every
         return step == self.config.steps or bool(every and step % every == 0)
 
     def wants_held(self, *numbers: float) -> bool:
-        """Whether the record of this step includes held-out numbers; `numbers` are its loss and gradient norm."""
+        """True if the record of this step includes held-out losses; `numbers` are its loss and gradient norm."""
         every = self.config.eval_every
         due = self.step in (0, self.config.steps) or bool(every and self.step % every == 0)
         return due or self._ends(numbers)
@@ -401,12 +404,12 @@ class RunRecord:
         self._trained, self._seconds = self._trained + 1, self._seconds + seconds
 
     def write(self, numbers: tuple[float, float] | None, probe: ProbeStatistics, held: Mapping[str, float]) -> None:
-        """Records the completed step; training stops if a number is not finite.
+        """Records the completed step; training stops if the loss or the gradient is not finite.
 
         Args:
-            numbers: loss of the batch and norm of its gradient; None before the first step.
-            probe: statistics of the probe.
-            held: held-out numbers; empty if not due.
+            numbers: the loss of the batch and the norm of its gradient; None before the first step.
+            probe: the statistics of the probe.
+            held: the held-out losses; empty if they are not due.
         """
         self._write(numbers, probe, held)  # the bad step is recorded too, so that the page shows why training stopped
         if self._ends(numbers or ()):
@@ -416,7 +419,7 @@ class RunRecord:
             self.stopped = True
 
     def save(self) -> None:
-        """Replaces the checkpoint, after syncing all earlier records to the disk."""
+        """Replaces the checkpoint after syncing all earlier records to the disk."""
         self._write_events()
         self.place.sync()
         save(self.place, self.state, RunProgress(self.step, self._cpu_seconds(), self.place.sizes()))
@@ -431,12 +434,12 @@ class RunRecord:
         before = self.place.env()
         if (before.get("corpus") or {}).get("sha256") is None:
             raise DamagedFileError(
-                f"{self.place.path / 'env.json'} lacks the SHA-256 of the corpus: the file was damaged."
+                f"{self.place.path / 'env.json'} lacks the SHA-256 of the corpus, so the file was damaged."
             )
         check_alike(self.place.path, before, now)
 
     def _checkpoint(self, now: Json) -> RunCheckpoint | None:
-        """Reads the checkpoint, cuts the records back to it and checks them; None if there is no checkpoint.
+        """Reads the checkpoint, truncates the records to its step and checks them; None if there is no checkpoint.
 
         Raises:
             DamagedFileError: a file is damaged.
@@ -463,12 +466,12 @@ class RunRecord:
         ):
             if steps != wanted:
                 raise DamagedFileError(
-                    f"{place.path / name} lacks records from before the checkpoint of step {step}: it was damaged."
+                    f"{place.path / name} lacks records from before the checkpoint of step {step}, so it was damaged."
                 )
         return found
 
     def _ends(self, numbers: Sequence[float]) -> bool:
-        """Whether training must stop after these numbers. Under a loss scale, single steps may fail."""
+        """True if training must stop after these values. With a loss scale, individual steps may fail."""
         scale = self.state.loss_scale
         return not all(map(math.isfinite, numbers)) if scale is None else scale.exhausted
 

@@ -1,7 +1,7 @@
-"""Stacks: runs that train as one model. Which runs may share a stack, and how their models are joined.
+"""Stacks of runs that train as one model: which runs may share a stack, and how their models are joined.
 
 Shapes: runs in a stack, b sequences per run, h heads, t tokens, n = b·t rows per run. The batch dimension of a stacked
-model is runs·b, one run after the other.
+model is runs·b, with one run after the other.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ T = TypeVar("T")
 
 _WORDS: tuple[Literal["auto"], Literal["off"]] = ("auto", "off")
 
-AT_ONCE = 16  # default number of runs in a stack; more gain nothing, because their data leave the cache
+AT_ONCE = 16  # default number of runs in a stack; more runs are no faster, because their data no longer fits the cache
 # Options that may differ between the runs of a stack, besides the number of steps.
 _OWN_RATES = ("lr", "warmup", "schedule", "final", "weight_decay", "decay")
-WIDEST, MOST_TOKENS = 128, 2048  # largest width and tokens per step that "auto" stacks; larger products fill a core
+WIDEST, MOST_TOKENS = 128, 2048  # largest width and tokens per step for which "auto" stacks; beyond, a core is busy
 
 
 def why_not_stacked(config: RunConfig) -> str:
-    """Returns why a resolved configuration would give other results in a stack than alone; "" if it would not.
+    """Returns why a resolved configuration would give different results in a stack than alone; "" if it would not.
 
     >>> why_not_stacked(RunConfig(device="cpu", dtype="fp32", accumulate=2))
     'a step is computed in 2 parts'
@@ -58,22 +58,25 @@ def why_not_stacked(config: RunConfig) -> str:
         (config.data.task != "text", f"the task is {config.data.task}, not text"),
         (config.device != "cpu", f"the device is {config.device}, not a CPU"),
         (config.dtype != "fp32", f"the arithmetic is {config.dtype}, not fp32"),
-        (config.compile, "the model trains through torch.compile"),
+        (config.compile, "the model is trained with torch.compile"),
         (config.accumulate != 1, f"a step is computed in {config.accumulate} parts"),
         (config.optim.z_loss > 0, "the loss has a z-loss"),
         (config.model.block != "mha", f"the model has {config.model.block} blocks, not multi-head attention"),
-        (bool(remedies), f"{', '.join(remedies)} acts inside a run's own forward pass"),
+        (bool(remedies), f"{', '.join(remedies)} changes the forward pass of a single run"),
     )
     return next((reason for holds, reason in reasons if holds), "")
 
 
 def small(config: RunConfig) -> bool:
-    """Whether a stack is faster than its runs one by one."""
+    """True if a stack of such runs is faster than running them one by one."""
     return config.model.d_model <= WIDEST and config.data.batch * config.data.context <= MOST_TOKENS
 
 
 def check_how(how: object) -> StackSize:
-    """Returns "auto", "off" or a number of runs (also given as text); raises InvalidValueError for anything else."""
+    """Returns "auto", "off" or a number of runs, which may be given as a string.
+
+    Raises InvalidValueError for anything else.
+    """
     for word in _WORDS:
         if how == word:
             return word
@@ -84,19 +87,19 @@ def check_how(how: object) -> StackSize:
 
 
 def plan_stacks(runs: Sequence[tuple[RunConfig, T]], how: StackSize, workers: int) -> list[list[T]]:
-    """Groups runs that differ only in seed, steps, rates and weight decay, to train as one; every worker gets work.
+    """Groups runs that differ only in seed, steps, rates and weight decay into stacks, so that every worker gets work.
 
     Args:
         runs: pairs of a configuration and the object that represents it in the result.
-        how: "off" leaves every run alone, a number sets the runs per stack, "auto" stacks small models.
-        workers: number of processes.
+        how: "off" for no stacks, a number to set the number of runs per stack, or "auto" to stack only small models.
+        workers: the number of processes.
 
     Raises:
-        InvalidValueError: `how` is something else.
+        InvalidValueError: `how` is none of these.
     """
     how = check_how(how)
     most = AT_ONCE if how == "auto" else 1 if how == "off" else how
-    most = max(1, min(most, -(-len(runs) // max(1, workers))))  # no stack so large that a worker stays idle
+    most = max(1, min(most, -(-len(runs) // max(1, workers))))  # no stack is so large that a worker stays idle
     alike: dict[str, list[tuple[RunConfig, T]]] = {}
     for number, (config, thing) in enumerate(runs):
         kind = _kind(resolve(config), how) if most > 1 else None
@@ -117,7 +120,7 @@ def _cut(group: list[T], parts: int) -> list[list[T]]:
 
 
 def _kind(config: RunConfig, how: StackSize) -> str | None:
-    """A key that runs of one stack share; None for a run that should stay alone."""
+    """Returns a key that the runs of a stack share; None for a run that should train alone."""
     if why_not_stacked(config) or (how == "auto" and not small(config)):
         return None
     values = config.to_dict()
@@ -125,10 +128,10 @@ def _kind(config: RunConfig, how: StackSize) -> str | None:
     return json.dumps({k: v for k, v in values.items() if k not in ("seed", "steps", "nudge")}, sort_keys=True)
 
 
-# The modules of a stacked model. Each holds the weights of all runs and applies each to its run's part of the batch.
+# The modules of a stacked model. Each holds the weights of all runs and applies them to their run's part of the batch.
 #
-# They use torch's operators or compiled ones, which round differently; with either, a run has the same results alone
-# and in a stack.
+# They use either torch's operators or compiled operators, which round differently. With either kind, a run has the same
+# results alone and in a stack.
 
 
 Context = Any  # of an autograd function
@@ -136,7 +139,7 @@ Context = Any  # of an autograd function
 
 @final
 class _StackedProduct(torch.autograd.Function):
-    """y = x Wᵀ by run. It defines its own derivative because `bmm` would lay out the gradient as Wᵀ instead of W."""
+    """y = x Wᵀ for each run. The derivative is defined here because `bmm` would lay out the gradient as Wᵀ, not W."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor, compiled: bool) -> Tensor:
@@ -147,7 +150,7 @@ class _StackedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Returns the gradients of x and W, each in the layout of its operand."""
+        """Returns the gradients of x and W, each with the memory layout of its operand."""
         x, weight = ctx.saved_tensors
         if ctx.compiled:
             return *operators.linear_backward(grads[0].contiguous(), x, weight), None
@@ -158,7 +161,7 @@ class _StackedProduct(torch.autograd.Function):
 
 @final
 class _StackedFactor(torch.autograd.Function):
-    """x times a factor by run. The gradient is summed run by run, in the order that a single run has."""
+    """x times the factor of each run. The gradient is summed run by run, in the same order as for a single run."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, factor: Tensor) -> Tensor:
@@ -180,7 +183,7 @@ def _wide(factor: Tensor, x: Tensor) -> Tensor:
 
 
 def times_by_run(x: Tensor, factor: Tensor) -> Tensor:
-    """Multiplies x [runs ... d] by the factor of its run, [runs d] or [runs]."""
+    """Multiplies x [runs ... d] by the factor of each run, [runs d] or [runs]."""
     return apply(_StackedFactor, x, factor)
 
 
@@ -193,7 +196,7 @@ def apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:
 
 @final
 class StackedLinear(nn.Module):
-    """y = x Wᵀ + b by run, with weight [runs out in]; `compiled` needs sizes that are multiples of 8."""
+    """y = x Wᵀ + b for each run, with weight [runs out in]; `compiled` needs sizes that are multiples of 8."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, compiled: bool = False) -> None:
         super().__init__()
@@ -209,7 +212,7 @@ class StackedLinear(nn.Module):
 
 @final
 class StackedEmbedding(nn.Module):
-    """Embedding lookup by run, with weight [runs vocab d]."""
+    """Embedding lookup for each run, with weight [runs vocab d]."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -225,7 +228,7 @@ class StackedEmbedding(nn.Module):
 
 @final
 class StackedNorm(nn.Module):
-    """RMS norm with a gain by run, [runs d] or None; `compiled` needs a gain whose size is a multiple of 8."""
+    """RMS norm with a gain per run, [runs d] or None; `compiled` needs a gain whose size is a multiple of 8."""
 
     def __init__(self, weight: nn.Parameter | None, size: int, eps: float | None, *, compiled: bool = False) -> None:
         super().__init__()
@@ -244,7 +247,7 @@ class StackedNorm(nn.Module):
 
 @final
 class _StackedHidden(torch.autograd.Function):
-    """gelu(x Wᵀ) by run. It replaces the product by the slope of gelu, so the backward pass can run only once."""
+    """gelu(x Wᵀ) for each run. The slope of gelu overwrites the product, so the backward pass can run only once."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor) -> Tensor:
@@ -263,11 +266,11 @@ class _StackedHidden(torch.autograd.Function):
 
 @final
 class CompiledMLP(nn.Module):
-    """W₂ gelu(W₁ x) by run."""
+    """W₂ gelu(W₁ x) for each run."""
 
     def __init__(self, mlp: MLP) -> None:
         super().__init__()
-        self.up, self.down = mlp.up, mlp.down  # `stack_models` replaces them by stacked layers next
+        self.up, self.down = mlp.up, mlp.down  # `stack_models` replaces them with stacked layers next
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [runs·b t m] to the same shape."""
@@ -277,7 +280,7 @@ class CompiledMLP(nn.Module):
 
 @final
 class _RunNorm(torch.autograd.Function):
-    """RMS norm with a gain by run, by the compiled operator."""
+    """RMS norm with a gain per run, computed by the compiled operator."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -295,7 +298,7 @@ class _RunNorm(torch.autograd.Function):
 
 # Attention of all runs in one call, reported to the observers of each run's own module.
 #
-# Everything after norm, rotation and learned factors is the same in every run and computed at once. Gradients of
+# Everything after the norm, rotation and learned factors is the same in every run and is computed at once. Gradients of
 # parameters are summed run by run, in the same order as for a single run.
 
 Report = Callable[[Sequence[AttentionCall]], None]
@@ -306,10 +309,10 @@ FACTORS = frozenset(("q_norm", "k_norm", "v_norm", "logit_scale", "log_n_scale",
 
 @final
 class StackedAttention:
-    """Replaces `SpecModule.attend` by one call for all runs, which observers of each run's own module see as its own.
+    """Replaces `SpecModule.attend` with one call for all runs; observers of each run's own module see their part of it.
 
-    `own` are the modules of the runs. While `report` is set, it receives each call with the heads of all runs in a row,
-    [b runs·h t d], if the spec permits, otherwise one call per run.
+    `own` are the modules of the runs. While `report` is set, it receives each call with the heads of all runs
+    concatenated, [b runs·h t d], if the spec permits it, otherwise one call per run.
     """
 
     def __init__(self, module: SpecModule, own: Sequence[SpecModule], compiled: bool) -> None:
@@ -346,7 +349,7 @@ class StackedAttention:
         return out.transpose(1, 2).flatten(2)
 
     def _encoded(self, call: AttentionCall, each: Sequence[Params]) -> AttentionCall:
-        """Returns the call with q and k normalised and rotated, run by run for the same reason."""
+        """Returns the call with q and k normalised and rotated, run by run so that gradients round the same."""
         parts = [self._of_run(call, r, own) for r, own in enumerate(each)]
         pairs = [encoded(part.spec, part.q, part.k, part.pos_q, part.pos_k, part.params) for part in parts]
         q, k = (_in_a_row(x) for x in zip(*pairs))
@@ -354,7 +357,7 @@ class StackedAttention:
         return dataclasses.replace(call, spec=spec, q=q, k=k, params=left)
 
     def _read(self, call: AttentionCall) -> tuple[Tensor, KernelRows] | None:
-        """Returns attention with its kernel's row statistics, if an observer asks for them and the kernel has them."""
+        """Returns attention with the kernel's row statistics, if an observer requests them and the kernel has them."""
         asked = any(isinstance(o, Connection) and o.reads for own in self.own for o in own.observers)
         return run_with_rows(call, self.module.impl) if asked else None
 
@@ -369,7 +372,7 @@ class StackedAttention:
         return dataclasses.replace(call, spec=dataclasses.replace(spec, norm=NoNorm()), q=q, k=k, params={})
 
     def _normed(self, part: NormedPart, x: Tensor, norm: Norm, params: Params) -> Tensor:
-        """Normalises q or k with the gain of its run, [d] or [], if any."""
+        """Normalises q or k with the gain of each run, [d] or [], if there is one."""
         if part not in norm.sides:
             return x
         gain = norm.weight(part, params)
@@ -396,14 +399,14 @@ class StackedAttention:
 
 
 def _in_a_row(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenates [b h t d] of all runs with the memory layout of a single run, which fixes the order of sums."""
+    """Concatenates [b h t d] of all runs, with the memory layout of a single run, so that sums have the same order."""
     if parts[0].stride(1) < parts[0].stride(2):
         return torch.cat([x.transpose(1, 2) for x in parts]).transpose(1, 2)
     return torch.cat(list(parts))
 
 
 def _factors_only(spec: AttentionSpec, params: Params) -> bool:
-    """Whether all parameters are factors of q and k, shared by the heads of a run and applied before rotation."""
+    """True if all parameters are factors of q and k, shared by the heads of a run and applied before rotation."""
     norm = spec.norm
     if norm.kind != "none":
         each = norm.over == "layer" or norm.bias or norm.gain not in ("none", "dim", "one_plus_dim", "scalar")
@@ -414,12 +417,12 @@ def _factors_only(spec: AttentionSpec, params: Params) -> bool:
 
 
 def _only_gains(spec: AttentionSpec, params: Params) -> bool:
-    """Whether all parameters are gains of q and k, so that all runs are the same after the encoding."""
+    """True if all parameters are gains of q and k, so that the attention of all runs is the same after the encoding."""
     return "v" not in spec.norm.sides and {"q_norm", "k_norm"}.issuperset(params) and spec.position.keeps
 
 
 def heads_in_a_row(x: Tensor, runs: int) -> Tensor:
-    """[runs·b h t d] -> [b runs·h t d]."""
+    """Rearranges [runs·b h t d] to [b runs·h t d]."""
     return x.unflatten(0, (runs, -1)).transpose(0, 1).flatten(1, 2)
 
 
@@ -433,9 +436,9 @@ def by_head(p: Tensor, heads: int) -> Tensor:
 
 
 def stack_models(models: Sequence[nn.Module], *, compiled: bool = False) -> nn.Module:
-    """Returns one model for all runs, with the parameters of the given models as views into its own.
+    """Returns one model for all runs, and turns the parameters of the given models into views of its parameters.
 
-    `compiled` uses leaves with compiled operators, with equal results up to rounding.
+    With `compiled`, leaf modules use compiled operators, whose results are equal up to rounding.
 
     Raises:
         RefusedError: a part of the model cannot be stacked.
@@ -456,7 +459,7 @@ def stack_models(models: Sequence[nn.Module], *, compiled: bool = False) -> nn.M
 
 
 def _stacked_parameters(own: Sequence[nn.Module], joined: dict[int, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Returns the parameters [runs ...] of a module; `joined` caches them by the id of the first run's parameter."""
+    """Returns the parameters [runs ...] of a module; `joined` caches them by the id of each first run's parameter."""
     tables = [dict(module.named_parameters(recurse=False)) for module in own]
     for name, first in tables[0].items():
         if id(first) not in joined:  # a head may share its weight with the embedding

@@ -1,6 +1,6 @@
-"""Tasks: next tokens of text, classes of images, text with images, and translation.
+"""Tasks: predicting the next token of text, classes of images, text with images, and translation.
 
-Shapes: n examples, t tokens, p numbers per patch, rows and columns of patches.
+Shapes: n examples, t tokens, p values per patch, rows and columns of patches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from qkeel.nn import FusedEmbedding
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Examples:
-    """Inputs [n t] (tokens) or [n t p] (patches), targets [n t] or [n], and kinds of targets [n t], if any."""
+    """Inputs [n t] (tokens) or [n t p] (patches), targets [n t] or [n], and the kinds of targets [n t], if any."""
 
     inputs: Tensor
     targets: Tensor
@@ -51,7 +51,7 @@ class Examples:
 class Task(abc.ABC):
     """The data and model of a resolved configuration.
 
-    kinds: kinds of targets. trained: the kinds that it trains on. classes: classes of input tokens, see
+    kinds: the kinds of targets. trained: the kinds used in training. classes: the classes of input tokens; see
     `input_classes`. classifies: whether answers are right or wrong, so that accuracy is recorded.
     """
 
@@ -66,7 +66,7 @@ class Task(abc.ABC):
         """Loads the data.
 
         Raises:
-            DataError: the data cannot be read or do not fit.
+            DataError: the data cannot be read or does not fit the configuration.
         """
 
     @abc.abstractmethod
@@ -88,7 +88,7 @@ class Task(abc.ABC):
 
 @final
 class VisionTask(Task):
-    """Classification of images by a small vision transformer. A token is a patch; pixels are standardised."""
+    """Classification of images by a small vision transformer. Each token is a patch, and pixels are standardised."""
 
     classifies = True
 
@@ -121,7 +121,7 @@ class VisionTask(Task):
         return self._examples(np.random.default_rng((seed, step)).choice(self._sides[0], self.config.data.batch))
 
     def heldout(self, count: int) -> Examples:
-        """Evenly spaced, so that every class occurs."""
+        """Returns evenly spaced held-out examples, so that every class occurs."""
         held = self._sides[1]
         return self._examples(held[np.linspace(0, len(held) - 1, min(count, len(held))).astype(np.int64)])
 
@@ -145,10 +145,10 @@ MAX_CODES = 65536
 
 @final
 class FusedTask(Task):
-    """Next tokens of text alone, or of an image with its caption, in either order, followed by text.
+    """Predicts the next token of text alone, or of an image and its caption, in either order, followed by text.
 
-    The kinds of targets are text without an image, text next to one, a caption, and an image with the token before it.
-    An image is read row by row; a patch is a code, its pixels rounded to a few grey levels.
+    The kinds of targets are text without an image, text next to an image, a caption, and an image with the token before
+    it. An image is read row by row, and each patch is one code, with its pixels rounded to a few grey levels.
 
     Source: early fusion with loss on all tokens as in Chameleon, arXiv 2405.09818.
     """
@@ -160,7 +160,7 @@ class FusedTask(Task):
         self.config, self.images = config, config.images
         self.text = load(config.data)
         if self.text.loss_unit != "byte":
-            raise DataError(f"captions are bytes, so the text must be too; {config.data.source} contains tokens")
+            raise DataError(f"captions are bytes, so the text must also be bytes; {config.data.source} contains tokens")
         self.pictures = load_pictures(self.images.images, self.images.image_size)
         self.codes = _codes(self.pictures, self.images)
         self._captions = [(caption + "\n").encode() for caption in self.pictures.captions]
@@ -179,13 +179,13 @@ class FusedTask(Task):
         tokens = 1 + config.canvas * (config.image_size // config.patch) ** 2
         if tokens + longest > room + 1:
             raise InvalidValueError(
-                f"a canvas of {config.canvas} images takes {tokens} tokens and the longest caption {longest}; expected "
+                f"a canvas of {config.canvas} images needs {tokens} tokens and the longest caption {longest}; expected "
                 f"a context of at least {tokens + longest - 1}, got {room}. Give a longer --context, a smaller "
                 "--canvas or a larger --patch"
             )
 
     def batch(self, seed: int, step: int) -> Examples:
-        """A share `image_share` of the sequences has an image; the text is the same as in a run on text alone."""
+        """Returns sequences of which a share `image_share` has an image; the text is the same as without images."""
         config, data = self.images, self.config.data
         windows = batch(self.text, data, seed, step)
         rng = np.random.default_rng((seed, step, 1))
@@ -198,7 +198,7 @@ class FusedTask(Task):
         return _examples(rows)
 
     def heldout(self, count: int) -> Examples:
-        """Half of the sequences have an image, in both orders and with all canvas sizes: one probe for every mix."""
+        """Returns sequences of which half have an image, in both orders and with all canvas sizes, for every mix."""
         windows = heldout(self.text, self.config.data.context, count)
         rows, used = [], 0
         for i, window in enumerate(windows):
@@ -209,7 +209,7 @@ class FusedTask(Task):
         return _examples(rows)
 
     def _row(self, text: np.ndarray, which: Sequence[int] | np.ndarray, first: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Returns tokens and kinds of one sequence, as long as its text."""
+        """Returns the tokens and kinds of one sequence, which is as long as its text."""
         if not len(which):
             return text, np.full(len(text), TEXT)
         canvas = np.concatenate([self.codes[i] for i in which], axis=1).ravel()
@@ -249,7 +249,7 @@ def _codes(pictures: Pictures, config: ImagesConfig) -> np.ndarray:
     width = config.patch**2
     if config.levels**width > MAX_CODES:
         raise InvalidValueError(
-            f"{config.levels} levels of {width} pixels make {config.levels**width:,} codes; expected at most "
+            f"{config.levels} levels for {width} pixels make {config.levels**width:,} codes; expected at most "
             f"{MAX_CODES:,}. Give fewer --levels or a smaller --patch"
         )
     pixels = patches(grey(pictures.pixels), config.patch)
@@ -267,10 +267,11 @@ BEGIN_TRANSLATION = 256  # the first token of every translation
 
 @final
 class TranslationTask(Task):
-    """Translation into a synthetic second language by a small encoder–decoder; the loss is per byte of the translation.
+    """Translation into a synthetic second language by a small encoder–decoder, with a loss per byte of the translation.
 
-    Training uses `pairs` texts of `context` bytes, spread evenly over the training part: few, as in the setting for
-    which QK-norm was proposed. Held-out pairs come from held-out text. Inputs are a source, BEGIN and the translation.
+    Training uses `pairs` texts of `context` bytes, evenly spaced over the training part. Their number is small, as in
+    the setting for which QK-norm was proposed. Held-out pairs come from held-out text. The inputs consist of a source
+    text, the token BEGIN and the translation.
 
     Source: Henry et al. 2020, arXiv 2010.04245, for low-resource translation; the second language is our own.
     """
@@ -300,7 +301,7 @@ class TranslationTask(Task):
 
 
 def _translation_examples(sources: np.ndarray) -> Examples:
-    """Pairs sources [n t] with their translations: inputs [n 2t] and targets [n t]."""
+    """Pairs sources [n t] with their translations, as inputs [n 2t] and targets [n t]."""
     second = [np.frombuffer(translated(row.astype(np.uint8).tobytes()), np.uint8) for row in sources]
     targets = np.stack(second).astype(np.int64)
     begin = np.full((len(sources), 1), BEGIN_TRANSLATION)
@@ -311,7 +312,7 @@ def _translation_examples(sources: np.ndarray) -> Examples:
 
 @final
 class TextTask(Task):
-    """The next token of text."""
+    """Predicts the next token of text."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -339,9 +340,9 @@ _MOST_COUNTED = 1 << 22  # tokens; counting more takes seconds
 
 
 def counted_bigrams(config: RunConfig) -> float | None:
-    """Returns the held-out loss of bigrams counted on the text that a run reads, in the unit of its losses.
+    """Returns the held-out loss of bigrams counted on the text that a run reads, in the unit of the run's losses.
 
-    None if the task is not plain text, or the run is long.
+    Returns None if the task is not text without needles, or if the run is long.
     """
     size = config.steps * config.data.batch * config.data.context
     if config.data.task != "text" or config.data.needle or size > _MOST_COUNTED:
@@ -360,7 +361,7 @@ def _counted_bigrams(config: RunConfig) -> float:
 
 
 def _windows(examples: Examples) -> np.ndarray:
-    """Returns inputs and the last target as the original windows [n t]."""
+    """Returns the inputs with the last target appended, which are the original windows [n t]."""
     return torch.cat([examples.inputs, examples.targets[:, -1:]], 1).numpy()
 
 
@@ -376,6 +377,6 @@ def load_task(config: RunConfig) -> Task:
     """Returns the task of a resolved configuration.
 
     Raises:
-        DataError: the data cannot be read or do not fit.
+        DataError: the data cannot be read or does not fit the configuration.
     """
     return TASKS[config.data.task](config)

@@ -1,4 +1,4 @@
-"""Text data: sources, byte-pair tokens, synthetic needles and a synthetic second language, batches.
+"""Text data: sources, byte-pair tokens, synthetic needles, a synthetic second language, and batches.
 
 Shapes: n windows, t tokens per window.
 """
@@ -25,7 +25,7 @@ from qkeel.options import lookup
 from qkeel.records.disk import read_regular, refuse_irregular
 from qkeel.records.parse import json_value
 
-# Sources of documents: CPython's standard library, files, folders, table columns, the Hugging Face hub.
+# Sources of documents: CPython's standard library, files, folders, table columns and the Hugging Face hub.
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".tex", ".html", ".csv", ".json", ".c", ".h", ".cpp", ".js", ".ts")
 _NOT_STDLIB = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"}
@@ -33,14 +33,15 @@ _NOT_STDLIB = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-pa
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Documents:
-    """Named texts as bytes. A corpus of several documents is split between documents, never inside one."""
+    """Texts as bytes, with the name of their source. A corpus of several documents is split between documents if
+    possible; see `split`."""
 
     name: str
     texts: tuple[bytes, ...]
 
 
 def read_documents(source: str) -> Documents:
-    """Reads the documents of any source but a .bin file; see DataConfig.source."""
+    """Reads the documents of any source other than a .bin file; see DataConfig.source."""
     if source in BUILT_IN:
         return BUILT_IN[source]()
     if source.startswith("hf:"):
@@ -88,7 +89,7 @@ def _files(source: str) -> Iterator[bytes]:
     if path.is_dir():
         paths = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
         if not paths:
-            raise DataError(f"{source} contains no text file; expected names that end in {', '.join(TEXT_SUFFIXES)}")
+            raise DataError(f"{source} contains no text files; expected names that end in {', '.join(TEXT_SUFFIXES)}")
     elif path.exists():
         paths = [path]
     else:
@@ -98,7 +99,9 @@ def _files(source: str) -> Iterator[bytes]:
     for file in paths:
         text = read_bytes(file)
         if b"\0" in text:
-            raise DataError(f"{file} contains NUL bytes, so it is not text; expected UTF-8 text, or .bin for tokens")
+            raise DataError(
+                f"{file} contains NUL bytes, so it is not text; expected UTF-8 text, or tokens in a .bin file"
+            )
         yield text
 
 
@@ -106,7 +109,7 @@ def _missing(source: str) -> DataError:
     near = difflib.get_close_matches(source, BUILT_IN, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return DataError(
-        f"no corpus {source!r}: no such file, folder or glob match.{hint} "
+        f"cannot find corpus {source!r}: there is no such file or folder, and no file matches it as a pattern.{hint} "
         f"Expected {', '.join(BUILT_IN)}, hf:NAME or a path."
     )
 
@@ -119,7 +122,7 @@ def _texts(values: Iterable[object], what: str) -> Iterator[bytes]:
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, object]]:
-    """Yields the value of each line of a .jsonl file with its place; raises DataError for a line that is not JSON."""
+    """Yields the location and value of each line of a .jsonl file; raises DataError for a line that is not JSON."""
     for number, line in enumerate(read_bytes(path).splitlines(), start=1):
         where = f"{path}, line {number}"
         try:
@@ -155,7 +158,7 @@ def _parquet(path: Path, column: str) -> list[object]:
 
 
 def _no_column(where: str, column: str, has: str) -> DataError:
-    return DataError(f"{where} has no column {column!r}; it has: {has}. Name the text column as PATH#COLUMN.")
+    return DataError(f"{where} has no column {column!r}; it has: {has}. Give the text column as PATH#COLUMN.")
 
 
 def _hub(source: str) -> Documents:
@@ -185,7 +188,7 @@ BYTES = 256  # single-byte tokens, so that every text can be encoded
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class BytePairs:
-    """Tokenised texts of both parts, the number of bytes of each token, and the SHA-256 of vocabulary and merges."""
+    """The tokenised texts of both parts, the number of bytes of each token, and the SHA-256 of the tokenizer."""
 
     parts: Sequence[Sequence[np.ndarray]]
     lengths: np.ndarray
@@ -196,14 +199,14 @@ def byte_pairs(train: Sequence[bytes], held: Sequence[bytes], vocab_size: int) -
     """Tokenises both parts of a corpus, text by text, with byte pairs learned from the training part.
 
     Args:
-        train: training texts; tokens are learned from their first 4 MiB.
-        held: held-out texts, which do not influence the tokens.
-        vocab_size: number of tokens, at least 257; fewer are used if the text has no more pairs.
+        train: the training texts; tokens are learned from their first 4 MiB.
+        held: the held-out texts, which do not influence the tokens.
+        vocab_size: the number of tokens, at least 257; fewer are used if the text does not have enough pairs.
 
     Raises:
-        DataError: the library tokenizers is missing, or the vocabulary has no room for pairs.
+        DataError: the library tokenizers is missing, or vocab_size is outside the allowed range.
 
-    Source: Sennrich et al. 2016, arXiv 1508.07909; on bytes: Radford et al. 2019 (GPT-2).
+    Source: Sennrich et al. 2016, arXiv 1508.07909; applied to bytes by Radford et al. 2019 (GPT-2).
     """
     if not BYTES < vocab_size <= 1 << 16:
         raise DataError(f"expected a vocab_size of {BYTES + 1} to 65536 for tokens=bpe, got {vocab_size}")
@@ -230,7 +233,7 @@ def byte_pairs(train: Sequence[bytes], held: Sequence[bytes], vocab_size: int) -
 
 
 def _first(texts: Sequence[bytes]) -> list[str]:
-    """Returns the texts up to LEARNED_FROM bytes, the last one cut."""
+    """Returns the first texts up to LEARNED_FROM bytes in total, with the last text truncated."""
     found, left = [], LEARNED_FROM
     for text in texts:
         found.append(text[:left].decode("latin-1"))
@@ -242,8 +245,8 @@ def _first(texts: Sequence[bytes]) -> list[str]:
 
 # Needles are tokens that encode a key and a value, inserted into text. Questions name a key and ask for its value.
 #
-# One lookup by content answers a question: its token attends to the only needle with its key, whatever the value. The
-# other needles and the text are the distractors.
+# One lookup by content answers a question, because its token attends to the only needle with its key, whatever the
+# value. All other needles and the text are distractors.
 
 VALUES = 8
 _TIMES = 3  # questions per needle in a training text
@@ -252,14 +255,14 @@ _TIMES = 3  # questions per needle in a training text
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Needles:
-    """Token ids after those of the text: one needle per key and value, one question per key, and the values."""
+    """Token ids that follow those of the text: one needle per key and value, one question per key, and the values."""
 
     first: int  #: vocabulary size of the text
-    keys: int  #: number of keys; each occurs once per text
+    keys: int  #: number of keys, each of which occurs once per text
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens including text, needles, questions and values."""
+        """The number of tokens, including text, needles, questions and values."""
         return int(self.value(VALUES))
 
     def needle(self, key: np.ndarray | int, value: np.ndarray | int) -> np.ndarray | int:
@@ -279,7 +282,7 @@ class Needles:
         least = 2 * self.keys * (1 + _TIMES) - 1
         if context < least:
             raise InvalidValueError(
-                f"{self.keys} needles, each asked for {_TIMES} times, need a context of at least {least} tokens, got "
+                f"{self.keys} needles with {_TIMES} questions each need a context of at least {least} tokens, got "
                 f"{context}; give a longer context, fewer needle_keys, or needle 0"
             )
 
@@ -289,7 +292,7 @@ class Needles:
 class NeedleQuestion:
     """Windows [n, context + 1] that end in questions, one per needle, each followed by its value.
 
-    Needle i, counted from the start, is at places[i] in every window; its question is at questions[n, i].
+    In every window, the i-th needle from the start is at places[i]; in window n, its question is at questions[n, i].
     """
 
     windows: np.ndarray
@@ -313,7 +316,7 @@ def insert_needles(windows: np.ndarray, needles: Needles, rng: np.random.Generat
 def ask(windows: np.ndarray, needles: Needles, rng: np.random.Generator) -> NeedleQuestion:
     """Returns windows [n, context + 1] with one evenly spaced needle per key and all questions at the end.
 
-    Chance accuracy is 1/VALUES for a model that knows which tokens are answers.
+    For a model that knows only which tokens are answers, the accuracy is 1/VALUES by chance.
     """
     asked, keys = windows.copy(), needles.keys
     end = windows.shape[1] - 2 * keys
@@ -327,10 +330,10 @@ def ask(windows: np.ndarray, needles: Needles, rng: np.random.Generator) -> Need
     return NeedleQuestion(asked, places, questions)
 
 
-# A synthetic second language: the words of each clause in reverse order with their letters substituted.
+# A synthetic second language: the words of each clause in reverse order, with their letters substituted.
 #
 # The translation is a function of the text alone, so every corpus yields any number of pairs. The substitution depends
-# on the word and its place depends on the clause, so neither a letter table nor copying solves the task.
+# on the word and the word's position depends on the clause, so neither a letter table nor copying solves the task.
 
 CLAUSE = re.compile(rb"[A-Za-z \t]+")  # ends at punctuation, a digit or the end of a line
 WORD = re.compile(rb"[A-Za-z]+")
@@ -338,7 +341,8 @@ _SETS = (b"aeiou", b"bcdfghjklmnpqrstvwxyz")
 
 
 def _table(steps: int) -> bytes:
-    """Byte table that shifts each vowel among the vowels, and each consonant among the consonants, by `steps`."""
+    """Returns a byte table that shifts each vowel within the vowels, and each consonant within the consonants, by
+    `steps`."""
     lower = {a: letters[(i + steps) % len(letters)] for letters in _SETS for i, a in enumerate(letters)}
     upper = {a - 32: b - 32 for a, b in lower.items()}
     return bytes({**lower, **upper}.get(byte, byte) for byte in range(256))
@@ -350,8 +354,9 @@ _ODD, _EVEN = _table(1), _table(3)  # for words with an odd and an even number o
 def translated(text: bytes) -> bytes:
     """Translates a text into the second language; its length does not change.
 
-    Vowels are replaced by vowels and consonants by consonants, by one table in words with an odd number of letters and
-    by another in the rest. Spaces, punctuation, digits and non-ASCII bytes keep their places.
+    Vowels are replaced by vowels and consonants by consonants, with one table for words with an odd number of letters
+    and another table for all other words. Spaces and tabs keep their order, and punctuation, digits, line ends and
+    non-ASCII bytes keep their positions.
 
     >>> translated(b"The cat sat. Two dogs!")
     b'tev dev Vji. hekw Vxu!'
@@ -370,7 +375,7 @@ def _clause(clause: bytes) -> bytes:
 
 # A corpus of tokens, split by file, and batches that depend on (seed, step) alone.
 
-HELD_OUT = 0.1  # share of the bytes
+HELD_OUT = 0.1  # share of the bytes that is held out
 _MOST_BYTES = 1 << 35  # size limit of a token file
 BPE_TOKENS = 1024  # default vocab_size
 _TOKEN_KINDS = {"uint8": "u1", "uint16": "<u2"}
@@ -378,11 +383,11 @@ _TOKEN_KINDS = {"uint8": "u1", "uint16": "<u2"}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Corpus:
-    """Training and held-out tokens; `sha256` covers both and the cut between them.
+    """Training and held-out tokens; `sha256` covers both parts and where they are separated.
 
     `ends` are the ends of the held-out documents; a .bin file counts as one document. `vocab_size` includes needles, if
-    any. For multi-byte tokens, `lengths` has the number of bytes of each token and `tokenizer` the SHA-256 of the
-    tokenizer, and losses are per byte.
+    there are any. For multi-byte tokens, `lengths` is the number of bytes of each token, `tokenizer` is the SHA-256 of
+    the tokenizer, and losses are per byte.
     """
 
     name: str
@@ -407,10 +412,10 @@ class Corpus:
 
 
 def load(config: DataConfig) -> Corpus:
-    """Loads the corpus of `config`; a process reads it again only when its files change.
+    """Loads the corpus of `config`; a process reads the corpus again only when its files change.
 
     Raises:
-        DataError: it cannot be read, is shorter than the context, or has tokens outside the vocabulary.
+        DataError: the corpus cannot be read, is shorter than the context, or has tokens outside the vocabulary.
     """
     # The stamp is part of the cache key, so a changed file is read again.
     corpus = _load(config.source, config.vocab_size, config.tokens, stamp(config.source))
@@ -430,8 +435,8 @@ def load(config: DataConfig) -> Corpus:
 def batch(corpus: Corpus, config: DataConfig, seed: int, step: int) -> np.ndarray:
     """Returns the training windows of a step, int64 [batch, context + 1], as a function of (seed, step) alone.
 
-    With windows "once" the windows lie side by side in the text and are visited in an order given by the seed. The last
-    token of one is the first of the next, so each token is an input once and a target once.
+    With windows "once", the windows are adjacent in the text and are visited in an order that is given by the seed. The
+    last token of a window is the first token of the next, so each token is an input once and a target once.
     """
     if config.windows == "once":
         order = _order(seed, places(corpus, config))
@@ -448,7 +453,7 @@ def batch(corpus: Corpus, config: DataConfig, seed: int, step: int) -> np.ndarra
 
 
 def places(corpus: Corpus, config: DataConfig) -> int:
-    """Number of windows that lie side by side in the training part."""
+    """Returns the number of adjacent windows in the training part."""
     return (len(corpus.train) - 1) // config.context
 
 
@@ -479,15 +484,15 @@ def heldout(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
 def spread(tokens: np.ndarray, context: int, sequences: int) -> np.ndarray:
     """Returns evenly spaced, disjoint windows of tokens, int64 [n, context + 1]; n ≤ sequences."""
     room = len(tokens) - context
-    count = min(sequences, max(1, room // context))  # at most as many as fit without overlap
+    count = min(sequences, max(1, room // context))  # no more than fit without overlap
     starts = ((np.arange(count) + 0.5) / count * room).astype(np.int64)
     return _windows(tokens, starts, context)
 
 
 def long_texts(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
-    """Returns evenly spaced held-out windows, int64 [n, context + 1], each inside one document; n ≤ sequences.
+    """Returns evenly spaced held-out windows, int64 [n, context + 1], each within one document; n ≤ sequences.
 
-    Windows share at most their last token, which is only a target.
+    Windows overlap by at most one token, the last token of a window, which is only a target.
 
     Raises:
         DataError: no held-out document is longer than the context.
@@ -508,10 +513,11 @@ def _windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray
 
 
 def split(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Splits texts into training and held-out texts by the hash of their content; duplicates are dropped.
+    """Splits texts into training and held-out texts by the hash of their content; duplicates are removed.
 
-    Files are held out in the order of their hashes while they fit into a tenth of the bytes. If that yields less than
-    half of the tenth (few files, or one dominates), the last tenth of each file is held out instead.
+    Texts are held out in the order of their hashes as long as they fit into a tenth of the bytes. If that yields less
+    than half of the tenth (because there are few texts or one text dominates), the last tenth of each text is held out
+    instead.
     """
     unique = {hashlib.sha256(text).digest(): text for text in texts if text}
     budget = HELD_OUT * sum(map(len, unique.values()))
@@ -534,7 +540,7 @@ def stamp(source: str) -> tuple[tuple[str, int, int], ...]:
         if source in BUILT_IN or not place.exists():
             return ()
     except OSError as error:  # e.g. a name that is too long
-        raise DataError(f"cannot use {source!r}: {error.strerror}. Name an existing file or folder.") from error
+        raise DataError(f"cannot use {source!r}: {error.strerror}. Give an existing file or folder.") from error
     files = sorted(place.rglob("*")) if place.is_dir() else [*place.parent.glob("*.bin"), place]
     stats = ((str(file), file.stat()) for file in files)
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
@@ -563,7 +569,7 @@ def _load(source: str, vocab_size: int | None, tokens: str, stamp: tuple[tuple[s
 
 
 def _tokens(path: Path, kind: str, vocab_size: int | None) -> Corpus:
-    """Reads token files in nanoGPT's layout: train.bin beside val.bin, or one file whose last tenth is held out."""
+    """Reads token files: train.bin with val.bin, as nanoGPT writes them, or one file whose last tenth is held out."""
     path = path / "train.bin" if path.is_dir() else path
     other = path.with_name("val.bin")
     whole = _read_bin(path, kind)
@@ -581,13 +587,13 @@ def _read_bin(path: Path, kind: str) -> np.ndarray:
         size = path.stat().st_size
         if size == 0 or size % dtype.itemsize:
             raise DataError(
-                f"{path} has {size} bytes; expected a positive multiple of {dtype.itemsize}: {kind} tokens. Give "
-                f"another type as {path.name}#uint8"
+                f"{path} has {size} bytes; expected a positive multiple of {dtype.itemsize} for {kind} tokens. To "
+                f"specify another type, write {path.name}#uint8"
             )
         if size > _MOST_BYTES:
             raise DataError(
-                f"{path} has {size >> 30} GiB; expected at most {_MOST_BYTES >> 30}, because the whole corpus is read "
-                "for its hash and its largest token. Use a part of it."
+                f"{path} has {size >> 30} GiB; expected at most {_MOST_BYTES >> 30}, because the entire corpus is read "
+                "to compute its hash and its largest token. Use a part of the corpus."
             )
         return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
@@ -603,7 +609,7 @@ def _corpus(
     if largest >= vocab_size:
         raise DataError(
             f"{name} has token {largest}; expected tokens below the vocabulary size, {vocab_size}. "
-            f"Give vocab_size {largest + 1} or more, or the right file."
+            f"Set vocab_size to at least {largest + 1}, or use the right file."
         )
     digest = hashlib.sha256(f"{unit} {len(parts[0])} {len(parts[1])}\n".encode())
     for part in parts:
@@ -620,21 +626,22 @@ def _corpus(
     )
 
 
-# A baseline loss without training: bigram counts of the training windows predict held-out text.
+# A baseline loss without training, where bigram counts of the training windows predict held-out text.
 
 
 def bigram_loss(read: np.ndarray, heldout: np.ndarray, vocab_size: int) -> float:
     """Returns the mean loss, in nats per token, of bigrams counted in one text and evaluated on another.
 
-    P(b|a) = (c(ab) + u(a) · P(b)) / (c(a) + u(a)), where c(ab) counts how often b follows a, c(a) how often any token
-    follows a, and u(a) how many distinct tokens do; P(b) = (c(b) + 1) / (n + vocabulary). There is no free parameter.
+    P(b|a) = (c(ab) + u(a) · P(b)) / (c(a) + u(a)), where c(ab) counts how often b follows a, c(a) counts how often any
+    token follows a, u(a) counts how many distinct tokens follow a, and P(b) = (c(b) + 1) / (n + vocab_size). There are
+    no free parameters.
 
     Args:
-        read: token windows to count [n t].
-        heldout: token windows to predict, all tokens but the first of each [n t].
-        vocab_size: number of tokens.
+        read: the token windows to count [n t].
+        heldout: the token windows to predict [n t]; all tokens except the first of each window are predicted.
+        vocab_size: the number of tokens.
 
-    Source: Witten & Bell 1991, The zero-frequency problem, method C, interpolated with counts plus one.
+    Source: Witten & Bell 1991, The zero-frequency problem, method C, interpolated with add-one counts.
 
     >>> round(bigram_loss(np.array([[0, 1, 0, 1, 0, 1]]), np.array([[0, 1, 0]]), 2), 3)
     0.162

@@ -1,6 +1,6 @@
-"""The training loop, for one run or a stack of runs, each with its own directory.
+"""The training loop for one run or a stack of runs, each with its own directory.
 
-A run that is killed at any moment continues to a bit-identical result.
+If a run is killed at any moment, it can be resumed and produces a bit-identical result.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ def run(
 
     Args:
         config: the configuration.
-        directory: a new or empty one, or one of an earlier run of this configuration, which then continues.
-        command: the user's command line, for the record.
-        watcher: follows the run.
-        wait: seconds to wait for another process that uses the directory.
+        directory: a new or empty directory, or the directory of an earlier run of this configuration, which is then
+            resumed.
+        command: the user's command line, which is recorded.
+        watcher: callbacks that follow the run.
+        wait: the number of seconds to wait for another process that uses the directory.
 
     Raises:
-        RunDirectoryError: the directory belongs to another run, is in use, damaged or not writable.
+        RunDirectoryError: the directory belongs to another run, is in use, is damaged or is not writable.
         DataError: the corpus cannot be read.
         InvalidValueError: the configuration cannot be run.
-        UnknownNameError: the configuration names something unknown.
+        UnknownNameError: the configuration contains an unknown name.
     """
     (error,) = train_runs([config], [directory], command=command, watcher=watcher, wait=wait)
     if error is not None:
@@ -57,10 +58,10 @@ def train_runs(
     watcher: Watcher | None = None,
     wait: float = 0.0,
 ) -> list[Exception | None]:
-    """Trains runs as one stack, with the results that `run` would give; returns each run's error, or None.
+    """Trains runs as one stack, with the same results as `run`, and returns each run's error, or None.
 
-    The runs may be at different steps: each continues from its own checkpoint. A run that fails or diverges does not
-    affect the others. If the stack itself cannot be built, or fails, each run continues alone.
+    The runs may be at different steps, because each continues from its own checkpoint. A run that fails or diverges
+    does not affect the other runs. If the stack itself cannot be built or fails, each run continues alone.
 
     Args:
         configs: configurations that differ only in seed, steps, rates and decay; see `plan_stacks`.
@@ -70,7 +71,7 @@ def train_runs(
         wait: see `run`.
 
     Raises:
-        QkeelError: as for `run`, if the configuration cannot be run, before any directory is touched.
+        QkeelError: the configuration cannot be run, as for `run`; no directory has been changed.
     """
     configs = [resolve(config) for config in configs]
     check(configs[0])
@@ -87,7 +88,7 @@ def train_runs(
 
 @final
 class _Loop:
-    """Runs that train together: the records of started runs by number, and the numbers of those with steps left."""
+    """Runs that train together: the records of started runs by index, and the indices of the runs with steps left."""
 
     def __init__(self, configs: Sequence[RunConfig], directories: Sequence[Path], watcher: Watcher) -> None:
         self.configs, self.watcher = configs, watcher
@@ -111,7 +112,7 @@ class _Loop:
                 self.records[i].prepare(command, stacked=len(self.places))
 
     def train(self) -> list[int]:
-        """Takes all remaining steps and writes the summaries; returns the runs left unfinished if their stack fails."""
+        """Takes all remaining steps and writes the summaries. If the stack fails, returns the unfinished runs."""
         try:
             self._write_start()
             while self.live:
@@ -124,13 +125,16 @@ class _Loop:
         except Exception as fault:
             if len(self.configs) > 1:
                 left = list(self.live)
-                caution(f"{len(left)} runs train one by one: their stack failed with {type(fault).__name__}: {fault}")
+                caution(
+                    f"{len(left)} runs train one by one, because their stack failed with {type(fault).__name__}: "
+                    f"{fault}"
+                )
                 return left
             self._fail(0, fault)
         return []
 
     def _write_start(self) -> None:
-        """Records the models before their first step; runs of one seed have equal weights and are measured once."""
+        """Records the models before their first step. Runs with the same seed have equal weights, measured once."""
         fresh = [i for i in self.live if self.records[i].step == 0]
         firsts = {(self.configs[i].seed, self.configs[i].nudge): i for i in reversed(fresh)}
         if not fresh:
@@ -143,7 +147,7 @@ class _Loop:
                 self.records[i].write(None, *measured[self.configs[i].seed, self.configs[i].nudge])
 
     def _step(self, now: list[int]) -> None:
-        """Takes one step of all runs, and records or saves where due."""
+        """Takes one step of all runs, and records and saves the runs for which this is due."""
         records = [self.records[i] for i in now]
         arithmetic = self._arithmetic(now)
         if any(record.is_logged(record.step + 1) for record in records):
@@ -151,7 +155,7 @@ class _Loop:
         due = any(record.is_logged(record.step + 1) or record.is_saved(record.step + 1) for record in records)
         start = time.perf_counter()
         losses, norms = train_step(arithmetic, [record.step for record in records])
-        # Reading numbers waits for the device, so it happens only when they are needed.
+        # Reading values waits for the device, so they are read only when they are needed.
         numbers = list(zip(losses.tolist(), norms.tolist())) if due else []
         seconds = (time.perf_counter() - start) / len(now)
         for record in records:
@@ -169,7 +173,7 @@ class _Loop:
             raise KeyboardInterrupt
 
     def _write(self, arithmetic: TrainingBackend, now: Sequence[int], numbers: dict[int, tuple[float, float]]) -> None:
-        """Records the step of the runs that are due; `numbers` are their losses and norms."""
+        """Records the step of the runs for which this is due; `numbers` are their losses and norms."""
         wanted = {i for i, own in numbers.items() if self.records[i].wants_held(*own)}
         probes = dict(zip(now, arithmetic.probe()))
         held = dict(zip(now, arithmetic.evaluate())) if wanted else {}
@@ -184,7 +188,7 @@ class _Loop:
         self.live = [i for i in self.live if i not in over]
 
     def _arithmetic(self, numbers: list[int]) -> TrainingBackend:
-        """Returns the backend of these runs, which is chosen again only when the set of runs changes."""
+        """Returns the backend for these runs, which is chosen again only when the set of runs changes."""
         if self._last is None or self._last[0] != numbers:
             self._last = numbers, choose_arithmetic([self.records[i].state for i in numbers])
         return self._last[1]

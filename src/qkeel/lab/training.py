@@ -1,4 +1,4 @@
-"""The training step: run by run with torch's operators, or for a whole stack of runs, plain or compiled.
+"""The training step, run by run with torch's operators, or for a stack of runs with torch's or compiled operators.
 
 Shapes: runs in a stack, b sequences per run, t tokens, h heads; [runs ...] is a parameter of all runs.
 """
@@ -44,15 +44,15 @@ from qkeel.patching import optimizers as adam_groups
 from qkeel.patching.modes import multiply_all
 from qkeel.spec import AttentionCall
 
-# The reference backend; faster ones follow, and the choice between them.
+# The reference backend, followed by faster backends and the choice between them.
 
 
 class TrainingBackend:
     """Computes the training steps of runs that differ only in seed, steps, rates and decay, and measures their models.
 
-    This one uses torch's operators, one run after the other; every other backend is compared with it. A step calls the
-    first three methods in order; gradients stay here between them. `reason` says why no faster backend computes these
-    runs; it is empty if there is none.
+    This class uses torch's operators, one run after the other, and is the reference for every other backend. A step
+    calls the first three methods in order, and the backend stores the gradients between these calls. `reason` says why
+    no faster backend can train these runs; it is empty for the fastest backend.
     """
 
     def __init__(self, runs: Sequence[RunState], reason: str = "") -> None:
@@ -61,11 +61,11 @@ class TrainingBackend:
         self._before: list[list[Seen]] = [[] for _ in runs]
 
     def losses_and_gradients(self, batches: Sequence[Examples], seeds: Sequence[int]) -> Tensor:
-        """Returns the loss of each run on its batch [runs]; `seeds` are for random numbers in the forward pass."""
+        """Returns the loss of each run on its batch [runs]; `seeds` are used for random numbers in the forward pass."""
         return torch.stack([_loss(*each) for each in zip(self.runs, batches, seeds, strict=True)])
 
     def clip(self, limit: float) -> Tensor:
-        """Clips gradients to the norm `limit` (0: no clipping); returns each run's norm before clipping [runs]."""
+        """Clips gradients to the norm `limit` (0 disables clipping); returns each run's norm before clipping [runs]."""
         norms = []
         for run, parameters in zip(self.runs, self.parameters):
             there = [p for p in parameters if p.grad is not None]
@@ -79,7 +79,7 @@ class TrainingBackend:
         return torch.stack(norms)
 
     def optimizer_step(self) -> None:
-        """Lets each run's optimizer take its step, with the hooks of remedies, and clears the gradients."""
+        """Takes a step with each run's optimizer, including the hooks of remedies, and clears the gradients."""
         for run in self.runs:
             if run.loss_scale is None or not run.loss_scale.skips:
                 run.optimizer.step()
@@ -88,7 +88,7 @@ class TrainingBackend:
                 run.loss_scale.update()
 
     def remember(self) -> None:
-        """Stores the logits of each run on its probe, so that the next `probe` can measure how much they changed."""
+        """Stores the logits of each run on its probe, so that the next `probe` can measure how much they change."""
         self._before = []
         for run in self.runs:
             with autocast(run.config):
@@ -100,7 +100,7 @@ class TrainingBackend:
         return [_probe(*each) for each in zip(self.runs, before)]
 
     def evaluate(self) -> list[dict[str, float]]:
-        """Returns the held-out numbers of each run; NaN for values that are not finite."""
+        """Returns the held-out losses of each run, with NaN for values that are not finite."""
         return [_evaluate(run) for run in self.runs]
 
 
@@ -113,7 +113,7 @@ def _loss(run: RunState, batch: Examples, seed: int) -> Tensor:
 
 
 def _backward(run: RunState, examples: Examples, config: RunConfig) -> Tensor:
-    """Returns one part's share of the batch loss and adds its gradient."""
+    """Returns one part's share of the batch loss and adds its gradient to the parameters."""
     with autocast(config):
         logits = run.model(examples.inputs)
     loss = token_loss(logits, examples.targets)
@@ -138,17 +138,17 @@ def _evaluate(run: RunState) -> dict[str, float]:
     return {name: value if math.isfinite(value) else math.nan for name, value in found.items()}
 
 
-# Every run takes this step, alone or in a stack, on a CPU or a GPU.
+# Every run takes the following step, whether alone or in a stack, and on a CPU or a GPU.
 
 
 def train_step(arithmetic: TrainingBackend, steps: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns each run's loss on its batch [runs], and the norm of its gradient before clipping [runs].
+    """Takes one training step; returns each run's loss [runs] and the norm of its gradient before clipping [runs].
 
-    It never waits for the device.
+    This function does not wait for the device, except for loss scaling with fp16.
 
     Args:
-        arithmetic: the backend of runs that differ only in seed, steps, rates and decay.
-        steps: the number of steps each run has completed.
+        arithmetic: the backend for runs that differ only in seed, steps, rates and decay.
+        steps: the number of steps that each run has completed.
     """
     runs = arithmetic.runs
     for run, step in zip(runs, steps, strict=True):
@@ -162,20 +162,20 @@ def train_step(arithmetic: TrainingBackend, steps: Sequence[int]) -> tuple[Tenso
 
 
 def set_rate(run: RunState, step: int) -> None:
-    """Sets the learning rate of a step in all groups of the run's optimizer."""
+    """Sets the learning rate of a step for all parameter groups of the run's optimizer."""
     rate = learning_rate(run.config.optim, step, run.config.steps)
     for group in run.optimizer.param_groups:
         group["lr"] = rate * group.get(RATE, 1.0)
 
 
 def read_batches(runs: Sequence[RunState], steps: Sequence[int]) -> list[Examples]:
-    """Returns the examples of each run's step, on its device; runs with equal seed and step share them."""
+    """Returns the examples of each run's step, on its device; runs with equal seeds and steps share their examples."""
     keys = [(run.config.seed, step) for run, step in zip(runs, steps)]
     read = {key: runs[0].task.batch(*key).to(runs[0].device) for key in dict.fromkeys(keys)}
     return [read[key] for key in keys]
 
 
-# Clipping and one AdamW pass over the weights of all runs, each run with its own learning rate.
+# Clipping and one AdamW pass over the weights of all runs, where each run has its own learning rate.
 
 _STATE = frozenset(("step", "exp_avg", "exp_avg_sq"))
 _NOT_STEPPED = -1.0  # this rate tells the kernel to skip a weight
@@ -187,7 +187,8 @@ StackParameters = Sequence[nn.Parameter]
 class StackedAdamW:
     """Takes the AdamW steps of many runs at once, with the hooks of each run and the state of each optimizer.
 
-    A hook may step some weights itself, as `lalr` does with `remedies.steps.fused_adam`; this pass then skips them.
+    A hook may itself take the step of some weights, as `lalr` does with `remedies.steps.fused_adam`; this pass then
+    skips these weights.
     """
 
     def __init__(
@@ -206,14 +207,14 @@ class StackedAdamW:
     def of(
         cls, optimizers: Sequence[Optimizer], stacked: StackParameters, own: Sequence[StackParameters]
     ) -> Self | None:
-        """Returns the joint step of these optimizers; None unless all are torch's fused AdamW with equal options.
+        """Returns the joint step of these optimizers, or None unless all are torch's fused AdamW with equal options.
 
         Learning rates and weight decays may differ.
 
         Args:
-            optimizers: one per run.
-            stacked: weights [runs ...].
-            own: for each optimizer, its parts of those weights.
+            optimizers: one optimizer per run.
+            stacked: the weights [runs ...].
+            own: for each optimizer, its parts of these weights.
         """
         if adam_groups.every_optimizer_has_hooks() or not all(map(_fits, optimizers, own)):
             return None
@@ -225,7 +226,8 @@ class StackedAdamW:
         self._gradients = {i: g.contiguous() for i, g in enumerate(gradients) if g is not None}
 
     def clip(self, limit: float) -> Tensor:
-        """Clips each run's gradients to the norm `limit` (0: no clipping); returns the norms [runs] before."""
+        """Clips each run's gradients to the norm `limit` (0 disables clipping); returns the norms [runs] before
+        clipping."""
         return operators.clip_(list(self._gradients.values()), limit)
 
     @torch.no_grad()
@@ -249,7 +251,7 @@ class StackedAdamW:
         self._gradients = {}
 
     def _rates(self, r: int, there: Sequence[int], gradients: Sequence[Tensor]) -> list[float]:
-        """Calls the hooks before the step and returns the learning rate of each weight of a run that has a gradient."""
+        """Calls the pre-step hooks and returns the learning rate of each weight of a run that has a gradient."""
         optimizer, own = self._optimizers[r], self._own[r]
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         found = [rates[self._group[i]] for i in there]
@@ -265,7 +267,7 @@ class StackedAdamW:
 
     @torch.no_grad()
     def _take_state(self) -> None:
-        """Replaces the state of each optimizer by views into the joint means, variances and step counts."""
+        """Replaces the state of each optimizer with views of the joint means, variances and step counts."""
         self._means, self._variances = ([torch.zeros_like(p) for p in self._weights] for _ in range(2))
         self._done = torch.zeros(len(self._weights), len(self._optimizers))
         for r, (optimizer, table) in enumerate(zip(self._optimizers, self._own)):
@@ -277,13 +279,13 @@ class StackedAdamW:
 
 
 def _places(optimizer: Optimizer, own: StackParameters) -> list[int]:
-    """The index of the parameter group of each weight."""
+    """Returns the index of the parameter group of each weight."""
     of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     return [of[id(p)] for p in own]
 
 
 def _fits(optimizer: Optimizer, own: StackParameters) -> bool:
-    """Whether the optimizer is an AdamW over exactly these weights whose step the joint pass can reproduce."""
+    """True if the optimizer is an AdamW for exactly these weights and the joint pass can reproduce its step."""
     groups = optimizer.param_groups
     known = isinstance(optimizer, AdamW) and adam_groups.is_known(optimizer) and not adam_groups.is_answered(optimizer)
     every = {id(p) for group in groups for p in group["params"]} == {id(p) for p in own}
@@ -297,21 +299,21 @@ def _is_usual(group: adam_groups.Group) -> bool:
 
 
 def _about(optimizer: Optimizer, own: StackParameters) -> tuple[object, ...]:
-    """The settings that must agree between runs; β and ε must also agree between groups."""
+    """Returns the settings that must be equal for all runs; β and ε must also be equal for all groups."""
     options = {(*group["betas"], group["eps"]) for group in optimizer.param_groups}
     return _places(optimizer, own), options if len(options) == 1 else optimizer
 
 
 # Losses, gradients and measurements of all runs at once, with torch's operators on one stacked model.
 #
-# Each run keeps its own model, optimizer and remedy; its weights are views into the stacked weights. The stack only
+# Each run keeps its own model, optimizer and remedy; its weights are views of the stacked weights. The stack only
 # computes losses and gradients, so optimizers, step remedies and checkpoints work unchanged.
 
 
 class StackedArithmetic(TrainingBackend):
-    """One forward and one backward pass for all runs; clipping and steps are torch's, run by run.
+    """One forward and one backward pass for all runs, with torch's clipping and optimizer steps run by run.
 
-    `compiled` replaces modules by ones with compiled operators, with equal results up to rounding.
+    With `compiled`, modules are replaced with modules that use compiled operators, with equal results up to rounding.
 
     Raises:
         RefusedError: the model of the runs cannot be stacked.
@@ -335,7 +337,7 @@ class StackedArithmetic(TrainingBackend):
         return losses
 
     def backward(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Returns losses [runs] and gradients [runs ...], for logits [runs n vocab] and targets [runs·n]."""
+        """Returns the losses [runs] and gradients [runs ...] for logits [runs n vocab] and targets [runs·n]."""
         runs, surprise = len(logits), F.log_softmax(logits.flatten(0, 1), -1)
         pairs = zip(surprise.detach().chunk(runs), targets.chunk(runs))
         losses = torch.stack([F.nll_loss(mine, right) for mine, right in pairs])
@@ -345,7 +347,7 @@ class StackedArithmetic(TrainingBackend):
         return losses, torch.autograd.grad(each, self.stacked, share, allow_unused=True)
 
     def keep(self, gradients: Sequence[Tensor | None]) -> None:
-        """Gives each run its part of the gradients [runs ...]."""
+        """Sets the gradients of each run to its part of the gradients [runs ...]."""
         # Fused optimizers assume that gradients have the memory layout of the weights.
         parts = [[None] * len(self.runs) if g is None else g.contiguous().unbind(0) for g in gradients]
         for r, own in enumerate(self.parameters):
@@ -377,7 +379,7 @@ class StackedArithmetic(TrainingBackend):
         return [ProbeStatistics({**p.record, **mean_change(mine)}, p.heads) for p, mine in zip(probes, changes)]
 
     def _changes(self, before: Sequence[Seen], after: Sequence[AttentionCall]) -> Sequence[Tensor]:
-        """Returns the root mean square change of a layer's logits, [h] for each run; () if unknown."""
+        """Returns the root mean square change of a layer's logits, as one [h] per run; () if unknown."""
         try:
             found = [change_between(*pair) for pair in zip(before, after)]
         except RefusedError:  # a position encoding that cannot be folded into q and k
@@ -411,7 +413,7 @@ def _reporting(attentions: Sequence[StackedAttention], report: Report) -> Iterat
 
 
 def split(stats: LogitStats, runs: int) -> list[LogitStats]:
-    """Splits statistics of heads [runs·h] into one per run, each [h]."""
+    """Splits the statistics of heads [runs·h] into one object per run, each with heads [h]."""
     values = {name: getattr(stats, name) for name in TENSORS}
     if any(len(x) % runs for x in values.values()):
         raise ShapeError(f"expected statistics of the heads of {runs} runs, got {len(stats.max_logit)} heads")
@@ -421,14 +423,15 @@ def split(stats: LogitStats, runs: int) -> list[LogitStats]:
 
 # The choice of backend, and the fastest one: a stack of small models with compiled operators.
 #
-# Each compiled operator computes a run from its own data alone, in an order of summation that depends only on its
-# shape. A run therefore has the same bits alone and in every stack.
+# Each compiled operator computes a run only from the run's own data, in an order of summation that depends only on the
+# shape. A run therefore has bit-identical results alone and in every stack.
 
 
 def choose_arithmetic(runs: Sequence[RunState]) -> TrainingBackend:
-    """Returns the fastest backend for these runs; its `reason` says why no faster one applies.
+    """Returns the fastest backend for these runs; its `reason` says why no faster backend can be used.
 
-    A single run uses compiled operators whenever it would in a stack, so that it has the same bits in both.
+    A single run uses compiled operators whenever it would use them in a stack, so that its results are bit-identical in
+    both cases.
     """
     config = runs[0].config
     slow = why_not_compiled(config)
@@ -445,12 +448,12 @@ def why_not_compiled(config: RunConfig) -> str:
         return reason
     if not small(config):
         return "the model is so large that one run keeps a core busy"
-    return "" if operators.stacked_ready() else "the compiled operators are off or not available here"
+    return "" if operators.stacked_ready() else "the compiled operators are switched off or not available here"
 
 
 @final
 class CompiledArithmetic(StackedArithmetic):
-    """A stacked model of compiled modules; optimizers other than torch's fused AdamW step run by run."""
+    """A stacked model of compiled modules; optimizers other than torch's fused AdamW take their steps run by run."""
 
     def __init__(self, runs: Sequence[RunState]) -> None:
         super().__init__(runs, compiled=True)

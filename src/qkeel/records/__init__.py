@@ -1,5 +1,5 @@
-"""The records on disk: names, units and shapes of every recorded number, and how it is written and read. No torch
-here: the report reads runs on machines that have none."""
+"""The records on disk: the name, unit and shape of every recorded value, and how it is written and read. This package
+does not import torch, because the report reads runs on machines without torch."""
 
 from qkeel.records.disk import replace_file as write_bytes
 from qkeel.records.file_formats import (

@@ -1,4 +1,4 @@
-"""Durable files: atomic replacement, appends, locks and checksums, on regular files only."""
+"""Durable file operations: atomic replacement, appends, locks and checksums, for regular files only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from qkeel.errors import QkeelError, RunDirectoryError, reported
 
-# A JSON text's checksum is its last field, crc32, computed over the text with the eight digits of the field set to 0.
+# The checksum of a JSON text is its last field, crc32, computed over the text with the field's eight digits set to 0.
 
 FIELD = "crc32"
 _BLANK = "00000000"
@@ -38,7 +38,7 @@ def seal(value: Mapping[str, object], indent: int | None = None) -> bytes:
 
 
 def is_sealed(text: bytes) -> bool:
-    """Returns whether the text ends with a checksum, right or wrong.
+    """Returns whether the text ends with a checksum, whether the checksum is correct or not.
 
     >>> is_sealed(seal({"step": 3})), is_sealed(b'{"step": 3}')
     (True, False)
@@ -47,13 +47,13 @@ def is_sealed(text: bytes) -> bool:
 
 
 def check_seal(text: bytes, needed: bool = False) -> bool:
-    """Returns whether the text has a checksum, after verifying it.
+    """Verifies the checksum of the text, if it has one, and returns whether it has one.
 
     >>> check_seal(seal({"step": 3})), check_seal(b'{"step": 3}')
     (True, False)
 
     Raises:
-        ValueError: the text does not match its checksum, or lacks one although it is `needed`.
+        ValueError: the text does not match its checksum, or has no checksum although it is `needed`.
     """
     found = _END.search(text[-_LONGEST:])
     if found is None:
@@ -67,7 +67,7 @@ def check_seal(text: bytes, needed: bool = False) -> bool:
     return True
 
 
-# Only regular files are read and written; pipes, devices, folders and loops of links are rejected before opening.
+# Only regular files are read and written; pipes, devices, folders and link cycles are rejected before they are opened.
 
 MOST_BYTES = 1 << 28  # size limit for files that are read completely
 _KINDS = {
@@ -80,17 +80,17 @@ _KINDS = {
 
 
 def refuse_irregular(path: Path, error: type[QkeelError] = RunDirectoryError) -> int | None:
-    """Returns the size of a regular file, or None if `path` does not exist; raises for anything else.
+    """Returns the size of a regular file, or None if `path` does not exist; raises an error for anything else.
 
     Nothing is opened, because opening a pipe waits for a writer and reading a device may never end.
 
     >>> refuse_irregular(Path("nothing-here"))
     >>> refuse_irregular(Path("."))
     Traceback (most recent call last):
-    qkeel.errors.RunDirectoryError: cannot use .: expected a regular file, got a directory. Name a file there instead.
+    qkeel.errors.RunDirectoryError: cannot use .: expected a regular file, got a directory. Give the path of a file.
 
     Raises:
-        QkeelError: the path is not a regular file, is a loop of links, or cannot be inspected. The class is `error`.
+        QkeelError: the path is not a regular file, is a link cycle, or cannot be inspected. The class is `error`.
     """
     try:
         about = path.stat()
@@ -98,15 +98,15 @@ def refuse_irregular(path: Path, error: type[QkeelError] = RunDirectoryError) ->
         return None
     except (OSError, ValueError) as failure:  # ValueError: a NUL in the name
         reason = failure.strerror if isinstance(failure, OSError) else failure
-        raise error(f"cannot use {str(path)!r}: {reason}. Expected a regular file; name another one.") from failure
+        raise error(f"cannot use {str(path)!r}: {reason}. Expected a regular file; give a different path.") from failure
     if not stat.S_ISREG(about.st_mode):
         kind = _KINDS.get(stat.S_IFMT(about.st_mode), "something else")
-        raise error(f"cannot use {path}: expected a regular file, got {kind}. Name a file there instead.")
+        raise error(f"cannot use {path}: expected a regular file, got {kind}. Give the path of a file.")
     return about.st_size
 
 
 def refuse_path(name: str, where: str, error: type[QkeelError] = RunDirectoryError) -> str:
-    """Returns `name`, read from a file, if it is the plain name of a directory entry.
+    """Returns `name`, which was read from a file, if it is the name of a directory entry without a path.
 
     >>> refuse_path("9f2c", "study.json")
     '9f2c'
@@ -120,29 +120,29 @@ def refuse_path(name: str, where: str, error: type[QkeelError] = RunDirectoryErr
     if re.search(r"[/\\\x00-\x1f]", name) or name.strip(". ") == "" or len(name.encode("utf-8")) > 255:
         raise error(
             f"{where} names {name[:80]!r}; expected the name of an entry of its own folder, without a path. It was not "
-            "written by qkeel or was changed later; restore it."
+            "written by qkeel, or it was changed later; restore it."
         )
     return name
 
 
 def refuse_links(folder: Path) -> None:
-    """Raises if the folder of a study or run contains a link, which could point anywhere in someone else's data.
+    """Raises an error if the folder of a study or run contains a link, which could point to someone else's data.
 
     >>> refuse_links(Path("."))
 
     Raises:
-        RunDirectoryError: an entry is a link; the message names the first one.
+        RunDirectoryError: an entry is a link; the message names the first link.
     """
     for entry in sorted(folder.iterdir()) if os.path.isdir(folder) else ():  # Path.is_dir raises for a long name
         if entry.is_symlink():
             raise RunDirectoryError(
-                f"cannot use {entry}: it is a link; expected the files of a run in its own folder. Copy its target "
-                "into that folder, or remove it."
+                f"cannot use {entry}: it is a link; expected the files of a run in its own folder. Copy the target of "
+                "the link into that folder, or remove the link."
             )
 
 
 def read_regular(path: Path, error: type[QkeelError] = RunDirectoryError, most: int | None = MOST_BYTES) -> bytes:
-    """Reads a regular file of at most `most` bytes (None: any size).
+    """Reads a regular file of at most `most` bytes, or of any size if `most` is None.
 
     >>> _ = Path("a.txt").write_bytes(b"abc")
     >>> read_regular(Path("a.txt"))
@@ -153,14 +153,14 @@ def read_regular(path: Path, error: type[QkeelError] = RunDirectoryError, most: 
     """
     size = refuse_irregular(path, error)
     if size is None:
-        raise error(f"{path} is missing; name a file that exists.")
+        raise error(f"{path} is missing; give the path of an existing file.")
     if most is not None and size > most:
         raise error(f"cannot read {path}: it has {size:,} bytes; expected at most {most:,}. Is it the right file?")
     return _read(path, size or -1, error)  # files of /proc report size 0
 
 
 def read_start(path: Path, count: int, error: type[QkeelError] = RunDirectoryError) -> bytes:
-    """Reads the first `count` bytes of a regular file, or all if it has fewer.
+    """Reads the first `count` bytes of a regular file, or all its bytes if it has fewer.
 
     >>> _ = Path("a.txt").write_bytes(b"abc")
     >>> read_start(Path("a.txt"), 2)
@@ -170,7 +170,7 @@ def read_start(path: Path, count: int, error: type[QkeelError] = RunDirectoryErr
         QkeelError: the file is missing, not regular or not readable. The class is `error`.
     """
     if refuse_irregular(path, error) is None:
-        raise error(f"{path} is missing; name a file that exists.")
+        raise error(f"{path} is missing; give the path of an existing file.")
     return _read(path, count, error)
 
 
@@ -179,28 +179,28 @@ def _read(path: Path, count: int, error: type[QkeelError]) -> bytes:
         with reported(f"cannot read {path}", ". Expected a readable file.", error), open(path, "rb") as file:
             return file.read(count)
     except MemoryError as failure:
-        raise error(f"cannot read {path}: it does not fit in memory. Expected a smaller file.") from failure
+        raise error(f"cannot read {path}: it is too large to fit in memory.") from failure
 
 
 # All writes to run directories go through the functions below.
 
 _PART = ".part"
 _BINARY = os.O_BINARY if sys.platform == "win32" else 0
-_unsynced: set[Path] = set()  # files with appended data, and folders with new names, that were not synced yet
-_WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some network disks cannot sync a directory
+_unsynced: set[Path] = set()  # files with appended data and folders with new entries that were not synced yet
+_WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP)  # raised by network disks that cannot sync a directory
 
 
 def replace_file(path: Path, data: bytes | bytearray) -> None:
     """Writes a file so that readers see either the old or the new content, even after a power loss.
 
-    The data go to a temporary file that is synced and renamed; then the directory is synced. The directory must exist:
-    if it was moved while a run was writing, it is not created again.
+    The data is written to a temporary file, which is synced and renamed; then the directory is synced. The directory
+    must exist, so that it is not created again if it was moved while a run was writing.
 
     Raises:
         RunDirectoryError: the file cannot be written, or the path is not a regular file.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
-    kept = "Expected a writable place with free space; existing files are not lost. Free some space or choose another"
+    kept = "Existing files are not lost. Make the directory writable, free some space on its disk, or choose another"
     with _reported("write", path, f"{kept} directory."):
         refuse_irregular(path)
         try:
@@ -216,12 +216,12 @@ def replace_file(path: Path, data: bytes | bytearray) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Appends complete records and hands them to the operating system at once; `sync` brings them to the disk.
+    """Appends complete records and passes them to the operating system at once; `sync` writes them to the disk.
 
     Raises:
-        RunDirectoryError: the append failed; the file is cut back to its old size if the disk still allows that.
+        RunDirectoryError: the append failed; the file is truncated to its old size if the disk still allows this.
     """
-    kept = "What was written before is kept; free some space or choose another directory, then run the same command"
+    kept = "Earlier records are kept; free some space or choose another directory, then run the same command"
     with _reported("append to", path, f"{kept} again to continue."):
         size = refuse_irregular(path)
         _unsynced.update([path] if size is not None else [path, path.parent])
@@ -235,15 +235,15 @@ def append(path: Path, data: bytes) -> None:
 
 
 def cut(path: Path, size: int) -> None:
-    """Truncates a file to its first `size` bytes, durably."""
-    advice = "Expected a writable place; run the same command again to continue."
-    with _reported("cut", path, advice), _opened(path, os.O_RDWR) as file:
+    """Durably truncates a file to its first `size` bytes."""
+    advice = "Make the file writable, then run the same command again to continue."
+    with _reported("truncate", path, advice), _opened(path, os.O_RDWR) as file:
         os.ftruncate(file, size)
         os.fsync(file)
 
 
 def sync(paths: Iterable[Path]) -> None:
-    """Blocks until everything this process appended to these files, and their names, is on the disk.
+    """Blocks until everything that this process appended to these files, and their directory entries, is on the disk.
 
     Raises:
         RunDirectoryError: the disk reports an error.
@@ -261,13 +261,13 @@ def sync(paths: Iterable[Path]) -> None:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Removes the files that exist, durably.
+    """Durably removes whichever of the files exist.
 
     Raises:
         RunDirectoryError: a file cannot be removed.
     """
     for path in [path for path in paths if path.exists()]:
-        with _reported("remove", path, "Expected a writable place; run the same command again to continue."):
+        with _reported("remove", path, "Make its directory writable, then run the same command again to continue."):
             _unlink(path)
             _sync_names(path.parent)
 
@@ -275,14 +275,14 @@ def remove(paths: Iterable[Path]) -> None:
 def remove_leftovers(directory: Path) -> None:
     """Removes the temporary files of a killed process; only the process that holds the lock may call this."""
     for path in directory.glob(f".*{_PART}"):
-        with _reported("remove", path, "Expected a writable place; choose another directory."):
+        with _reported("remove", path, "Make its directory writable, or choose another directory."):
             _unlink(path)
 
 
 def make_directory(path: Path, parents: bool = True) -> bool:
-    """Creates a directory unless it exists; returns whether this call created it.
+    """Creates a directory unless it exists, and returns whether this call created it.
 
-    Without `parents` the parent directory must exist.
+    Without `parents`, the parent directory must exist.
 
     Raises:
         RunDirectoryError: the directory cannot be created.
@@ -291,11 +291,11 @@ def make_directory(path: Path, parents: bool = True) -> bool:
         return False
     if parents and not os.path.exists(path.parent):
         make_directory(path.parent)
-    with _reported("make", path, "Choose a writable directory with free space."):
+    with _reported("create", path, "Choose a writable directory with free space."):
         try:
             os.mkdir(path)
         except FileExistsError:
-            if not path.is_dir():  # else another process was faster
+            if not path.is_dir():  # otherwise, another process was faster
                 raise
             return False
         _sync_names(path.parent)
@@ -303,25 +303,26 @@ def make_directory(path: Path, parents: bool = True) -> bool:
 
 
 def move_directory(path: Path, to: Path) -> None:
-    """Renames a directory within its folder; an empty directory of the new name is replaced.
+    """Renames a directory within its folder; an empty directory with the new name is replaced.
 
     Raises:
         RunDirectoryError: the directory cannot be renamed.
     """
-    with _reported("make", to, "Choose a writable directory with free space."):
+    with _reported("create", to, "Choose a writable directory with free space."):
         os.replace(path, to)
         _sync_names(to.parent)
 
 
 def hold_lock(file: int, wait: float) -> bool:
-    """Locks an open file for this process until its last descriptor is closed; returns whether that succeeded.
+    """Locks an open file for this process until its last descriptor is closed, and returns whether that succeeded.
 
-    The lock is the advisory, exclusive lock of `flock`; the kernel releases it however the process ends. On a system
-    without it (Windows) nothing is locked and the result is True: runs can be resumed there, but without protection.
+    The lock is the advisory, exclusive lock of `flock`, which the kernel releases no matter how the process ends. On a
+    system without `flock` (Windows), nothing is locked and the result is True, so runs can be resumed there, but
+    without protection.
 
     Args:
         file: the file descriptor.
-        wait: seconds to wait for another process.
+        wait: the number of seconds to wait for another process.
 
     Raises:
         OSError: files on this disk cannot be locked.
@@ -348,7 +349,7 @@ def _reported(act: str, path: Path, advice: str) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as error:
-            raise OSError(error.errno, f"the directory {path.parent} does not exist (any more)") from error
+            raise OSError(error.errno, f"the directory {path.parent} does not exist or was removed") from error
 
 
 @contextlib.contextmanager
@@ -369,15 +370,15 @@ def _unlink(path: Path) -> None:
 
 
 def _write(file: int, data: bytes | bytearray) -> None:
-    """Writes all bytes; a nearly full or remote disk may accept only part of them per call."""
+    """Writes all bytes, in several calls if necessary, because a nearly full or remote disk may accept only a part."""
     left = memoryview(data)
     while left:
         left = left[os.write(file, left) :]
 
 
 def _sync_names(folder: Path) -> None:
-    """Blocks until the names in a directory are on the disk."""
-    if sys.platform == "win32":  # Windows cannot open directories, and journals renames anyway
+    """Blocks until the entries of a directory are on the disk."""
+    if sys.platform == "win32":  # Windows cannot open directories, and it journals renames anyway
         return
     with _opened(folder, os.O_RDONLY) as file:
         try:

@@ -1,4 +1,4 @@
-"""The JSON files of a run with the type of every field, and the binary file of per-head numbers.
+"""The JSON files of a run with the type of every field, and the binary file of per-head values.
 
 Shapes: n records (logged steps), layers, heads.
 """
@@ -21,7 +21,7 @@ from qkeel.records.disk import FIELD, MOST_BYTES, check_seal, is_sealed, read_re
 from qkeel.records.names_and_units import BLOCK_FIELDS, EXTRAPOLATION_COLUMNS, LAYER_FIELDS, SINK_HEAD, head_field
 from qkeel.records.parse import complete_json, json_value
 
-# JSON documents and JSON lines, each with a checksum. Readers drop a torn last line and report any other damage.
+# JSON documents and JSON lines, each with a checksum. Readers drop an incomplete last line and report any other damage.
 
 JSONObject = dict[str, Any]  # parsed JSON; FIELDS has the types of its values
 
@@ -37,7 +37,7 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Mapping[str, object], sealed: bool = True) -> None:
     """Writes a JSON object atomically, with its checksum as the last field if `sealed`.
 
-    NaN and infinity become strings, so that every JSON reader can read the file.
+    NaN and infinity are written as strings, so that every JSON reader can read the file.
 
     >>> write_json(Path("b.json"), {"loss": math.nan})
     """
@@ -46,7 +46,7 @@ def write_json(path: Path, value: Mapping[str, object], sealed: bool = True) -> 
 
 
 def append_line(path: Path, value: Mapping[str, object]) -> None:
-    """Appends one JSON line with its checksum and hands it to the operating system at once.
+    """Appends one JSON line with its checksum and passes it to the operating system at once.
 
     >>> append_line(Path("a.jsonl"), {"step": 1})
     """
@@ -54,14 +54,15 @@ def append_line(path: Path, value: Mapping[str, object]) -> None:
 
 
 def read_json(path: Path, sealed: bool = False) -> Any:
-    """Reads a JSON file without its checksum; the strings 'nan' and 'inf' become floats again.
+    """Reads a JSON file and removes its checksum; the strings 'nan', 'inf' and '-inf' become floats again.
 
     >>> write_json(Path("a.json"), {"loss": math.inf})
     >>> read_json(Path("a.json"))
     {'loss': inf}
 
     Raises:
-        DamagedFileError: the file is not JSON, does not match its checksum, or, if `sealed`, has none.
+        DamagedFileError: the file is missing, is not JSON, does not match its checksum, or has no checksum although it
+            should be `sealed`.
     """
     if refuse_irregular(path) is None:
         raise DamagedFileError(f"{path} is missing; expected a readable file. Restore it.")
@@ -70,17 +71,18 @@ def read_json(path: Path, sealed: bool = False) -> Any:
 
 
 def read_lines(path: Path, sealed: bool = False, sure: int = 0) -> Iterator[JSONObject]:
-    r"""Yields the lines of a .jsonl file without their checksums. A torn last line is dropped; any other torn line is
-    an error.
+    r"""Yields the lines of a .jsonl file without their checksums. An incomplete last line is dropped; any other
+    incomplete line is an error.
 
     >>> write_text(Path("b.jsonl"), '{"step": 1}\n{"st')
     >>> list(read_lines(Path("b.jsonl")))
     [{'step': 1}]
 
     Args:
-        path: the file; a missing file has no lines.
-        sealed: whether every line must have a checksum; otherwise only the lines after the first that has one.
-        sure: number of bytes known to have been written; a bad line that begins among them is damage, not a torn write.
+        path: the file; a missing file is treated as empty.
+        sealed: whether every line must have a checksum; if False, only lines after the first with a checksum need one.
+        sure: the number of bytes known to have been written; a bad line that begins within these bytes is damage, not
+            an incomplete write.
 
     Raises:
         DamagedFileError: a line is damaged; the message gives its number.
@@ -92,7 +94,7 @@ def read_lines(path: Path, sealed: bool = False, sure: int = 0) -> Iterator[JSON
         if damage is not None:
             raise damage
         if isinstance(value, ValueError):
-            damage = DamagedFileError(f"{path}, line {number} is not complete JSON: the file was damaged ({value})")
+            damage = DamagedFileError(f"{path}, line {number} is not complete JSON, so the file was damaged ({value})")
             if begin < sure:
                 raise damage
         else:
@@ -111,14 +113,14 @@ def whole_bytes(path: Path, keep: Callable[[JSONObject], bool], sealed: bool = F
 
 
 def _scan(path: Path, sealed: bool) -> Iterator[tuple[int, Any]]:
-    """Yields, for each line, the byte offset after it and its value, or the ValueError that it raised."""
+    """Yields, for each line, the byte offset of its end and its value, or the ValueError from parsing it."""
     end = 0
     with reported(f"cannot read {path}"), open(path, "rb") as file:
         while line := file.readline(MOST_BYTES):
             end += len(line)
             try:
                 if not line.endswith(b"\n"):
-                    raise ValueError("it does not end")
+                    raise ValueError("it has no line end")
                 value = _value(line, sealed)
                 sealed = sealed or is_sealed(line)
             except ValueError as failure:
@@ -127,7 +129,7 @@ def _scan(path: Path, sealed: bool) -> Iterator[tuple[int, Any]]:
 
 
 def _value(text: bytes, sealed: bool) -> Any:
-    """Parses a JSON text without its checksum; raises ValueError."""
+    """Parses a JSON text, and verifies and removes its checksum; raises ValueError if that fails."""
     checked = check_seal(text, sealed)
     value = json_value(text)
     if checked:
@@ -160,7 +162,7 @@ def _numbers(value: object) -> Any:
     return value
 
 
-# The fields of the files of runs and studies with their types. Every reader checks against this table.
+# The fields in the files of runs and studies, with their types. Every reader checks files against this table.
 
 
 def _is_number(value: object) -> bool:
@@ -196,7 +198,7 @@ KINDS: dict[str, Callable[[object], bool]] = {
 }
 
 
-# The fields that are read from the config.json of another library's model, or from one of its parts.
+# The fields that are read from the config.json of a model from another library, or from one of its parts.
 _MODEL = {
     "text": "model_type",
     "sizes": "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
@@ -210,7 +212,7 @@ _MODEL = {
 }
 _PARTS = "text_config llm_config thinker_config vision_config audio_config encoder decoder model rope_scaling"
 _PARTS += " rope_parameters attn_config"
-# File -> type -> names of fields. "!type": the field must exist and not be null. Name "*": every other field.
+# File -> type -> names of fields. With "!type", the field must exist and not be null. The name "*" means all others.
 _FILES: dict[str, Mapping[str, str]] = {
     "study.json": {
         "!a list of objects": "runs",
@@ -318,7 +320,7 @@ _FILES: dict[str, Mapping[str, str]] = {
         "text": "checksums",
     },
 }
-#: The type of a field, by file and name.
+#: The type of each field, by file and name.
 FIELDS: dict[str, dict[str, str]] = {
     file: {name: kind for kind, names in lines.items() for name in names.split()} for file, lines in _FILES.items()
 }
@@ -336,15 +338,15 @@ def check_fields(value: object, file: str, where: str, error: type[QkeelError] =
     Args:
         value: the output of a parser.
         file: a key of FIELDS.
-        where: the place of the value, for the error.
-        error: the class to raise.
+        where: the location of the value, for the error message.
+        error: the class of the error to raise.
 
     Raises:
         QkeelError: the value is not an object, lacks a field, or has a field of the wrong type. The class is `error`.
     """
 
     def damaged(fault: str) -> QkeelError:
-        return error(f"{where} {fault}. It is damaged or of another kind: restore it or create it again.")
+        return error(f"{where} {fault}. It is damaged or has another format; restore it or create it again.")
 
     if not isinstance(value, dict):
         named = {list: "a list", str: "text", type(None): "null"}.get(type(value), type(value).__name__)
@@ -361,7 +363,7 @@ def check_fields(value: object, file: str, where: str, error: type[QkeelError] =
 
 
 def check_parts(value: object, file: str, where: str, error: type[QkeelError] = DamagedFileError) -> JSONObject:
-    """Checks a file whose fields may be objects with typed fields of their own; see `check_fields`.
+    """Checks a file whose fields may themselves be objects with typed fields; see `check_fields`.
 
     >>> check_parts({"optim": {"lr": 0.1}}, "config.json", "config.json")
     {'optim': {'lr': 0.1}}
@@ -388,7 +390,7 @@ def read_checked(path: Path, sealed: bool = False) -> JSONObject:
 # heads.f32 and eval_heads.f32 are append-only float32 files with one fixed-size record per logged step. heads.crc32
 # contains the CRC-32 of each record as a little-endian uint32.
 
-_MOST_NUMBERS = 1 << 24  # numbers per step
+_MOST_NUMBERS = 1 << 24  # values per step
 _MOST_BYTES = 1 << 35
 _SUMS = "checksums"  # the field of heads.json that names the checksum file
 _MEND = "Restore the files, or delete the directory and run again."
@@ -396,17 +398,17 @@ _MEND = "Restore the files, or delete the directory and run again."
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heads:
-    """Per-head numbers of a run: `values[name]` is [n layers heads]; `layers` are the names of the layers, if known."""
+    """Per-head values of a run: `values[name]` is [n layers heads]; `layers` are the names of the layers, if known."""
 
-    steps: np.ndarray  #: [n], optimizer steps done
+    steps: np.ndarray  #: [n], the numbers of completed optimizer steps
     values: dict[str, np.ndarray]
     layers: tuple[str, ...] = ()
 
 
 class HeadRecorder:
-    """Appends float32 records to `directory`/`name`.f32: the step, then the `fields`, each [n_layers n_heads].
+    """Appends float32 records to `directory`/`name`.f32, each with the step and the `fields` [n_layers n_heads].
 
-    `layers` are the names of the layers, () if unknown.
+    `layers` are the names of the layers, or () if unknown.
     """
 
     def __init__(
@@ -433,7 +435,7 @@ class HeadRecorder:
         self._sums = directory / f"{name}.crc32" if _SUMS in old else None  # earlier versions wrote no checksums
 
     def append(self, step: int, values: np.ndarray) -> None:
-        """Appends one record; values [n_fields, n_layers, n_heads]."""
+        """Appends one record, with values [n_fields n_layers n_heads]."""
         if values.shape != self.shape:
             raise ShapeError(f"expected values of shape {self.shape}, got {values.shape}")
         record = np.concatenate([[step], values.reshape(-1)]).astype("<f4").tobytes()
@@ -443,7 +445,7 @@ class HeadRecorder:
 
 
 def read_heads(directory: Path, name: str = "heads", sealed: bool = False, sure: int = 0) -> Heads:
-    """Reads heads.json, heads.f32 and heads.crc32. A last record that is torn or lacks its checksum is dropped.
+    """Reads heads.json, heads.f32 and heads.crc32. A last record that is incomplete or has no checksum is dropped.
 
     >>> HeadRecorder(Path("."), ("entropy",), 1, 2).append(5, np.ones((1, 1, 2)))
     >>> read_heads(Path(".")).steps
@@ -453,7 +455,7 @@ def read_heads(directory: Path, name: str = "heads", sealed: bool = False, sure:
         directory: the folder of the files.
         name: "heads" or "eval_heads".
         sealed: whether heads.json must have a checksum.
-        sure: number of bytes of heads.f32 that are known to have been written.
+        sure: the number of bytes of heads.f32 that are known to have been written.
 
     Raises:
         DamagedFileError: a record does not match its checksum, or heads.json describes another file.
@@ -463,7 +465,7 @@ def read_heads(directory: Path, name: str = "heads", sealed: bool = False, sure:
     steps = rows[:, 0]
     if not (np.isfinite(steps) & (steps >= 0)).all():
         raise DamagedFileError(
-            f"{path} has a step that is not a whole number: {name}.json does not describe it, or it was damaged. "
+            f"{path} has a step that is not a whole number, so {name}.json does not describe it or it was damaged. "
             "" + _MEND
         )
     fields = about["fields"]
@@ -473,7 +475,7 @@ def read_heads(directory: Path, name: str = "heads", sealed: bool = False, sure:
 
 
 def _records(about: JSONObject, path: Path, sure: int) -> np.ndarray:
-    """Returns the undamaged records [n, 1 + numbers]."""
+    """Returns the undamaged records [n, 1 + values]."""
     width = _width(about)
     flat = np.frombuffer(_stored(path, 4 * width), dtype="<f4")
     rows = flat[: flat.size // width * width].reshape(-1, width)
@@ -483,22 +485,22 @@ def _records(about: JSONObject, path: Path, sure: int) -> np.ndarray:
     sums = np.frombuffer(_stored(place, 4), dtype="<u4")
     written = sure // (4 * width)
     if len(sums) < max(written, 1 if len(rows) > 1 else 0):
-        raise DamagedFileError(f"{place} has {len(sums)} checksums of {len(rows)} records: it was damaged. {_MEND}")
+        raise DamagedFileError(f"{place} has {len(sums)} checksums for {len(rows)} records, so it was damaged. {_MEND}")
     wrong = [i for i, row in enumerate(rows[: len(sums)]) if zlib.crc32(row.tobytes()) != sums[i]]
     if wrong and wrong[0] < max(written, min(len(rows), len(sums)) - 1):
         raise DamagedFileError(
-            f"{path}, record {wrong[0] + 1} does not match its checksum in {place.name}: it was damaged. {_MEND}"
+            f"{path}, record {wrong[0] + 1} does not match its checksum in {place.name}, so it was damaged. {_MEND}"
         )
     return rows[: wrong[0] if wrong else len(sums)]
 
 
 def _width(about: JSONObject) -> int:
-    """Number of float32 in a record."""
+    """Returns the number of float32 values in a record."""
     return 1 + len(about["fields"]) * about["n_layers"] * about["n_heads"]
 
 
 def _stored(path: Path, least: int) -> bytes:
-    """Reads the complete 4-byte numbers of the file; empty if it is missing or shorter than one record."""
+    """Reads the complete 4-byte values of the file; returns b"" if it is missing or shorter than one record."""
     size = refuse_irregular(path) or 0
     raw = read_regular(path, most=_MOST_BYTES) if size >= least else b""
     return raw[: len(raw) // 4 * 4]
@@ -510,7 +512,7 @@ def _description(directory: Path, name: str, sealed: bool = False) -> JSONObject
     about = check_fields(read_json(place, sealed), "heads.json", str(place))
     names, layers = about["fields"], about.get("layers") or ()
     if len(names) * about["n_layers"] * about["n_heads"] > _MOST_NUMBERS or len(set(names)) < len(names):
-        fault = f"it names a field twice, or has more than {_MOST_NUMBERS:,} numbers per step"
+        fault = f"it names a field twice, or it has more than {_MOST_NUMBERS:,} values per step"
         raise DamagedFileError(f"{place} does not describe {name}.f32: {fault}. {_MEND}")
     if layers and len(layers) != about["n_layers"]:
         fault = f"{len(layers)} layer names; expected {about['n_layers']}, its n_layers"
@@ -519,7 +521,7 @@ def _description(directory: Path, name: str, sealed: bool = False) -> JSONObject
 
 
 def cut_heads(directory: Path, last_step: int) -> None:
-    """Drops the records after `last_step` and a torn tail, so that a resumed run appends at the right place."""
+    """Drops the records after `last_step` and any incomplete record, so that a resumed run appends correctly."""
     path = directory / "heads.f32"
     if refuse_irregular(path) is None or refuse_irregular(directory / "heads.json") is None:
         return
@@ -531,14 +533,14 @@ def cut_heads(directory: Path, last_step: int) -> None:
 
 
 def _mean(values: np.ndarray, over: np.ndarray | None = None) -> np.ndarray:
-    """Returns the mean of [... heads] over the measured heads, or over the heads in the mask `over`."""
+    """Returns the mean of [... heads] over the measured heads or, if given, over the heads in the mask `over`."""
     counted = ~np.isnan(values) if over is None else over
     counts = counted.sum(-1)
     return np.where(counts, np.where(counted, values, 0).sum(-1) / np.maximum(counts, 1), np.nan)
 
 
 def _median(values: np.ndarray) -> np.ndarray:
-    """Median over the measured heads; NaN if there is none, or if the median is zero."""
+    """Returns the median over the measured heads; NaN if no head was measured or if the median is zero."""
     found = np.full(values.shape[:-1], np.nan)
     some = ~np.isnan(values).all(-1)
     found[some] = np.nanmedian(values[some], axis=-1)
@@ -552,7 +554,7 @@ _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "std": lambda values: np.sqrt(_mean(np.square(values - _mean(values)[..., None]))),
     # Σ [x > 0.3] / n over the n measured heads.
     "share_of_sinks": lambda values: _mean(np.where(np.isnan(values), np.nan, values > SINK_HEAD)),
-    # The mean over heads with x > 0.3 minus the mean over the others; NaN if either group is empty.
+    # The mean over heads with x > 0.3 minus the mean over all other heads; NaN if either group is empty.
     "gap_of_sinks": lambda values: _mean(values, values > SINK_HEAD) - _mean(values, values <= SINK_HEAD),
     "max_ratio": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan) / _median(values),
     "min_ratio": lambda values: np.fmin.reduce(values, axis=-1, initial=np.nan) / _median(values),
@@ -561,7 +563,7 @@ _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def fold_heads(name: str, values: np.ndarray) -> np.ndarray:
-    """Summarises the last dimension, heads or blocks, by the tables of fields in records; NaN means not measured.
+    """Summarises the last dimension, heads or blocks, as specified in the tables of fields; NaN means not measured.
 
     >>> float(fold_heads("max_logit", np.array([1.0, np.nan, 3.0])))
     3.0

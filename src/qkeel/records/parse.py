@@ -1,4 +1,4 @@
-"""Strict readers of JSON, TOML and safetensors headers, each with one error that names the place."""
+"""Strict readers for JSON, TOML and safetensors headers, each with one error class and the location in its message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qkeel.records.disk import read_regular, refuse_irregular
 
 # Limits on values, so that a hostile or damaged file cannot exhaust memory or the stack.
 
-MOST_DEPTH = 64  # tables and lists inside each other
+MOST_DEPTH = 64  # nesting of tables and lists
 LEAST_INTEGER, MOST_INTEGER = -(1 << 63), (1 << 64) - 1
 _MOST_DIGITS = 20  # digits of MOST_INTEGER; int() of longer text takes quadratic time
 
@@ -28,12 +28,12 @@ def read_integer(digits: str) -> int:
     12
     """
     if len(digits) > _MOST_DIGITS or not LEAST_INTEGER <= (number := int(digits)) <= MOST_INTEGER:
-        raise ValueError(f"expected a whole number of at most 64 bits, got one with {len(digits)} digits")
+        raise ValueError(f"expected a whole number of at most 64 bits, got a number with {len(digits)} digits")
     return number
 
 
 def read_float(digits: str) -> float:
-    """Parses a number that a float64 can represent; a finite number that overflows to infinity is an error.
+    """Parses a number that float64 can represent; a finite number that overflows to infinity is an error.
 
     >>> read_float("1.5")
     1.5
@@ -45,7 +45,7 @@ def read_float(digits: str) -> float:
 
 
 def refuse_strange(value: object, depth: int = 0) -> None:
-    """Raises ValueError for values nested too deeply, integers beyond 64 bits, and text that is not Unicode."""
+    """Raises ValueError for values that are nested too deeply, integers beyond 64 bits and text that is not Unicode."""
     if depth >= MOST_DEPTH and isinstance(value, (dict, list)):
         raise ValueError(f"expected tables and lists nested at most {MOST_DEPTH} deep")
     if isinstance(value, str):
@@ -53,7 +53,7 @@ def refuse_strange(value: object, depth: int = 0) -> None:
             raise ValueError(f"expected Unicode text, got half of a surrogate pair in {value[:40]!r}")
     elif isinstance(value, int):
         if not LEAST_INTEGER <= value <= MOST_INTEGER:
-            raise ValueError("expected a whole number of at most 64 bits, got a larger one")
+            raise ValueError("expected a whole number of at most 64 bits, got a larger number")
     elif isinstance(value, dict):
         for key, inner in value.items():
             refuse_strange(key, depth + 1)
@@ -67,7 +67,7 @@ def refuse_strange(value: object, depth: int = 0) -> None:
 
 
 def parse_json(text: bytes | str, where: str, error: type[QkeelError] = RunDirectoryError) -> Any:
-    """Parses a JSON text; `where` names its place in the error. NaN and Infinity are read as Python writes them.
+    """Parses a JSON text; `where` is its location in error messages. NaN and Infinity are read as Python writes them.
 
     >>> parse_json(b'{"loss": 1.5}', "a.json")
     {'loss': 1.5}
@@ -76,8 +76,8 @@ def parse_json(text: bytes | str, where: str, error: type[QkeelError] = RunDirec
     qkeel.errors.RunDirectoryError: a.json is not complete JSON (line 1, column 6: Expecting ',' delimiter). It is ...
 
     Raises:
-        QkeelError: the text is incomplete, has a name twice, is nested deeper than 64, or contains a number beyond 64
-            bits or text that is not Unicode. The class is `error`.
+        QkeelError: the text is incomplete, repeats a name within an object, is nested more than 64 levels deep, or
+            contains a number beyond 64 bits or text that is not Unicode. The class is `error`.
     """
     with complete_json(where, error):
         return json_value(text)
@@ -85,7 +85,7 @@ def parse_json(text: bytes | str, where: str, error: type[QkeelError] = RunDirec
 
 @contextlib.contextmanager
 def complete_json(where: object, error: type[QkeelError]) -> Iterator[None]:
-    """Turns the ValueError of a JSON text into an error of class `error` that names its place.
+    """Turns a ValueError from parsing JSON into an error of class `error` that names the location of the text.
 
     >>> with complete_json("a.json", RunDirectoryError):
     ...     json_value("[1, 2")
@@ -96,13 +96,13 @@ def complete_json(where: object, error: type[QkeelError]) -> Iterator[None]:
         yield
     except ValueError as failure:
         raise error(
-            f"{where} is not complete JSON ({failure}). It is damaged or of another kind: "
+            f"{where} is not complete JSON ({failure}). It is damaged or has another format; "
             "restore it or create it again."
         ) from failure
 
 
 def json_value(text: bytes | str) -> Any:
-    """Parses a JSON text like `parse_json`, with the bare reason as error.
+    """Parses a JSON text like `parse_json`, but raises ValueError with only the reason as its message.
 
     >>> json_value("[1, 1e999]")
     Traceback (most recent call last):
@@ -145,7 +145,7 @@ def _table(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     return table
 
 
-# TOML: the reader, and a writer of single values that the reader restores exactly.
+# TOML: the reader, and a writer for single values that the reader reproduces exactly.
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -157,7 +157,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
     Raises:
         DataError: the file cannot be read.
-        InvalidValueError: the file is not TOML, is nested deeper than 64, or contains a number beyond 64 bits.
+        InvalidValueError: the file is not TOML, is nested more than 64 levels deep, or contains a number beyond 64
+            bits.
     """
     text = read_regular(path, DataError)
     try:
@@ -166,13 +167,13 @@ def read_toml(path: Path) -> dict[str, Any]:
         return value
     except RecursionError:
         reason = "its tables and lists are nested too deeply"
-    except ValueError as failure:  # TOMLDecodeError and UnicodeDecodeError too
+    except ValueError as failure:  # includes TOMLDecodeError and UnicodeDecodeError
         reason = str(failure)
-    raise InvalidValueError(f"{path} is not valid TOML: {reason}; correct it there or restore the file")
+    raise InvalidValueError(f"{path} is not valid TOML: {reason}; correct or restore the file")
 
 
 def toml_line(name: str, value: bool | int | float | str) -> str:
-    r"""Formats one line of a table: a bare name and its value.
+    r"""Formats one line of a table, with an unquoted name and its value.
 
     >>> toml_line("source", 'a"b\n')
     'source = "a\\"b\\n"'
@@ -187,19 +188,21 @@ def toml_line(name: str, value: bool | int | float | str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as failure:
-        raise InvalidValueError(f"expected {name} as Unicode text, got {value!r}; TOML cannot hold it") from failure
+        raise InvalidValueError(
+            f"expected {name} as Unicode text, got {value!r}; TOML cannot represent it"
+        ) from failure
     # JSON escapes strings as TOML does, except for DEL, which JSON leaves unescaped.
     return f"{name} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007F")
 
 
-# safetensors headers: every field is type-checked, and tensors must fill the file without overlap or hole.
+# safetensors headers: every field is type-checked, and tensors must fill the file without overlaps or gaps.
 
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _MOST_DIMENSIONS = 64
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
-# The format's dtype names by bits per element (safetensors 0.8).
+# The dtype names of the format, by bits per element (safetensors 0.8).
 _TYPES: dict[int, tuple[str, ...]] = {
     4: ("F4",),
     6: ("F6_E2M3", "F6_E3M2"),
@@ -239,13 +242,13 @@ def read_header(path: Path, error: type[QkeelError] = DataError) -> Header:
     Header(tensors={}, metadata={})
 
     Raises:
-        QkeelError: the file is missing, not regular, truncated or longer than its tensors; or the header is not strict
+        QkeelError: the file is missing, not regular, truncated or longer than its tensors, the header is not strict
             JSON, a field has the wrong type, a dtype is unknown, a size does not match its shape, or tensors overlap or
-            leave a hole. The class is `error`.
+            leave a gap. The class is `error`.
     """
     size = refuse_irregular(path, error)
     if size is None:
-        raise error(f"{path} is missing; name a .safetensors file that exists")
+        raise error(f"{path} is missing; give the path of an existing .safetensors file")
     with reported(f"cannot read {path}", error=error), open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         whole = size >= 8 and length <= MOST_HEADER_BYTES
@@ -256,7 +259,7 @@ def read_header(path: Path, error: type[QkeelError] = DataError) -> Header:
 
 
 def parse_header(text: bytes, path: Path, size: int, error: type[QkeelError] = DataError) -> Header:
-    """Parses the header with the JSON `text` of a file of `size` bytes; see `read_header`.
+    """Parses a header with the JSON `text`, from a file of `size` bytes; see `read_header`.
 
     >>> parse_header(b'{"__metadata__": {"format": "pt"}}', Path("a.safetensors"), 42).metadata
     {'format': 'pt'}
@@ -273,14 +276,14 @@ def parse_header(text: bytes, path: Path, size: int, error: type[QkeelError] = D
     if end > size:
         raise error(_torn(path, size, end))
     if end < size:
-        raise error(f"{path} holds {size - end:,} bytes after its last tensor; its header and data do not match")
+        raise error(f"{path} has {size - end:,} bytes after its last tensor, so its header and data do not match")
     return Header(tensors=entries, metadata=table.get(_METADATA, {}))
 
 
 def _torn(path: Path, size: int, wanted: int | None) -> str:
     if wanted is None:
         return f"{path} ({size:,} bytes) is not a safetensors file, or its beginning is damaged; download it again"
-    return f"{path} is truncated: its header asks for {wanted:,} bytes, it has {size:,}; download or save it again"
+    return f"{path} is truncated: its header requires {wanted:,} bytes, but it has {size:,}; download or save it again"
 
 
 def _entries(table: object, data: int) -> dict[str, TensorEntry]:
@@ -311,13 +314,14 @@ def _entry(name: str, entry: object, data: int) -> TensorEntry:
         raise ValueError(f"expected a dtype of {', '.join(BITS)} for {what}, got {str(dtype)[:80]}")
     if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
         raise ValueError(
-            f"expected at most {_MOST_DIMENSIONS} whole numbers from 0 on as the shape of {what}, got {str(shape)[:80]}"
+            f"expected at most {_MOST_DIMENSIONS} whole numbers of at least 0 as the shape of {what}, got "
+            f"{str(shape)[:80]}"
         )
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"expected data_offsets of {what} to be begin and end, got {str(offsets)[:80]}")
+        raise ValueError(f"expected data_offsets of {what} to be a begin and an end, got {str(offsets)[:80]}")
     begin, end = offsets
     if math.prod(shape) * BITS[dtype] != 8 * (end - begin):
-        raise ValueError(f"{what} has {end - begin:,} bytes, which is not what {dtype} of shape {shape} takes")
+        raise ValueError(f"{what} has {end - begin:,} bytes, which does not match {dtype} with shape {shape}")
     return TensorEntry(dtype=dtype, shape=tuple(shape), begin=data + begin, end=data + end)
 
 

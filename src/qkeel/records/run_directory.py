@@ -1,4 +1,4 @@
-"""The directory of a run: its files, who may write them, and how they are read after a crash."""
+"""The directory of a run: its files, which process may write them, and how they are read after a crash."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from qkeel.records.file_formats import (
 )
 from qkeel.records.names_and_units import LINEAR
 
-TYPES_EVENT = "layer types"  # of events that correct the types in the run's description
+TYPES_EVENT = "layer types"  # the name of events that correct the types in the run's description
 
 
 def layer_types(about: Mapping[str, object], events: Iterable[Mapping[str, object]] = ()) -> dict[str, str]:
-    """The type of each layer (LAYER_TYPES) according to the description of a run and the events of later changes; runs
-    of earlier versions record none. Layers without logits come last.
+    """Returns the type of each layer (LAYER_TYPES), from the description of a run and the events about later changes.
+
+    Runs of earlier versions do not record types. Layers without logits come last.
 
     >>> layer_types({"sites": [{"name": "h.0", "type": "window"}, {"name": "h.1"}]})
     {'h.0': 'window'}
@@ -50,7 +51,7 @@ def layer_types(about: Mapping[str, object], events: Iterable[Mapping[str, objec
     return types
 
 
-# Provenance of records: system, number of cores and commit, without the name of a machine or a person.
+# The provenance of records: the system, number of cores and commit, without the name of a machine or a person.
 
 
 def made_on() -> dict[str, str]:
@@ -65,7 +66,7 @@ def made_on() -> dict[str, str]:
 
 
 def _commit(folder: Path) -> str:
-    """Reads the checked-out commit from git's files; "" if there is none or they cannot be read."""
+    """Reads the checked-out commit from git's files; returns "" if there is no commit or the files cannot be read."""
     try:
         place = next((parent / ".git" for parent in (folder, *folder.parents) if (parent / ".git").exists()), None)
         if place is None:
@@ -95,7 +96,7 @@ def _text(path: Path) -> str:
 # summary.json DONE. A watched model has eval.jsonl, eval_heads.json, eval_heads.f32 and eval_heads.crc32 instead of
 # last/; a length study also has extrapolation.jsonl.
 
-# The append-only files. DONE and each checkpoint record their sizes, so that a reader notices lost or added bytes.
+# The append-only files. DONE and each checkpoint record their sizes, so that a reader detects lost or added bytes.
 RECORDS = ("metrics.jsonl", "events.jsonl", "heads.crc32", "heads.f32")
 RECORDS += ("eval.jsonl", "eval_heads.crc32", "eval_heads.f32")
 FileSizes = Mapping[str, int]
@@ -114,11 +115,11 @@ class RunStatus(StrEnum):
 class RunDirectory:
     """The files of one run. Reading never changes anything."""
 
-    path: Path  #: of the folder
+    path: Path  #: path of the folder
 
     @property
     def status(self) -> RunStatus:
-        """The state; DONE takes precedence over FAILED, because a failed run may be resumed and finish."""
+        """The state of the run. DONE takes precedence over FAILED, because a failed run may be resumed and finish."""
         if (self.path / "DONE").exists():
             return RunStatus.DONE
         if (self.path / "FAILED").exists():
@@ -132,8 +133,8 @@ class RunDirectory:
 
     @property
     def sealed(self) -> bool:
-        """Whether all files must have checksums, which holds if config.json or env.json has one; earlier versions wrote
-        none."""
+        """True if all files must have checksums, which is the case if config.json or env.json has one. Earlier versions
+        wrote no checksums."""
         files = (self.path / "config.json", self.path / "env.json")
         return any(is_sealed(read_regular(file)) for file in files if refuse_irregular(file) is not None)
 
@@ -146,49 +147,49 @@ class RunDirectory:
         return check_parts(config, "config.json of a watched model" if watched else "config.json", str(path))
 
     def env(self) -> JSONObject:
-        """Versions, corpus hash, command, and the formula of the attention."""
+        """The environment of the run: versions, corpus hash, command and the formula of the attention."""
         return read_checked(self.path / "env.json", self.sealed)
 
     def metrics(self, sizes: FileSizes | None = None) -> list[JSONObject]:
-        """One dict per logged step, by records.STEP_FIELDS; `sizes` are the bytes known to have been written."""
+        """Returns one dict per logged step, with records.STEP_FIELDS; `sizes` are the known sizes of the files."""
         return self._lines("metrics.jsonl", sizes)
 
     def events(self, sizes: FileSizes | None = None) -> list[JSONObject]:
-        """Warnings and actions of remedies, one dict each."""
+        """Returns the warnings and the actions of remedies, as one dict each."""
         return self._lines("events.jsonl", sizes)
 
     def heads(self, sizes: FileSizes | None = None) -> Heads:
-        """Numbers per layer and head, by records.HEAD_FIELDS."""
+        """Returns the values per layer and head, with names from records.HEAD_FIELDS."""
         return self._heads("heads", sizes)
 
     def eval_metrics(self) -> list[JSONObject]:
-        """The rows of a watched model in evaluation mode, as in metrics()."""
+        """Returns the rows of a watched model in evaluation mode, as in metrics()."""
         return self._lines("eval.jsonl")
 
     def eval_heads(self) -> Heads:
-        """Numbers per layer and head in evaluation mode."""
+        """Returns the values per layer and head in evaluation mode."""
         return self._heads("eval_heads")
 
     def long_contexts(self) -> list[JSONObject]:
-        """Results at other context lengths, one dict per post-hoc method and length."""
+        """Returns the results at other context lengths, as one dict per post-hoc method and length."""
         return self._lines("extrapolation.jsonl", {})
 
     def summary(self) -> JSONObject:
-        """The run's row of table.csv."""
+        """Returns the run's row of table.csv."""
         return read_checked(self.path / "summary.json", self.sealed)
 
     def failure(self) -> str:
-        """The error that ended the run; "" if it did not fail."""
+        """Returns the error that ended the run; "" if it did not fail."""
         path = self.path / "FAILED"
         return read_regular(path).decode("utf-8", errors="replace") if path.exists() else ""
 
     def sizes(self) -> dict[str, int]:
-        """The size in bytes of each append-only file."""
+        """Returns the size in bytes of each append-only file."""
         there = {name: refuse_irregular(self.path / name) for name in RECORDS}
         return {name: size for name, size in there.items() if size is not None}
 
     def damage(self) -> str:
-        """Returns a sentence about the first damaged file of a finished run; "" if there is none."""
+        """Returns a sentence about the first damaged file of a finished run; "" if no file is damaged."""
         try:
             self.summary()
             self.metrics()
@@ -202,13 +203,13 @@ class RunDirectory:
         return ""
 
     def _written(self, name: str, sizes: FileSizes | None) -> int:
-        """The number of bytes a file is known to have had, from `sizes`, or from DONE if the run is done."""
+        """Returns the number of bytes that a file is known to have had, from `sizes` or, if it is None, from DONE."""
         known = self._sizes_at_end() if sizes is None else sizes
         size, now = known.get(name, 0), refuse_irregular(self.path / name) or 0
         if now < size or (sizes is None and known and now > size):
             raise DamagedFileError(
-                f"{self.path / name} has {now:,} bytes of the {size:,} that were written: it was damaged. Restore it, "
-                "or run again."
+                f"{self.path / name} has {now:,} bytes, but {size:,} bytes were written, so it was damaged. Restore "
+                "it, or run again."
             )
         return size
 
@@ -219,7 +220,7 @@ class RunDirectory:
         return read_checked(path, self.sealed)
 
     def _lines(self, name: str, sizes: FileSizes | None = None) -> list[JSONObject]:
-        """The lines of a .jsonl file, each checked."""
+        """Returns the lines of a .jsonl file after checking each."""
         path = self.path / name
         lines = read_lines(path, self.sealed, self._written(name, sizes))
         return [check_fields(line, name, f"{path}, line {i}") for i, line in enumerate(lines, start=1)]
@@ -229,13 +230,13 @@ class RunDirectory:
         return read_heads(self.path, name, self.sealed, self._written(f"{name}.f32", sizes))
 
     def open(self, config: Mapping[str, object]) -> None:
-        """Creates the directory for `config`, or checks that it belongs to the same configuration."""
+        """Creates the directory for `config`, or checks that an existing directory has the same configuration."""
         if (self.path / "config.json").exists():
             old = self.config()
             if old != config:
                 changed = differences(old, config)
                 raise RunDirectoryError(
-                    f"{self.path} contains a run of another configuration (different: {', '.join(changed)}). "
+                    f"{self.path} contains a run with another configuration (different: {', '.join(changed)}). "
                     "Choose another directory; nothing was changed."
                 )
             return
@@ -248,8 +249,8 @@ class RunDirectory:
         write_json(self.path / "config.json", config)
 
     def finish(self, summary: Mapping[str, object]) -> None:
-        """Marks the run as done once its records and summary are on the disk; a run that cannot be written is not
-        marked."""
+        """Marks the run as done after its records and summary have been written to the disk. If writing fails, the run
+        is not marked."""
         self.sync()
         write_json(self.path / "summary.json", summary)
         try:
@@ -259,13 +260,15 @@ class RunDirectory:
             raise
 
     def sync(self) -> None:
-        """Blocks until all appended data are on the disk."""
+        """Blocks until all appended data is on the disk."""
         disk.sync(self.path / name for name in RECORDS)
 
     def start_again(self) -> None:
-        """Removes everything but extrapolation.jsonl and the configuration, which then has a checksum."""
+        """Removes everything except extrapolation.jsonl and the configuration, which then has a checksum."""
         heads = (f"{kind}.json" for kind in ("heads", "eval_heads"))
-        disk.remove([self.path / "DONE", self.checkpoint])  # first: a crash here must not leave a complete-looking run
+        disk.remove(
+            [self.path / "DONE", self.checkpoint]
+        )  # removed first, because a crash here must not leave a run that looks complete
         disk.remove(self.path / name for name in (*RECORDS, *heads, "summary.json", "env.json"))
         if not self.sealed:
             write_json(self.path / "config.json", self.config())
@@ -274,7 +277,7 @@ class RunDirectory:
         """Truncates the append-only files to `sizes`, so that a resumed run repeats the lost steps bit for bit.
 
         Raises:
-            DamagedFileError: a file is shorter than its size in `sizes`.
+            DamagedFileError: a file is shorter than specified in `sizes`.
         """
         for name in RECORDS:
             size = self._written(name, {name: sizes.get(name, 0)})
@@ -282,7 +285,7 @@ class RunDirectory:
                 disk.cut(self.path / name, size)
 
     def cut_back(self, last_step: int) -> None:
-        """Drops everything recorded after `last_step`, for checkpoints of earlier versions, which store no sizes."""
+        """Drops everything recorded after `last_step`, for checkpoints of earlier versions, which contain no sizes."""
         for name in ("metrics.jsonl", "events.jsonl"):
             if self._lines(name):
                 path = self.path / name
@@ -295,7 +298,7 @@ class RunDirectory:
 
     @contextmanager
     def lock(self, wait: float = 0.0) -> Iterator[None]:
-        """Locks the directory; the operating system releases the lock however the process ends."""
+        """Locks the directory; the operating system releases the lock no matter how the process ends."""
         self._refuse_links()
         with locked(self.path / "lock", f"{self.path} is in use by another process", wait):
             for directory in (self.path, self.checkpoint.parent):
@@ -307,15 +310,16 @@ def note_checksums(place: RunDirectory) -> None:
     """Warns, once per process, that runs of an earlier version have no checksums."""
     if place.status is not RunStatus.MISSING and not place.sealed:
         caution(
-            "some runs are from an earlier version, whose files have no checksums: damage that leaves their numbers "
-            "readable goes unnoticed"
+            "some runs are from an earlier version, whose files have no checksums, so damage that leaves their values "
+            "readable is not detected"
         )
 
 
 def fresh_directory(path: Path) -> Path:
     """Creates `path`, or `path-2`, `path-3`, ... if it is not empty, and returns it; nothing is ever overwritten.
 
-    Each is created in one atomic step, so two processes never get the same one; an existing empty directory is used.
+    The directory is created in one atomic step, so two processes never get the same new directory. If `path` is an
+    existing empty directory, it is used.
 
     >>> fresh_directory(Path("made")).joinpath("note").touch()
     >>> fresh_directory(Path("made")).name
@@ -343,7 +347,7 @@ def flat(values: Mapping[str, object], under: str = "") -> dict[str, object]:
 
 
 def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
-    """Returns the keys (dotted if nested) at which two configurations differ.
+    """Returns the keys (dotted if nested) in which two configurations differ.
 
     >>> differences({"optim": {"lr": 1.0}, "seed": 0}, {"optim": {"lr": 2.0}, "seed": 0})
     ['optim.lr']
@@ -357,11 +361,11 @@ def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
     """Holds an exclusive advisory lock on `path`.
 
     Raises:
-        RunDirectoryError: another process holds it after `wait` seconds; the message names the process.
+        RunDirectoryError: another process still holds the lock after `wait` seconds; the message names the process.
     """
     refuse_irregular(path)  # opening a pipe would block
     disk.make_directory(path.parent)
-    writes = f"cannot write in {path.parent}", ". Choose a writable directory with free space."
+    writes = f"cannot write to {path.parent}", ". Choose a writable directory with free space."
     with reported(*writes):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -371,8 +375,12 @@ def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
         if not held:
             holder = os.read(file, 20).decode("ascii", "replace").strip()
             who = f" (process {holder})" if holder else ""
-            raise RunDirectoryError(f"{message}{who}. Wait for it, stop it, or choose another directory.")
-        with reported(*writes):  # the process id, for the error of a process that finds the lock taken
+            raise RunDirectoryError(
+                f"{message}{who}. Wait for that process to end, stop it, or choose another directory."
+            )
+        with reported(
+            *writes
+        ):  # writes the process id, for the error message of another process that cannot get the lock
             os.ftruncate(file, 0)
             os.write(file, str(os.getpid()).encode())
         yield

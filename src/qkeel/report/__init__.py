@@ -1,5 +1,6 @@
-"""One self-contained HTML page from run directories: charts, findings in plain words, tables, provenance. No torch
-here: the page is made on machines that have none, and read on machines that have no network."""
+"""Writes one self-contained HTML page from run directories, with charts, findings in plain words, tables and
+provenance. This package does not import torch, because pages are also made on machines without torch. They are read on
+machines without a network."""
 
 from qkeel.report.render import write
 

@@ -1,4 +1,4 @@
-"""Figures of a study or a watched run for a paper, drawn by matplotlib."""
+"""Figures of a study or a watched run for a paper, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -49,24 +49,25 @@ def figures(
     width: float = WIDTH,
     baseline: str = BASELINE,
 ) -> list[Path]:
-    """Writes the figures of a study, a lab run or a watched run; returns the files.
+    """Writes the figures of a study, a lab run or a watched run, and returns the files.
 
-    A watched run gets the largest logit, the entropy and the norms of queries and keys of each layer over the steps,
-    and a heat map of the last record. A study gets held-out loss and largest logit over the learning rate with their
-    range over seeds, the largest logit over the steps at each rate, and the gains over a baseline with 95 % intervals.
+    The figures of a watched run show the largest logit, the entropy and the norms of queries and keys of each layer
+    over the steps, and a heat map of the last record. The figures of a study show the held-out loss and the largest
+    logit against the learning rate with their range over seeds, the largest logit over the steps at each rate, and the
+    gains over a baseline with 95 % intervals.
 
     Args:
         path: a directory written by `qkeel watch`, `qkeel run` or `qkeel study`.
         out: the output folder.
-        formats: some of pdf, svg, png.
-        width: width of a figure in inches.
-        baseline: for a study, the remedy to compute gains over.
+        formats: one or more of pdf, svg and png.
+        width: the width of a figure in inches.
+        baseline: for a study, the remedy relative to which gains are computed.
 
     Raises:
         MissingLibraryError: matplotlib is not installed.
         UnknownNameError: a format is unknown.
         InvalidValueError: the width is out of range.
-        RunDirectoryError: nothing is recorded, or the files cannot be read.
+        RunDirectoryError: nothing has been recorded, or the files cannot be read.
     """
     for one in formats:
         check_known("format of figures", one, FORMATS)
@@ -88,7 +89,9 @@ def figures(
                 figure.savefig(target, dpi=300, metadata=_UNDATED[one])
                 written.append(target)
     if not written:
-        raise RunDirectoryError(f"{given} has no record to draw; let it run, or name another directory")
+        raise RunDirectoryError(
+            f"{given} has no records to draw; wait until the run has recorded something, or give another directory"
+        )
     return written
 
 
@@ -102,8 +105,8 @@ def _of_watched(run: Watched) -> Drawing:
     labels = {
         "max_logit": "largest attention logit (nats)",
         "entropy": "attention entropy (nats)",
-        "query_norm": "mean length of queries",
-        "key_norm": "mean length of keys",
+        "query_norm": "mean norm of queries",
+        "key_norm": "mean norm of keys",
     }
     for field, label in labels.items():
         if field in run.measured():
@@ -116,7 +119,7 @@ def _of_watched(run: Watched) -> Drawing:
 def _layers(
     ax: Foreign, steps: Sequence[int], lines: np.ndarray, names: Sequence[str], label: str, *, alarm: bool
 ) -> None:
-    """Draws lines [n layers] coloured by depth, with names at their ends if there are few."""
+    """Draws lines [n layers], coloured by depth and, if there are few, with names at their ends."""
     shades = np.linspace(0.05, 0.85, max(2, len(names)))
     from matplotlib import colormaps  # pyright: ignore[reportMissingImports]
 
@@ -189,7 +192,7 @@ def _by_rate(ax: Foreign, study: StudyData, field: str, label: str, *, log: bool
 
 
 def _courses(ax: Foreign, study: StudyData, lr: float) -> None:
-    """Draws the largest logit of each run at a rate, one colour per remedy."""
+    """Draws the largest logit of each run at a rate, with one colour per remedy."""
     for i, remedy in enumerate(study.remedies):
         runs = [r for r in study.runs if r.remedy == remedy and r.lr == lr and r.metrics and r.role == "grid"]
         for k, run in enumerate(runs):
@@ -203,7 +206,7 @@ def _courses(ax: Foreign, study: StudyData, lr: float) -> None:
 
 
 def _gains(ax: Foreign, study: StudyData, found: Sequence[Foreign]) -> None:
-    """Draws gains with 95 % intervals, one line per remedy and rate, grouped by remedy."""
+    """Draws gains with 95 % intervals, with one line per remedy and rate, grouped by remedy."""
     ordered = sorted(found, key=lambda gain: (study.remedies.index(gain.remedy), gain.lr), reverse=True)
     for y, gain in enumerate(ordered):
         colour = _COLOURS[study.remedies.index(gain.remedy) % len(_COLOURS)]

@@ -1,4 +1,4 @@
-"""HTML of reports: formats of numbers, tables, figures, and the page that contains everything inline."""
+"""HTML of reports: number formats, tables, figures, and the page that contains everything inline."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import numpy as np
 
 from qkeel.frames.tables import Markup, join, tag
 
-# Numbers as text, and as data of charts: rounded, and thinned by leaving records out.
+# Numbers as text and as chart data, which is rounded and thinned by omitting records.
 
 MINUS = "\u2212"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Formats a number with `digits` significant digits: 25, 11,000, 1.2e5, NaN; a dash for None.
+    """Formats a number with `digits` significant digits, like 25, 11,000, 1.2e5 or NaN, or as a dash for None.
 
     >>> [number(x, 2) for x in (24.93, 10_832.0, 117_000.0, 0.0312, -3.0, math.nan, None)]
     ['25', '11,000', '1.2e5', '0.031', '−3', 'NaN', '–']
@@ -70,7 +70,7 @@ def signed(value: float, places: int = 3) -> str:
 
 
 def rate(value: float) -> str:
-    """Formats a learning rate, short and exact.
+    """Formats a learning rate in short form.
 
     >>> [rate(x) for x in (0.1, 0.003, 3e-5, 1.0)]
     ['0.1', '0.003', '3e−5', '1']
@@ -92,7 +92,7 @@ def count(n: int, noun: str) -> str:
 
 
 def listing(words: Sequence[str]) -> str:
-    """Joins words as in a sentence.
+    """Joins words into a phrase, with commas and a conjunction.
 
     >>> listing(["a", "b", "c"])
     'a, b and c'
@@ -104,7 +104,7 @@ MAX_RECORDS = 300  # per run
 
 
 def rounded(value: float | None, digits: int = 5) -> float | int | None:
-    """Rounds to a few significant digits; None for values that JSON cannot represent.
+    """Rounds to a few significant digits; returns None for values that JSON cannot represent.
 
     >>> rounded(3.14159265), rounded(float("nan")), rounded(1e6)
     (3.1416, None, 1000000)
@@ -116,19 +116,19 @@ def rounded(value: float | None, digits: int = 5) -> float | int | None:
 
 
 def series(values: np.ndarray, digits: int = 4) -> list[float | int | None]:
-    """Converts numbers to JSON values: rounded, None if missing."""
+    """Converts numbers to JSON values, rounded, with None for missing values."""
     return [rounded(float(value), digits) for value in values]
 
 
 def thin(heights: Sequence[float | None], limit: int = MAX_RECORDS) -> list[int]:
-    """Returns at most `limit` indices: the first, the last, and the largest value of each stretch between.
+    """Returns at most `limit` indices: the first, the last, and that of the largest value in each interval between.
 
     >>> thin([0.0, 1.0, 5.0, 2.0, 1.0, 0.0], limit=4)
     [0, 2, 3, 5]
     """
     if len(heights) <= limit:
         return list(range(len(heights)))
-    # Keeping the largest value of each stretch keeps spikes, which averaging would hide.
+    # The largest value of each interval preserves spikes, which averaging would hide.
     edges = np.linspace(1, len(heights) - 1, limit - 1).astype(int)
     middle = [max(range(a, b), key=lambda i: _height(heights[i])) for a, b in itertools.pairwise(edges) if b > a]
     return [0, *middle, len(heights) - 1]
@@ -146,7 +146,7 @@ __all__ = [
 
 
 def json_script(identifier: str, value: object) -> Markup:
-    r"""Returns data for the page's scripts; text in it cannot end the element.
+    r"""Returns data for the page's scripts, escaped so that strings cannot end the element.
 
     >>> json_script("d", ["</script>"])
     '<script type="application/json" id="d">["\\u003c/script>"]</script>'
@@ -158,7 +158,7 @@ def json_script(identifier: str, value: object) -> Markup:
 
 
 def table(caption: str, head: Sequence[Markup], body: Sequence[Markup], *, sortable: bool = False) -> Markup:
-    """Returns a table that scrolls inside its own frame."""
+    """Returns a table that scrolls within its own frame."""
     inner = tag(
         "table",
         {"class": "sortable"} if sortable else {},
@@ -170,7 +170,7 @@ def table(caption: str, head: Sequence[Markup], body: Sequence[Markup], *, sorta
 
 
 def columns(*texts: str, kind: str = "num") -> list[Markup]:
-    """Returns column headings, for numbers or, with kind "text", for words."""
+    """Returns column headings, for numbers or, with kind "text", for text."""
     return [tag("th", {"scope": "col", "class": kind}, text) for text in texts]
 
 
@@ -185,28 +185,28 @@ def words(text: str) -> Markup:
 
 
 def cell(text: str, key: float, small: str = "", kind: str = "") -> Markup:
-    """Returns a number cell: `key` is the sort key, `small` is shown below the text."""
+    """Returns a number cell, where `key` is the sort key and `small` is shown below the text."""
     sort = "inf" if math.isnan(key) else f"{key:g}"
     attributes = {"class": f"num {kind}".strip(), "data-sort": sort}
     return tag("td", attributes, text, tag("small", {}, small) if small else "")
 
 
 def measured(value: float, small: str = "") -> Markup:
-    """Returns the cell of a measured number; a dash for NaN, which means not measured."""
+    """Returns the cell of a measured value, or a dash for NaN, which means not measured."""
     return cell("–" if math.isnan(value) else number(value), value, "" if math.isnan(value) else small)
 
 
 NOTHING = cell("–", math.inf)
 
 
-# The skeleton of every page: header with findings, sections, figures, footer. The file loads nothing else.
+# The structure of every page: a header with findings, sections, figures and a footer. The file loads nothing else.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
     """One sentence of the first screen.
 
-    kind: "lead" (the main result), "note", "caution" (a limitation), or "undecided" (folded until opened).
+    kind: "lead" (the main result), "note", "caution" (a limitation), or "undecided" (hidden until expanded).
     """
 
     kind: str
@@ -215,7 +215,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Section:
-    """One part of a page under its heading; omitted if it has no content."""
+    """One part of a page with its heading, which is omitted if it has no content."""
 
     name: str
     title: str
@@ -226,9 +226,9 @@ class Section:
 class Page:
     """The contents of a page.
 
-    data: what its charts draw with the script `drawing` of report/assets; None: no charts. mark: highlights names in
-    findings. verdict: markup before the findings. in_place: a live page replaces its sections one by one, except the
-    charts; otherwise it reloads.
+    data: the data that its charts draw with the script `drawing` of report/assets, or None for no charts. mark: a
+    function that highlights names in findings. verdict: the markup before the findings. in_place: whether a live page
+    replaces its sections one by one, except the charts; otherwise it reloads.
     """
 
     title: str
@@ -312,12 +312,12 @@ def note(text: str) -> Markup:
 
 
 def details(title: str, content: Markup, *, shown: bool = False) -> Markup:
-    """Returns content that opens when its title is pressed, or is open from the start."""
+    """Returns content that expands when its title is clicked; with `shown`, it is expanded from the start."""
     return tag("details", {"open": None} if shown else {}, tag("summary", {}, title), content)
 
 
 def facts(found: Mapping[str, str | Sequence[str]], *, code: bool = False) -> Markup:
-    """Returns a list of names, each with a sentence or several values; `code`: names are code."""
+    """Returns a list of names, each with a sentence or several values; with `code`, names are formatted as code."""
     lines: list[Markup] = []
     for name, value in found.items():
         values = [value] if isinstance(value, str) else [tag("span", {"class": "value"}, one) for one in value]
@@ -356,7 +356,7 @@ _SAVE: Mapping[str, str | None] = {"type": "button", "class": "save", "hidden": 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chart:
-    """One figure. The script draws it by `name`; screen readers read `label`."""
+    """One figure. The script finds and draws it by `name`; screen readers read `label`."""
 
     name: str
     title: str

@@ -1,4 +1,4 @@
-"""The live page of a run, served to this machine only."""
+"""The live page of a run, which is served only to this machine."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from qkeel.report.html import Page, Section, empty_note
 from qkeel.report.render import page
 
 HOST = "127.0.0.1"
-# Requests with another host name come from foreign pages (DNS rebinding) and are rejected.
+# Requests with another host name come from other web pages (DNS rebinding) and are rejected.
 NAMES = frozenset({HOST, "localhost"})
 
 
 @final
 class LiveServer(ThreadingHTTPServer):
-    """The page of a directory, served by a thread of its own until `close()`; it only reads the files of the run.
+    """Serves the page of a directory in a separate thread until `close()`; it only reads the files of the run.
 
-    The page is cached by the state of the files.
+    The page is cached until the files change.
     """
 
     daemon_threads = True  # an open connection does not keep the process alive
@@ -36,7 +36,7 @@ class LiveServer(ThreadingHTTPServer):
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
-            text = f"cannot listen on {HOST}:{port}: {error}. Expected a free port; choose another one, or 0 for any."
+            text = f"cannot listen on {HOST}:{port}: {error}. Choose another port, or 0 for any free port."
             raise InvalidValueError(text) from error
         self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True, name="qkeel-live")
         self._thread.start()
@@ -63,11 +63,11 @@ class LiveServer(ThreadingHTTPServer):
         self.close()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignores the error, because browsers may close a connection in the middle of an answer."""
+        """Ignores the error, because browsers may close a connection in the middle of a response."""
 
     def state(self) -> str:
         """Returns a string that changes whenever a file of the page changes."""
-        # Sizes and times are enough: records are only appended, and other files are replaced.
+        # Sizes and times are sufficient, because records are only appended and other files are replaced.
         places = [self.directory, *sorted(self.directory.glob("runs/*"))]
         seen = []
         for path in sorted(file for place in places if place.is_dir() for file in place.iterdir()):
@@ -77,7 +77,7 @@ class LiveServer(ThreadingHTTPServer):
         return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
 
     def html(self) -> bytes:
-        """Returns the page for the present files."""
+        """Returns the page for the current files."""
         with self._caching:
             state = self.state()
             if self._made[0] != state:
@@ -86,7 +86,7 @@ class LiveServer(ThreadingHTTPServer):
 
     @property
     def over(self) -> bool:
-        """Whether the run is done."""
+        """True if the run is done."""
         return RunDirectory(self.directory).status is RunStatus.DONE
 
     def _make(self, state: str) -> str:
@@ -95,8 +95,8 @@ class LiveServer(ThreadingHTTPServer):
         if not missing or (self.directory / "study.json").exists():
             try:
                 return page(self.directory).html(live=state)
-            except QkeelError as error:  # e.g. a file that is just being written; the next state will be complete
-                title, text = "The page cannot be made", str(error)
+            except QkeelError as error:  # e.g. a file is being written; the next state will be complete
+                title, text = "The page cannot be created", str(error)
         note = empty_note(f"{text} The page looks for new records every two seconds.")
         return Page(title=title, sections=[Section("waiting", "", note)], in_place=True).html(live=state)
 
@@ -106,13 +106,13 @@ def serve(directory: str | Path, port: int = 0) -> LiveServer:
 
     Args:
         directory: the directory that `qkeel.watch`, `qkeel run` or `qkeel study` writes; it need not exist yet.
-        port: the port to listen on; 0 for any free one.
+        port: the port on which to listen; 0 for any free port.
 
     Returns:
         The running server, a context manager with `url`, `wait()` and `close()`.
 
     Raises:
-        InvalidValueError: nothing can listen on the port.
+        InvalidValueError: the server cannot listen on the port.
     """
     return LiveServer(Path(directory), port)
 
@@ -123,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Answers / with the page and /state.json with its state."""
+        """Responds to / with the page and to /state.json with its state."""
         if not self._from_here():
             text = "This server answers only requests from this machine, to 127.0.0.1 or localhost."
             self._answer(HTTPStatus.FORBIDDEN, text.encode(), "text/plain")

@@ -23,13 +23,13 @@ def write(paths: str | Path | Iterable[str | Path], out: str | Path, *, baseline
     Args:
         paths: directories written by `qkeel study`, `qkeel run` or `qkeel.watch`.
         out: the .html file to write; an existing file is replaced atomically.
-        baseline: for a study, the remedy to compare the others with.
+        baseline: for a study, the remedy with which the other remedies are compared.
 
     Returns:
         The path of the page.
 
     Raises:
-        RunDirectoryError: a path is not a run or a study, a file is damaged, or `out` cannot be written.
+        RunDirectoryError: a path is not the directory of a run or study, a file is damaged, or `out` cannot be written.
 
     >>> import tempfile, torch, qkeel
     >>> folder = Path(tempfile.mkdtemp())
@@ -49,7 +49,7 @@ def write(paths: str | Path | Iterable[str | Path], out: str | Path, *, baseline
 
 
 def page(paths: str | Path | Iterable[str | Path], baseline: str = BASELINE) -> Page:
-    """Builds the page of the directories; see `write`."""
+    """Builds the page about the directories; see `write`."""
     given = as_paths(paths)
     watched = [path for path in given if is_watched(path)]
     if not watched:

@@ -1,4 +1,4 @@
-"""The page of a watched run: reading, findings, charts and sections.
+"""The page about a watched run: reading the run, findings, charts and sections.
 
 Shapes: n samples, layers, heads.
 """
@@ -85,7 +85,7 @@ class Watched:
 
     @property
     def types(self) -> dict[str, str]:
-        """The type of each layer, where the run says it."""
+        """The type of each layer, if the run recorded it."""
         return layer_types(self.about, self.notes)
 
     def measured(self) -> list[str]:
@@ -93,7 +93,7 @@ class Watched:
         return [name for name, values in self.heads.values.items() if not np.isnan(values).all()]
 
     def by_layer(self, name: str) -> np.ndarray | None:
-        """Returns [n layers]: a head field folded over heads, or a number of each layer or block; None if unknown."""
+        """Returns [n layers], a head field folded over heads or a value of each layer or block; None if unknown."""
         if of_layers(name):
             found = [[as_number(record.get(f"{name}/{layer}")) for layer in self.layers] for record in self.records]
             return np.array(found).reshape(len(self.records), len(self.layers))
@@ -101,20 +101,20 @@ class Watched:
         return None if heads is None or not len(heads) else fold_heads(name, heads)
 
     def more(self) -> list[str]:
-        """The further numbers of each layer that were measured, by records.LAYER_FIELDS and BLOCK_FIELDS, and the
-        numbers of heads that the monitor's table shows."""
+        """Returns the further values per layer that were measured: those of records.LAYER_FIELDS and BLOCK_FIELDS, and
+        the values per head that the monitor's table shows."""
         fields = {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS}
         names = [n for n, f in fields.items() if n not in LINES and (f.column or n not in HEAD_FIELDS)]
         known = {name: self.by_layer(name) for name in names}
         return [name for name, values in known.items() if values is not None and not np.isnan(values).all()]
 
     def overall(self, name: str) -> np.ndarray:
-        """Returns [n], a number of the whole model: as recorded, otherwise from its heads; NaN if neither exists."""
+        """Returns [n], a value of the entire model, as recorded or computed from its heads; NaN if neither exists."""
         return overall(self.records, self.heads, name)
 
     @property
     def acted(self) -> bool:
-        """Whether an autopilot applied a remedy during the run."""
+        """True if an autopilot applied a remedy during the run."""
         return any(event.get("event") == "decision" and event.get("remedy") for event in self.interventions)
 
     def leader(self) -> Leader | None:
@@ -126,7 +126,7 @@ class Watched:
         return Leader(layer=layer, head=head, name=self.layers[layer] if self.layers else f"layer {layer}")
 
     def exponent(self) -> float:
-        """Returns p of max_logit ~ steps^p over the later half of the samples; NaN with few samples."""
+        """Returns p of max_logit ~ steps^p over the second half of the samples; NaN if there are too few samples."""
         since = -max(LEAST_SAMPLES, len(self.records) // 2)
         return growth_exponent(self.steps[since:], self.overall("max_logit")[since:].tolist(), LEAST_SAMPLES)
 
@@ -141,7 +141,7 @@ def overall(records: Sequence[Row], heads: Heads, name: str) -> np.ndarray:
 
 
 def is_watched(path: Path) -> bool:
-    """Whether the directory belongs to a watched model."""
+    """True if the directory belongs to a watched model."""
     directory = RunDirectory(path)
     if directory.status is RunStatus.MISSING:
         return False
@@ -149,7 +149,7 @@ def is_watched(path: Path) -> bool:
 
 
 def read_watched(paths: Sequence[Path]) -> list[Watched]:
-    """Reads the runs. Runs of equal name are named by their path, and several runs also by the settings that differ.
+    """Reads the runs. Runs with equal names are named by their path, and several runs also by the settings that differ.
 
     Raises:
         RunDirectoryError: a file is damaged.
@@ -190,7 +190,7 @@ def _heads(directory: RunDirectory, name: str) -> Heads:
 
 
 def _aligned(records: Sequence[Row], heads: Heads) -> tuple[Sequence[Row], Heads]:
-    """Restricts records and heads to the steps that both have; a killed run may lack the heads of its last step."""
+    """Restricts records and heads to their common steps, as a killed run may lack the heads of its last step."""
     if not heads.values:
         return records, heads
     row = {int(step): i for i, step in enumerate(heads.steps)}
@@ -211,7 +211,7 @@ def class_names(run: Watched) -> list[str]:
 
 
 def class_tables(runs: Sequence[Watched]) -> Markup:
-    """Returns a table per run for its last sample, by layer: ratios of norms and their change, attention by pairs."""
+    """Returns a table per run of its last sample, by layer: ratios of norms, their change, and attention weights."""
     parts = []
     for run in runs:
         names = class_names(run)
@@ -225,10 +225,10 @@ def class_tables(runs: Sequence[Watched]) -> Markup:
         head += h.columns(*(f"{name.partition('/')[2].replace('->', ' → ')}, weight" for name in pairs))
         body = [_line(run, i, shown, pairs) for i in range(len(run.layers))]
         text = (
-            "Ratio: mean norm of the class with the longest vectors over that of the class with the shortest, averaged "
-            "over heads; next to it the factor by which it has changed since the first sample. Weight: what queries of "
-            "the first class give to all keys of the second; in brackets, what they would give if all keys counted "
-            "alike."
+            "Ratio: mean norm of the class with the largest norm, divided by that of the class with the smallest norm, "
+            "averaged over heads, followed by the factor by which it has changed since the first sample. Weight: the "
+            "weight that queries of the first class give to all keys of the second class; in brackets, the weight that "
+            "they would give if all keys had the same weight."
         )
         title = f"Token classes of {run.name} at step {run.steps[-1]:,}"
         parts += [h.tag("p", {}, text), h.table(title, head, body, sortable=True)]
@@ -256,7 +256,7 @@ CLEAR = 1.25  # a smaller factor does not count as a cause
 
 
 def findings(runs: Sequence[Watched]) -> list[Finding]:
-    """Returns the sentences below the verdict: for several runs one verdict each, for a single run its numbers."""
+    """Returns the sentences below the verdict: one verdict each for several runs, or the results of a single run."""
     if len(runs) > 1:
         return [Finding("note", f"{run.name}: {verdict(run).text}") for run in runs]
     run = runs[0]
@@ -269,7 +269,7 @@ def findings(runs: Sequence[Watched]) -> list[Finding]:
 class Verdict:
     """The first sentence of a page and its traffic light: good, large, bad, or none if nothing is known.
 
-    `why` explains to a reader who is new to attention logits what they are and what they do.
+    `why` explains attention logits and their effect to readers who are new to them.
     """
 
     light: str
@@ -278,7 +278,7 @@ class Verdict:
 
 
 def verdict(run: Watched) -> Verdict:
-    """Returns whether the run is healthy, in one sentence with the number and the threshold."""
+    """Returns whether the run is healthy, in one sentence with the largest logit and the threshold."""
     if not run.records:
         return Verdict("none", "Nothing is recorded yet.")
     values = run.overall("max_logit")
@@ -289,7 +289,7 @@ def verdict(run: Watched) -> Verdict:
     grave = [alarm for alarm in run.alarms if alarm.get("severity") != "notice"]
     head = run.leader()
     where = "" if head is None else f" in {head.name}, head {head.head}"
-    # An alarm is outdated once an autopilot has brought the logits back under the alarm line.
+    # An alarm is outdated once an autopilot has brought the logits back below the alarm threshold.
     if grave and not (run.acted and now <= ALARM_THRESHOLD):
         first = grave[0]
         cause = str(first.get("cause") or CAUSE)
@@ -321,14 +321,14 @@ NON_FINITE_RULE = "not finite"
 _WHY = (
     "An attention logit is the score of a key for a query, before the softmax. "
     f"Above {h.number(HARMFUL_LOGIT)}, the softmax gives nearly all the weight to one key: "
-    "the head hardly learns, and the loss ends higher or diverges."
+    "the head hardly learns, and the final loss is higher or training diverges."
 )
 
 
 def fix(run: Watched) -> list[str]:
     """Returns the fix for the most severe alarms: a shell command if one started the run, or a line of code.
 
-    The list is empty if there is nothing to do, or if an autopilot already acts.
+    The list is empty if there is nothing to do or if an autopilot is already active.
     """
     grave = [alarm for alarm in run.alarms if alarm.get("severity") != "notice" and alarm.get("remedy")]
     if run.acted or not grave:
@@ -346,24 +346,25 @@ _APPLY = re.compile(r'qkeel\.apply\("([^"]+)", model, optimizer')
 
 
 def place(alarm: object) -> str:
-    """Returns `, h.3.attn head 5`, as far as known."""
+    """Returns the location of an alarm, like `, h.3.attn head 5`, as far as it is known."""
     layer, head = (alarm.get(name) if isinstance(alarm, dict) else None for name in ("layer", "head"))
     return "" if layer is None else f", {layer}" + ("" if head is None else f" head {head}")
 
 
 def movement(run: Watched) -> str:
-    """Returns how the largest logit changes, e.g. `grows as step^0.31`; with few samples, its value at the start."""
+    """Returns how the largest logit changes, e.g. `grows as step^0.31`, or its value at the start if there are too few
+    samples."""
     values = run.overall("max_logit")
     power = run.exponent()
     if math.isfinite(power) and abs(power) >= LEVEL:
         return f"grows as step^{power:.2g}" if power > 0 else f"falls as step^{h.MINUS}{-power:.2g}"
     if math.isfinite(power):
-        return "holds its level"
+        return "stays level"
     return f"was {h.number(values[0])} at step {run.steps[0]:,}" if len(values) > 1 and np.isfinite(values[0]) else ""
 
 
 def _growth(run: Watched) -> str:
-    """How the largest logit changes, as the factor for twice as many steps."""
+    """Returns a sentence about how the largest logit changes, with the factor per doubling of steps."""
     values, power = run.overall("max_logit"), run.exponent()
     if not math.isfinite(power):
         if len(values) < 2 or not np.isfinite(values[[0, -1]]).all():
@@ -378,7 +379,7 @@ def _growth(run: Watched) -> str:
 
 
 def norm_product(run: Watched) -> np.ndarray | None:
-    """Returns the product of the largest (otherwise mean) norms of q and k [n layers heads]; None if unknown."""
+    """Returns the product of the largest (or, if unknown, mean) norms of q and k [n layers heads]; None if unknown."""
     values = run.heads.values
     for query, key in (("query_norm_max", "key_norm_max"), ("query_norm", "key_norm")):
         if query in values and key in values and not np.isnan(values[query] * values[key]).all():
@@ -387,7 +388,7 @@ def norm_product(run: Watched) -> np.ndarray | None:
 
 
 def _growth_or_angle(run: Watched) -> str:
-    """Why the leading head's logit grew: longer q and k, or a smaller angle between them."""
+    """Returns why the leading head's logit grew: larger norms of q and k, or a smaller angle between them."""
     head, product, cosine = run.leader(), norm_product(run), run.heads.values.get("cos_max")
     if head is None or product is None or cosine is None:
         return ""
@@ -455,33 +456,33 @@ def _cautions(run: Watched) -> list[str]:
     if linear:
         found.append(f"Layers without logits, for which nothing is measured: {h.listing(linear)}.")
     if run.status is not RunStatus.DONE and run.records:
-        found.append(f"The run is not finished: the page shows it up to step {run.steps[-1]:,}.")
+        found.append(f"The run has not finished; the page shows it up to step {run.steps[-1]:,}.")
     peak = np.nanmax(run.overall("max_logit")) if np.isfinite(run.overall("max_logit")).any() else math.nan
     if not run.alarms and peak > ALARM_THRESHOLD:
         found.append(
             f"The largest logit reached {h.number(peak)}, over {h.number(ALARM_THRESHOLD)}; no alarm is recorded."
         )
     if len(run.records) and not math.isfinite(run.exponent()):
-        found.append(f"{h.count(len(run.records), 'sample')}: too few to tell how the logits grow.")
+        found.append(f"{h.count(len(run.records), 'sample')}, which is too few to tell how the logits grow.")
     notes = list(dict.fromkeys(str(note.get("event")) for note in run.notes))
     return found + ([f"Noted while watching: {h.listing(notes)}."] if notes else [])
 
 
-# The charts and their data; assets/watch.js draws them. Long runs are thinned by leaving records out, not by averaging.
+# The charts and their data; assets/watch.js draws them. Long runs are thinned by omitting records, not by averaging.
 
 RUNS = Chart(
     "runs",
     "The runs side by side",
     "Largest attention logit, entropy or training loss of each run. The red line is the alarm threshold for logits.",
-    "Line chart: the chosen number against step, one line per run.",
+    "Line chart: the chosen metric against step, one line per run.",
 )
 GROWTH = Chart(
     "growth",
     "Largest attention logit",
     "Thin lines: the largest logit of each layer, coloured by depth. Pale band: the model's largest logit, labelled "
     "with the head that currently has it. Logarithmic axis; logits under 0.1 are drawn at its lower end. Dots are "
-    "alarms, hollow dots are samples in evaluation mode; vertical lines are actions of an autopilot; hover over one "
-    "for its reason.",
+    "alarms, and hollow dots are samples in evaluation mode. Vertical lines are actions of an autopilot; hover over a "
+    "line for the reason.",
     "Line chart: largest attention logit against step, one line per layer.",
 )
 MAP = Chart(
@@ -500,15 +501,16 @@ ENTROPY = Chart(
 )
 NORMS = Chart(
     "norms",
-    "Length of queries and keys",
+    "Norms of queries and keys",
     "Mean L2 norm of queries and keys as they enter the dot product, by layer. Logarithmic axis.",
     "Two line charts: query norm and key norm against step, one line per layer.",
 )
 ANGLE = Chart(
     "angle",
     "Is it the norms or the angle?",
-    "A logit is scale · |q| · |k| · cosine. Each dot is a head in the last sample; the line is the path of the leading "
-    "head. To the right: its norms grew. Upwards: its q and k turned towards each other.",
+    "A logit is scale · |q| · |k| · cosine. Each dot is a head in the last sample, and the line is the path of the "
+    "leading head. A path to the right means that its norms grew; a path upwards means that its q and k turned towards "
+    "each other.",
     "Scatter plot: largest cosine against norm product, one dot per head, with the path of the leading head.",
 )
 LOSS = Chart(
@@ -519,9 +521,9 @@ LOSS = Chart(
 )
 MORE = Chart(
     "more",
-    "Any other number, by layer",
+    "Any other metric, by layer",
     "One line per layer, coloured by depth; a layer's heads are aggregated as defined below.",
-    "Line chart: the chosen number against step, one line per layer.",
+    "Line chart: the chosen metric against step, one line per layer.",
 )
 EXTRA = ("cos_max", "logit_change_rms", "gain_bound")
 
@@ -549,8 +551,8 @@ def _any(runs: Sequence[Watched], name: str) -> bool:
 
 LINES = ("max_logit", "entropy", "query_norm", "key_norm", "cos_max", "logit_change_rms", "gain_bound")
 VALUES = ("max_logit", "entropy", "train_loss", "val_loss", "grad_norm", "lr", "final_hidden_norm")
-MOST_LINES = 120_000  # numbers in all lines of a page: about 600 KB
-MOST_CELLS = 60_000  # numbers in all head maps of a page
+MOST_LINES = 120_000  # values in all lines of a page, about 600 KB
+MOST_CELLS = 60_000  # values in all head maps of a page
 LEAST_RECORDS = 30
 
 
@@ -619,7 +621,7 @@ def short_names(layers: Sequence[str]) -> list[str]:
 
 
 def _leading(run: Watched, rows: np.ndarray) -> dict[str, object]:
-    """The numbers of the leading head in each record, which show whether its norms or its angle grew."""
+    """Returns the values of the leading head in each record, which show whether its norms grew or its angle shrank."""
     head, product = run.leader(), norm_product(run)
     if head is None:
         return {}
@@ -632,7 +634,7 @@ def _leading(run: Watched, rows: np.ndarray) -> dict[str, object]:
 
 
 def _last_value(run: Watched, cells: int) -> dict[str, object] | None:
-    """[layer][head] of each field in the last sample, the fields of LINES first, as many as fit into `cells`."""
+    """Returns [layer][head] of each field in the last sample, fields of LINES first, as many as fit into `cells`."""
     if not run.records or not run.heads.values:
         return None
     measured = [name for name in run.measured() if not np.isnan(run.heads.values[name][-1]).all()]
@@ -656,7 +658,7 @@ def _alarm_mark(run: Watched, alarm: Row) -> dict[str, object]:
 
 
 def _intervention_marks(run: Watched) -> list[dict[str, object]]:
-    """Returns, for each step, the decisions that changed anything, with their sentences."""
+    """Returns, for each step, the decisions that changed something, with their sentences."""
     found: dict[int, list[Row]] = {}
     for event in run.interventions:
         if event.get("event") == "decision" and event.get("action") != "watch_closer":
@@ -692,7 +694,7 @@ COLUMNS = {
     "logit_change_rms": "Logit change",
     "gain_bound": "Bound by gains",
 }
-# Then the numbers that the monitor's table shows under their headings there.
+# They are followed by the values in the monitor's table, with the headings of that table.
 COLUMNS |= {
     name: field.column
     for name, field in {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS}.items()
@@ -702,7 +704,7 @@ _FOLDS = {"max": "the largest head", "min": "the smallest head", "mean": "the me
 
 
 def watch_page(runs: Sequence[Watched], study: StudyData | None = None) -> Page:
-    """Returns the page about watched runs, with a study's advice on remedies if one is given."""
+    """Returns the page about watched runs, with a study's advice on remedies if a study is given."""
     present = charts(runs)
     empty = (
         Markup("") if present else h.empty_note("Nothing is recorded yet: no forward pass in training mode was seen.")
@@ -755,7 +757,7 @@ def _meta(runs: Sequence[Watched]) -> str:
 
 
 def _verdict(runs: Sequence[Watched]) -> Markup | None:
-    """The traffic light, its sentence, and the fix with a button that copies it."""
+    """Returns the traffic light, its sentence, and the fix with a button that copies it."""
     if len(runs) > 1:
         return None
     found, lines = verdict(runs[0]), fix(runs[0])
@@ -777,7 +779,7 @@ def _verdict(runs: Sequence[Watched]) -> Markup | None:
 
 
 def _alarms(runs: Sequence[Watched]) -> Markup:
-    """One card per cause: since when, what was observed at which step, and the fix."""
+    """Returns one card per cause: since when it has existed, what was observed at which step, and the fix."""
     items = []
     for run in runs:
         causes: dict[str, list[Row]] = {}
@@ -812,7 +814,7 @@ def _seen(alarm: Row) -> Markup:
 
 
 def _interventions(runs: Sequence[Watched]) -> Markup:
-    """Each decision with its reason and its measured effect; equal decisions at several sites are merged."""
+    """Returns each decision with its reason and its measured effect; equal decisions at several sites are merged."""
     items = []
     for run in runs:
         seen = {(e.get("of_step"), e.get("action"), e.get("site")): e for e in run.interventions if "of_step" in e}
@@ -847,7 +849,9 @@ def _intervention(events: Sequence[Row], effects: Sequence[Row]) -> Markup:
 
 
 def _charts(runs: Sequence[Watched], present: Sequence[Chart]) -> Markup:
-    first = [chart.figure() for chart in present if chart is RUNS]  # shows all runs; the others show the selected run
+    first = [
+        chart.figure() for chart in present if chart is RUNS
+    ]  # shows all runs; all other charts show the selected run
     choice = h.choices("run") if sum(bool(run.records) for run in runs) > 1 else ""
     return h.join([*first, choice, *(chart.figure() for chart in present if chart is not RUNS)])
 
@@ -882,7 +886,7 @@ def _last(values: np.ndarray) -> Markup:
 
 
 def _layers(runs: Sequence[Watched]) -> Markup:
-    """One row per layer for the last sample of each run."""
+    """Returns a table per run with one row per layer, for its last sample."""
     parts = []
     for run in runs:
         if not run.records or not run.layers:
@@ -915,7 +919,7 @@ def _layer(run: Watched, i: int, folded: Mapping[str, np.ndarray], *, typed: boo
 
 
 def _facts(runs: Sequence[Watched]) -> Markup:
-    """The settings and versions that the runs recorded, by name."""
+    """Returns the settings and versions that the runs recorded, by name."""
     found: dict[str, dict[str, None]] = {}
     for run in runs:
         versions = run.env.get("versions")

@@ -1,4 +1,4 @@
-"""The table of studies, for `qkeel.lab.study` and as commands."""
+"""The table of studies, used by `qkeel.lab.study` and exposed as commands."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from qkeel.options import lookup
 if TYPE_CHECKING:
     from qkeel.lab.plan import Study
 
-# Name -> place of its Study, and its line in the list of commands. Modules are imported only when a study is used, so
-# that `qkeel --help` does not wait for torch.
+# Name -> location of the Study, and its line in the list of commands. Modules are imported only when a study is used,
+# so that `qkeel --help` does not wait for torch.
 STUDIES: dict[str, tuple[str, str]] = {
     "lr": (
         "qkeel.lab.studies.grids:LR",
-        "Remedies × learning rates × seeds: which remedies widen the range of rates that train well.",
+        "Remedies × learning rates × seeds: which remedies widen the range of learning rates that train well.",
     ),
     "mla": (
         "qkeel.lab.studies.grids:MLA",
@@ -23,7 +23,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     ),
     "demo": (
         "qkeel.lab.studies.grids:DEMO",
-        "See logits explode on real text, and which remedies prevent it, in about a minute.",
+        "See logits explode on real text and which remedies prevent this, in about a minute.",
     ),
     "extrapolation": (
         "qkeel.lab.studies.grids:EXTRAPOLATION",
@@ -47,7 +47,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     ),
     "edge": (
         "qkeel.lab.studies.grids:EDGE",
-        "Pairs of runs one float32 step apart × remedies × rates × widths: the rate above which they diverge.",
+        "Pairs of runs one float32 step apart × remedies × rates × widths: the rate above which pairs diverge.",
     ),
     "transfer": (
         "qkeel.lab.studies.grids:TRANSFER",

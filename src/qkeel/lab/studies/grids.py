@@ -1,4 +1,4 @@
-"""All studies: what each varies, its baseline and its default grid."""
+"""All studies, each with what it varies, its baseline and its default grid."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from qkeel.spec import PRESETS, AttentionSpec, Fixed, L2Norm, RMSNorm, Softcap
 
 # Learning-rate study: which remedies widen the range of usable learning rates, and at what cost.
 
-# "frozen_qk" never trains q and k: it is the control that shows what training them gains.
+# "frozen_qk" never trains q and k. It is the control that shows how much training them gains.
 LR_GRID = Grid(remedies=("none", "frozen_qk", "qk_norm", "lalr:tau=0.1"), lrs=(0.01, 0.03, 0.1, 0.3), seeds=(0, 1, 2))
 # Source: Wortsman et al. 2023, arXiv 2309.14322, who sweep the peak rate over three decades.
 LR = Study(
-    help="The default remedies are none, frozen_qk, qk_norm and lalr:tau=0.1, at rates of 0.01, 0.03, 0.1 and 0.3. "
-    "Finished runs are kept, "
-    "interrupted ones resume, and more remedies, rates and seeds can be added to the directory later.",
+    help="The default remedies are none, frozen_qk, qk_norm and lalr:tau=0.1, at learning rates of 0.01, 0.03, 0.1 and "
+    "0.3. Finished runs are kept, interrupted runs resume, and more remedies, rates and seeds can be added to the "
+    "directory later.",
     grid=LR_GRID,
     runs=parts,
     options=(*AXIS_OPTIONS, OPTIMIZERS),
@@ -68,9 +68,9 @@ DEMO_DRIFT = Grid(remedies=("none", "qk_norm"), lrs=(0.03,), seeds=(0,))
 
 
 def demo_runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
-    """Returns the grid's runs: all seeds at the rate of the primary comparison and the first two at the others.
+    """Returns the grid's runs, with all seeds at the rate of the primary comparison and two seeds at all other rates.
 
-    Then follow runs without a remedy and with qk_norm at a moderate rate, for 16/3 as many steps.
+    They are followed by runs without a remedy and with qk_norm at a moderate rate, for 16/3 as many steps.
     """
     constant = with_values(base, optim={"schedule": "constant"})
     longer = with_values(constant, steps=base.steps * 16 // 3)
@@ -80,7 +80,8 @@ def demo_runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
 
 
 DEMO = Study(
-    help="It runs six remedies at three constant rates, with one primary comparison and one longer pair of runs.",
+    help="The demo trains with six remedies at three constant learning rates, and has one primary comparison and one "
+    "longer pair of runs.",
     grid=DEMO_GRID,
     runs=demo_runs,
     options=(),
@@ -99,13 +100,13 @@ SIZES = tuple((width, depth, 16) for width in (32, 64, 128) for depth in (1, 2, 
 MIDDLE = (64, 2, 16)
 HEADS = ((64, 2, 8), (64, 2, 32))
 SETTINGS = ({"schedule": "constant"}, {"schedule": "wsd"}, {"steps": 75}, {"steps": 300})
-# The law is tested on these sizes, and on these settings at the size between the fitted ones.
+# The law is tested on these sizes, and with this setting at the size that lies between the fitted sizes.
 HELD_OUT_SIZES = ((96, 3, 16), (64, 8, 16), (256, 2, 16), (256, 8, 16))
 HELD_OUT_SETTING = {"schedule": "constant", "steps": 225}
 
 
 def variant(base: RunConfig, size: ModelSize, **settings: object) -> RunConfig:
-    """Returns the configuration with this width, number of blocks and head size, and other settings if given."""
+    """Returns the configuration with this width, number of blocks and head size, and with further settings if given."""
     width, depth, head = size
     sizes = {"d_model": width, "n_layers": depth, "n_heads": width // head, "head_dim": head}
     return at(base, {**sizes, **settings})
@@ -141,9 +142,9 @@ _DECIDES = (
     *(("data", "batch"), ("", "steps")),
 )
 DRIFT = Study(
-    help="It trains widths 32, 64 and 128 with 1, 2 and 4 blocks, and separately varies head size, schedule and "
-    "steps. The law of logit growth is fitted to these runs. --held-out runs its test sizes, up to width 256 and 8 "
-    "blocks.",
+    help="The study trains models of width 32, 64 and 128 with 1, 2 and 4 blocks, and separately varies the head size, "
+    "schedule and steps. The law of logit growth is fitted to these runs. With --held-out, the study trains the sizes "
+    "on which the law is tested, up to width 256 and 8 blocks.",
     grid=GRID,
     runs=runs,
     base=RunConfig(),
@@ -160,7 +161,7 @@ DRIFT = Study(
 )
 
 
-# Latent-attention study: which remedies limit logits that are products of three matrices, under which optimizer.
+# Latent-attention study: which remedies limit logits that are products of three matrices, and under which optimizer.
 
 MLA_GRID = Grid(
     remedies=("none", "frozen_qk", "qk_norm", "qk_clip:threshold=30", "lalr:tau=0.1", "qk_lr:factor=0.1"),
@@ -172,20 +173,24 @@ MLA_GRID = Grid(
 # Source: Anson & Aitchison 2025, arXiv 2511.21377, section 4: remedies on MHA and MLA under Muon.
 MLA = Study(
     help="The default remedies are none, frozen_qk, qk_norm, qk_clip:threshold=30, lalr:tau=0.1 and "
-    "qk_lr:factor=0.1, at rates of 0.01, 0.1 and 0.3. Finished runs are kept, interrupted ones resume, and more runs "
-    "can be added to the directory later.",
+    "qk_lr:factor=0.1, at learning rates of 0.01, 0.1 and 0.3. Finished runs are kept, interrupted runs resume, and "
+    "more runs can be added to the directory later.",
     grid=MLA_GRID,
     runs=parts,
     options=(
         *AXIS_OPTIONS,
-        StudyOption("blocks", list[Literal["mla", "mha"]], "Attention: latent and multi-head [default: mla mha]."),
+        StudyOption(
+            "blocks",
+            list[Literal["mla", "mha"]],
+            "Kinds of attention: mla (latent) and mha (multi-head) [default: mla mha].",
+        ),
         OPTIMIZERS,
     ),
     decides=(("optim", "lr"), ("optim", "name"), ("model", "block")),
 )
 
 
-# Translation study: remedies on an encoder–decoder with few training pairs, the setting that QK-norm comes from.
+# Translation study: remedies on an encoder–decoder with few training pairs, the setting for which QK-norm was proposed.
 
 # Henry et al. 2020, arXiv 2010.04245: unit queries and keys, and one learned scale for all heads of a layer.
 ORIGIN = "qk_norm:kind=l2,gain=scalar"
@@ -203,9 +208,8 @@ TRANSLATION_BASE = RunConfig(
 )
 TRANSLATION = Study(
     help="The default remedies are none, frozen_qk, the norm of the first QK-norm paper, qk_norm and lalr:tau=0.1, "
-    "at rates of 0.003, 0.01, 0.03 and 0.1, on 1000 pairs of 48 bytes. Finished runs are kept, interrupted ones "
-    "resume, and more runs can be added "
-    "later.",
+    "at learning rates of 0.003, 0.01, 0.03 and 0.1, on 1000 pairs of 48 bytes. Finished runs are kept, interrupted "
+    "runs resume, and more runs can be added later.",
     grid=TRANSLATION_GRID,
     runs=parts,
     base=TRANSLATION_BASE,
@@ -226,14 +230,14 @@ TRANSFER_GRID = Grid(
     parametrisation=("standard", "mup"),
 )
 TRANSFER = Study(
-    help="By default it compares ten remedies, each at the best of seven rates, 0.003 to 0.192 in factors of 2, on "
-    "four widths in the standard parametrisation and in µP, with 16 seeds.",
+    help="By default, the study compares ten remedies, each at the best of seven learning rates from 0.003 to 0.192 in "
+    "factors of 2, for four widths in the standard parametrisation and in µP, with 16 seeds.",
     grid=TRANSFER_GRID,
     runs=product,
 )
 
 
-# Chaos study: how far two runs diverge that differ by one float32 step in one weight.
+# Chaos study: how far two runs that differ by one float32 step in one weight diverge.
 
 CHAOS_GRID = Grid(
     remedies=("none", "qk_norm", "qk_clip:threshold=30", "lalr:tau=0.1", "softcap:cap=50"),
@@ -243,11 +247,10 @@ CHAOS_GRID = Grid(
 CHAOS_BASE = RunConfig(log_every=2)  # at high rates two runs diverge within ten steps
 
 CHAOS = Study(
-    help="The default remedies are none, qk_norm, qk_clip:threshold=30, lalr:tau=0.1 and softcap:cap=50, at rates of "
-    "0.01, 0.03, 0.1 and 0.3. "
-    "The file chaos.json has the effect of rounding alone for each remedy and rate. Reports on other studies with the "
-    "same configuration use this file from the neighbouring directory runs/chaos, and mark differences that do not "
-    "exceed this effect.",
+    help="The default remedies are none, qk_norm, qk_clip:threshold=30, lalr:tau=0.1 and softcap:cap=50, at learning "
+    "rates of 0.01, 0.03, 0.1 and 0.3. The file chaos.json contains the effect of rounding alone for each remedy and "
+    "rate. Reports on other studies with the same configuration read this file from the neighbouring directory "
+    "runs/chaos, and mark differences that do not exceed this effect.",
     grid=CHAOS_GRID,
     runs=pairs,
     base=CHAOS_BASE,
@@ -260,8 +263,9 @@ CHAOS = Study(
 EDGE_LRS = tuple(0.003 * 2**k for k in range(9))
 EDGE_GRID = Grid(remedies=ONE_OF_EACH, lrs=EDGE_LRS, seeds=range(8), d_model=(16, 32, 64, 128))
 EDGE = Study(
-    help="By default it runs ten remedies at nine rates, 0.003 to 0.768 in factors of 2, on four widths with 8 "
-    "seeds: 5,760 runs. The file chaos.json and the page have the exponent of each pair.",
+    help="By default, the study trains with ten remedies at nine learning rates from 0.003 to 0.768 in factors of 2, "
+    "for four widths with 8 seeds, which makes 5,760 runs. The file chaos.json and the page give the exponent of each "
+    "pair.",
     grid=EDGE_GRID,
     runs=pairs,
     base=RunConfig(log_every=2),
@@ -269,7 +273,7 @@ EDGE = Study(
 )
 
 
-# Length study: which forms of attention, trained on short texts, work on long ones, as trained or changed post hoc.
+# Length study: which forms of attention, trained on short texts, work on long texts, as trained or changed post hoc.
 
 FORMS = ("baseline", "baseline_logn", "qna", "qna_logn", "kna", "kna_logn", "cosa", "cosa_logn")
 BLOCKS = ("gau", "mha1", "mha4")
@@ -285,9 +289,10 @@ EXTRAPOLATION_BASE = RunConfig(
 
 
 def extrapolation_runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
-    """Returns blocks × forms × seeds, each block a part; two GAU layers count as one layer of attention and MLP.
+    """Returns the runs blocks × forms × seeds, with one role per block; two GAU layers replace an attention layer with
+    its MLP.
 
-    Source: Su 2023, kexue.fm 9859; one head as wide as the model in GAU and mha1, four in mha4.
+    Source: Su 2023, kexue.fm 9859. GAU and mha1 have one head as wide as the model, mha4 has four heads.
     """
     found = []
     for block in grid.blocks or EXTRAPOLATION_GRID.blocks:
@@ -308,7 +313,7 @@ def _sizes(model: ModelConfig, block: str) -> dict[str, object]:
 
 
 def _trained(form: str, base: RunConfig) -> dict[str, str]:
-    """Returns attention and position of a form, with the training length if its constants depend on it."""
+    """Returns the attention and position of a form, with the training length if the form's constants depend on it."""
     terms = parse(form)
     attention, _, position = form.partition("+") if len(terms) > 1 else (form, "", "")
     term = next(iter(terms))
@@ -320,7 +325,7 @@ def _trained(form: str, base: RunConfig) -> dict[str, str]:
 
 
 def by_position(forms: Sequence[str], positions: Sequence[str]) -> list[str]:
-    """Combines each form with each position in the notation of layer_specs; rope needs no suffix.
+    """Combines each form with each position encoding in the notation of layer_specs; rope needs no suffix.
 
     >>> by_position(["kna"], ["rope", "alibi"])
     ['kna', 'kna+alibi']
@@ -329,7 +334,7 @@ def by_position(forms: Sequence[str], positions: Sequence[str]) -> list[str]:
 
 
 def continued(length: int) -> list[str]:
-    """Returns the methods compared with continued training at a length: unchanged KNA and a baseline with a method.
+    """Returns the methods to compare by continued training at a length: KNA unchanged, and several for the baseline.
 
     Source: kexue.fm 9859; ABF: Xiong et al. 2023, arXiv 2309.16039.
     """
@@ -340,7 +345,8 @@ OPTIONS = (
     StudyOption(
         "forms",
         list[str],
-        "Attention: presets, also as preset+position [default: baseline qna kna cosa, each with and without _logn].",
+        "Forms of attention: presets, or preset+position [default: baseline qna kna cosa, each with and without "
+        "_logn].",
     ),
     StudyOption(
         "positions",
@@ -351,33 +357,34 @@ OPTIONS = (
     StudyOption(
         "blocks",
         list[Literal["gau", "mha1", "mha4"]],
-        "Gated attention units, or attention with 1 or 4 heads and an MLP [default: gau].",
+        "gau for gated attention units, mha1 or mha4 for attention with 1 or 4 heads and an MLP [default: gau].",
     ),
     StudyOption("seeds", list[int], "Seeds for weights and batches [default: 0 1]."),
     StudyOption(
         "posthoc",
         list[str],
         "Methods that change the trained attention, like ntk, rerope:window=16 or rerope+log_n; kna/ntk changes only "
-        "the form kna [default: none; rerope and ntk on baseline and kna].",
+        "the form kna [default: none, and rerope and ntk for baseline and kna].",
     ),
     StudyOption(
         "continue_at",
         int,
-        "Continue training at this length in tokens: kna unchanged; baseline unchanged, with pi and with abf.",
+        "Continue training at this length in tokens: kna unchanged, and baseline unchanged, with pi and with abf.",
     ),
-    StudyOption("continue_steps", int, "Steps of continued training [default: 100]."),
+    StudyOption("continue_steps", int, "Number of steps of continued training [default: 100]."),
     StudyOption(
         "test_lengths",
         list[int],
-        "Context lengths of the test in tokens: multiples of the training length [default: 8 training lengths].",
+        "Context lengths in tokens to test at, multiples of the training length [default: 8 times the training "
+        "length].",
     ),
-    StudyOption("test_sequences", int, "Held-out texts per length [default: 64]."),
-    StudyOption("train_length", int, "Context length of training in tokens [default: 64]."),
+    StudyOption("test_sequences", int, "Number of held-out texts per length [default: 64]."),
+    StudyOption("train_length", int, "Context length in training, in tokens [default: 64]."),
 )
 
 
 def request(base: RunConfig, default: Grid, given: GivenOptions) -> Request:
-    """Returns configuration, grid and contexts for the given options."""
+    """Returns the configuration, grid and contexts for the given options."""
     length = given.get("train_length", base.data.context)
     base = with_values(base, data={"context": length})
     grid = Grid(
@@ -398,8 +405,9 @@ def request(base: RunConfig, default: Grid, given: GivenOptions) -> Request:
 
 
 EXTRAPOLATION = Study(
-    help="By default, a model with 3 layers (6 for GAU) of width 64 trains for 300 steps of 16 texts at rate 0.01. "
-    "Finished runs are kept, interrupted ones resume, and more forms, seeds, methods and lengths can be added later.",
+    help="By default, a model with 3 layers (6 for GAU) of width 64 is trained for 300 steps of 16 texts at a learning "
+    "rate of 0.01. Finished runs are kept, interrupted runs resume, and more forms, seeds, methods and lengths can be "
+    "added later.",
     grid=EXTRAPOLATION_GRID,
     runs=extrapolation_runs,
     base=EXTRAPOLATION_BASE,
@@ -415,7 +423,7 @@ EXTRAPOLATION = Study(
 
 # Multimodal study: text, images, or both in one sequence, measured on the same probe.
 
-# Chameleon, arXiv 2405.09818, section 2.3: the remedies that stabilised its two sizes.
+# Chameleon, arXiv 2405.09818, section 2.3: the remedies that stabilised the model in its two sizes.
 CHAMELEON_7B = "qk_norm:kind=layer+dropout:rate=0.1+z_loss:coefficient=1e-05"
 CHAMELEON_34B = "qk_norm:kind=layer+swin_norm+z_loss:coefficient=1e-05"
 MULTIMODAL_GRID = Grid(
@@ -456,18 +464,17 @@ _OPTIONS = {"share": "image_share", "variance": "image_variance", "first": "imag
 
 
 def multimodal_runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
-    """Returns mixes × remedies × rates × seeds, each mix a part.
+    """Returns the runs mixes × remedies × rates × seeds, with one role per mix.
 
-    Source: Chameleon, arXiv 2405.09818, section 2.3, for the question; the mixes are our own.
+    Source: the question is from Chameleon, arXiv 2405.09818, section 2.3; the mixes are our own.
     """
     return [run for mix in grid.mixes or MULTIMODAL_GRID.mixes for run in product(mixed(base, mix), grid, mix)]
 
 
 MULTIMODAL = Study(
-    help="By default it trains on text alone and on text mixed with handwritten digits, with none, qk_norm, "
-    "swin_norm and the remedies of Chameleon 7B and 34B, at rates of 0.01 and 0.1. Finished runs are kept, "
-    "interrupted ones resume, and more runs can be added "
-    "later.",
+    help="By default, the study trains on text alone and on text mixed with handwritten digits, with none, qk_norm, "
+    "swin_norm and the remedies of Chameleon 7B and 34B, at learning rates of 0.01 and 0.1. Finished runs are kept, "
+    "interrupted runs resume, and more runs can be added later.",
     grid=MULTIMODAL_GRID,
     runs=multimodal_runs,
     base=MULTIMODAL_BASE,
@@ -476,13 +483,13 @@ MULTIMODAL = Study(
         StudyOption(
             "mixes",
             list[str],
-            "Mixes: text, mix, images, patches, with options as in patches:share=0.25,variance=4,norm=none.",
+            "Data mixes: text, mix, images or patches, with options as in patches:share=0.25,variance=4,norm=none.",
         ),
     ),
     instead={
         "grid": Study(
-            help="A grid of data mixes: patches of variance 1, 4 and 16 in 1/4, 1/2 and 3/4 of the sequences, with "
-            "and without norms.",
+            help="Train on a grid of data mixes: patches of variance 1, 4 and 16 in 1/4, 1/2 and 3/4 of the sequences, "
+            "with and without norms.",
             grid=REGIMES,
             runs=multimodal_runs,
             base=REGIME_BASE,
@@ -511,7 +518,7 @@ def mixed(base: RunConfig, mix: str) -> RunConfig:
 # Nothing is trained. Random q and k with logits of growing size pass through the same attention in float64 and in each
 # format. There are two kinds of logits:
 #
-#     spread: independent logits with growing standard deviation. Rows saturate, so in few rows do two keys compete.
+#     spread: independent logits with a growing standard deviation. Rows saturate, so two keys compete only in few rows.
 #     shifted: logits with standard deviation 1 around a growing mean. Softmax is invariant to the mean, but rounding
 #         is not. A large norm along a shared direction has this effect on attention that spreads over many keys.
 #
@@ -544,7 +551,7 @@ PrecisionRow = Mapping[str, float | str]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """The number of heads and tokens, and head_dim d."""
+    """The number of heads and tokens, and the head dimension d."""
 
     heads: int = 2
     tokens: int = 64
@@ -557,7 +564,7 @@ def rows(
     remedies: Sequence[str] = tuple(REMEDIES),
     seed: int = 0,
 ) -> Iterator[dict[str, float | str]]:
-    """Yields one row by COLUMNS for each kind of logits, remedy, format, kernel and size (nats, before a remedy)."""
+    """Yields one row with COLUMNS per kind and size of logits (nats, before a remedy), remedy, format and kernel."""
     for data in DATA:
         for size in sizes:
             q, k, v = tensors(data, size, shape, seed)
@@ -570,7 +577,7 @@ def rows(
 
 
 def tensors(data: str, size: float, shape: HeadShape, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k, v [1 h n d] in float64; `size` is the deviation (spread) or mean (shifted) of their logits."""
+    """Returns q, k and v [1 h n d] in float64; `size` is the deviation (spread) or mean (shifted) of their logits."""
     rng = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(1, shape.heads, shape.tokens, shape.head_dim, generator=rng, dtype=torch.float64) for _ in range(3)
@@ -584,7 +591,7 @@ def tensors(data: str, size: float, shape: HeadShape, seed: int) -> tuple[Tensor
 
 
 class _Exact:
-    """The float64 reference; `product` is scale·|q||k| for the largest logit `top` of each row."""
+    """The float64 reference; `product` is scale·|q||k| for the key `top` with the largest logit of each row."""
 
     def __init__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.spec, self.given = spec, (q, k, v)
@@ -597,7 +604,7 @@ class _Exact:
         self.product = factor * q2.norm(dim=-1) * lengths
 
     def against(self, name: str, kernel: str) -> dict[str, float]:
-        """Returns the errors of a format and kernel."""
+        """Returns the errors of a format and kernel relative to the reference."""
         z, out = forward(self.spec, *self.given, FORMATS[name], eager=kernel == "eager")
         finite = z.isfinite().all() and out.isfinite().all()
         best = self.z.gather(-1, self.top)
@@ -623,7 +630,7 @@ class _Exact:
 def forward(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, *, eager: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns logits before the cap and the output of attention in a format, both converted to float64."""
+    """Computes attention in a format; returns the logits before the cap and the output, both converted to float64."""
     q, k, v = (rounded(x, dtype) for x in (q, k, v))
     q, k = (rounded(x, dtype) for x in _encoded(spec, q, k))
     factor = _factor(spec, q)
@@ -637,7 +644,7 @@ def forward(
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds x to a format; fp8 uses one scale per tensor, with the largest entry at 448, and returns float32."""
+    """Rounds x to a format. fp8 uses one scale per tensor, which maps the largest entry to 448, and returns float32."""
     if dtype != torch.float8_e4m3fn:
         return x.to(dtype)
     unit = x.abs().max().float() / torch.finfo(dtype).max
@@ -660,8 +667,8 @@ def _rms(x: Tensor) -> float:
 def thresholds(table: Sequence[PrecisionRow], tolerance: float = TOLERANCE) -> list[dict[str, float | str]]:
     """Returns, per kind of logits, remedy, format and kernel, the largest logit at which errors exceed the tolerance.
 
-    This is given by `predicted_error`, by `logit_error` and by the relative `output_error`, with the first size that
-    overflows; NaN if that never happens.
+    Separate values are given for `predicted_error`, for `logit_error` and for the relative `output_error`, together
+    with the smallest logit at which something overflows. A value is NaN if that never happens.
     """
     found: dict[tuple[str, ...], list[PrecisionRow]] = {}
     for row in table:

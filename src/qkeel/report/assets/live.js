@@ -43,7 +43,7 @@
       say(over ? "The run is done." : `This page is live; it was up to date at ${new Date().toLocaleTimeString()}.`);
       if (over && state === document.body.dataset.state) return;
     } catch {
-      say("The server of this page has stopped; the run may go on. The page shows the last state that it received.", true);
+      say("The server of this page has stopped; the run may continue. The page shows the last state that it received.", true);
     }
     setTimeout(ask, EVERY);
   }

@@ -233,7 +233,7 @@
     const {log, layers: all} = chosen("norms", {scale: "log", smooth: "1"}, run, recorded);
     const facet = {fx: "fx", fy: "fy"};
     depthLegend("norms", run);
-    const height = wide ? tall(width) * 0.85 : 470, y = axis(all, "mean length (L2)", log);
+    const height = wide ? tall(width) * 0.85 : 470, y = axis(all, "mean norm (L2)", log);
     const named = wide ? sides.flatMap((name, i) => layerNames(run, all.filter((p) => p.fx === i), y, {height, top: 40, bottom: 36}, facet)) : [];
     return frame("norms", width, height, {
       marginLeft: 56, marginRight: 16 + (wide ? labelRoom(run) : 0), marginTop: 40, marginBottom: 36, color: {type: "identity"},

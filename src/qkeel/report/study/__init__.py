@@ -1,1 +1,1 @@
-"""The page of a study, or of single runs of the lab."""
+"""The page about a study or about single runs of the lab."""

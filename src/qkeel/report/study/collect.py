@@ -19,12 +19,12 @@ from qkeel.records.run_directory import flat, note_checksums
 
 # Runs are named by the settings in which their configurations and commands differ.
 
-_MOST = 3  # settings per name
+_MOST = 3  # largest number of settings in a name
 _LEFT_OUT = frozenset({"crc32", "kind", "sites", "missed", "fields", "seed", "remedy", "versions", "step"})
 
 
 def differences(settings: Sequence[Mapping[str, object]]) -> list[str]:
-    """Returns, for each of several runs, the settings that are not equal in all of them; "" if nothing differs.
+    """Returns, for each of several runs, the settings that are not equal in all runs; "" if nothing differs.
 
     >>> differences([{"optim": {"name": "adamw", "momentum": 0.9}}, {"optim": {"name": "muon", "momentum": 0.9}}])
     ['name adamw', 'name muon']
@@ -61,7 +61,7 @@ def _options(command: str) -> Iterator[tuple[str, str]]:
                 yield name, value or ("" if after.startswith("-") else after)
 
 
-# Modification times of the files of runs. For a copied directory they may be the times of the copy.
+# Modification times of the files of runs. For a copied directory, they may be the times at which it was copied.
 
 
 def duration(seconds: float) -> str:
@@ -96,8 +96,9 @@ BASELINE = "none"
 class RunData:
     """One run.
 
-    source: name of the directory that was given. row: its row of the table, None unless it finished. long: its lines of
-    extrapolation.jsonl. remedy: the form of attention in studies that compare those.
+    source: the name of the directory that was given. row: the run's row of the table, or None if it has not finished.
+    long: the run's lines of extrapolation.jsonl. remedy: the remedy, or the form of attention in studies that compare
+    forms.
     """
 
     path: Path
@@ -121,9 +122,9 @@ class RunData:
 class StudyData:
     """The runs on a page.
 
-    name: empty if there is no study.json. tuned: the rates chosen for remedies, by records.FIELDS, if each is compared
-    at its own rate. chaos: the pairs of its own chaos.json. baseline: the remedy to compare the others with. primary:
-    the comparison that the study decides; see `lab.plan.Primary`.
+    name: the name of the study; empty if there is no study.json. tuned: the rates chosen for the remedies, as in
+    study.json, if each remedy is compared at its own rate. chaos: the pairs in the study's chaos.json. baseline: the
+    remedy with which the other remedies are compared. primary: the primary comparison; see `lab.plan.Primary`.
     """
 
     name: str
@@ -140,9 +141,9 @@ class StudyData:
         return [run.row for run in self.runs if run.row is not None and run.role == role]
 
     def parts(self) -> dict[str, StudyData]:
-        """Returns the parts of the study by name, e.g. runs of other optimizers; empty if there is only one grid.
+        """Returns the parts of the study by name, e.g. runs with other optimizers; empty if there is only one grid.
 
-        Each part is a study whose runs form its grid. The remedies keep their order, and therefore their colours.
+        Each part is a study whose runs are its grid. The remedies keep their order and therefore their colours.
         """
         found: dict[str, list[RunData]] = {}
         for run in (run for run in self.runs if run.role not in ("grid", "drift")):
@@ -150,18 +151,18 @@ class StudyData:
         return {role: dataclasses.replace(self, runs=runs, primary=None) for role, runs in found.items()}
 
     def lrs(self) -> list[float]:
-        """Returns the learning rates of the grid's finished runs."""
+        """Returns the learning rates of the finished runs of the grid."""
         return sorted({row["lr"] for row in self.rows()})
 
     def counted_bigrams(self) -> float | None:
-        """Returns the mean held-out loss of a bigram model, which counts pairs of tokens; None unless every finished
-        run has one."""
+        """Returns the mean held-out loss of a bigram model, which counts pairs of tokens; None unless it was recorded
+        for every finished run."""
         runs = [run for run in self.runs if run.row is not None and run.role == "grid"]
         known = [run.env["counted_bigrams"] for run in runs if run.env.get("counted_bigrams") is not None]
         return math.fsum(known) / len(known) if known and len(known) == len(runs) else None
 
     def loss_unit(self) -> str:
-        """Returns nats/byte or nats/token, as the corpus says; nats/token if the runs do not agree."""
+        """Returns the unit of the corpus, nats/byte or nats/token; nats/token if the runs have different units."""
         corpora = [run.env.get("corpus") for run in self.runs]
         units = {corpus["loss_unit"] for corpus in corpora if isinstance(corpus, dict) and corpus.get("loss_unit")}
         return f"nats/{units.pop()}" if len(units) == 1 else "nats/token"
@@ -172,11 +173,11 @@ def collect(paths: str | Path | Iterable[str | Path], baseline: str = BASELINE) 
 
     Args:
         paths: the directories.
-        baseline: the remedy to compare the others with.
+        baseline: the remedy with which the other remedies are compared.
 
     Raises:
-        RunDirectoryError: a path is neither, or a file in it is damaged.
-        UnknownNameError: the baseline is not "none" and occurs in no run.
+        RunDirectoryError: a path is neither a study nor a run, or a file in it is damaged.
+        UnknownNameError: the baseline is not "none" and does not occur in any run.
     """
     studies = [_open(path) for path in as_paths(paths)]
     runs = _distinct(list({run.path.resolve(): run for study in studies for run in study.runs}.values()))
@@ -187,7 +188,7 @@ def collect(paths: str | Path | Iterable[str | Path], baseline: str = BASELINE) 
     order = dict.fromkeys([*(r for r in stated if r in used), *(run.remedy for run in runs)])
     if baseline != BASELINE and baseline not in order:
         raise unknown("baseline", baseline, order)
-    remedies = sorted(order, key=lambda remedy: remedy != baseline)  # the baseline first, the others in order
+    remedies = sorted(order, key=lambda remedy: remedy != baseline)  # the baseline first, all others in order
     tuned = [choice for study in studies for choice in study.tuned]
     chaos = [pair for study in studies for pair in study.chaos]
     return StudyData(
@@ -208,11 +209,11 @@ def as_paths(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     for path in several:
         if not isinstance(path, (str, Path)):
             raise InvalidTypeError(
-                f"expected a path or a list of paths, got {type(path).__name__} in it; "
+                f"expected a path or a list of paths, got an item of type {type(path).__name__}; "
                 "give the directory of a study or of a run"
             )
     if not several:
-        raise RunDirectoryError("expected at least one study or run directory, got an empty list; name one")
+        raise RunDirectoryError("expected at least one study or run directory, got an empty list")
     return list(dict.fromkeys(Path(path) for path in several))
 
 
@@ -221,7 +222,7 @@ def _open(path: Path) -> StudyData:
         return _study(path)
     directory = RunDirectory(path)
     if directory.status is RunStatus.MISSING:
-        found = "a file" if path.is_file() else "a directory without either" if path.is_dir() else "no such directory"
+        found = "a file" if path.is_file() else "a directory with neither" if path.is_dir() else "no such directory"
         raise RunDirectoryError(
             f"cannot read {path}: expected the directory of a study or of a run, with study.json or config.json, "
             f"got {found}. Give the directory that `qkeel study` or `qkeel run` printed; if it is a folder of runs, "
@@ -264,13 +265,13 @@ def _chaos(path: Path) -> Row:
 
 
 def chaos_floors(path: Path, base: object) -> dict[tuple[str, float], float]:
-    """Returns the chaos floor of each remedy and LR for a configuration, as far as known.
+    """Returns the chaos floor of each remedy and LR for a configuration, if known.
 
-    This is the root mean square over seeds of the change of the loss due to one float32 step in one weight, from the
-    study's own chaos.json or that of the neighbouring directory `chaos`.
+    The chaos floor is the root mean square over seeds of the change of the loss due to one float32 step in one weight.
+    It is read from the study's own chaos.json, or from that of the neighbouring directory `chaos`.
     """
     known: dict[tuple[str, float], list[float]] = {}
-    # The study's own pairs first; the neighbouring chaos study counts only if its training is the same.
+    # The study's own pairs come first; the neighbouring chaos study is used only if its training is the same.
     for place in dict.fromkeys((path, path.resolve().parent / "chaos")):
         found = _chaos(place)
         for pair in found["pairs"] if _trained(found["base"]) == _trained(base) else ():
@@ -281,7 +282,7 @@ def chaos_floors(path: Path, base: object) -> dict[tuple[str, float], float]:
 
 
 def _trained(base: object) -> object:
-    """A configuration without the cadence of measurements, which does not affect the final loss."""
+    """Returns a configuration without the cadence of measurements, which does not affect the final loss."""
     cadence = ("log_every", "eval_every", "probe_sequences")
     return {k: v for k, v in base.items() if k not in cadence} if isinstance(base, dict) else None
 
@@ -321,7 +322,7 @@ def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:
 
 
 def _row(summary: Row, run: RunData) -> Row:
-    """The run's table row: names from the study, missing numbers as NaN, `collapsed` decided."""
+    """Returns the run's table row, with names from the study, missing values as NaN and `collapsed` filled in."""
     row = dict(summary)
     row.update(remedy=run.remedy, lr=run.lr, seed=run.seed, run_id=run.run_id, status=str(run.status))
     for name in ("val_loss", "max_logit", "end_max_logit", "end_entropy", "init_loss", "cpu_seconds", "spike_score"):
@@ -340,7 +341,7 @@ def _distinct(runs: Sequence[RunData]) -> list[RunData]:
     times = Counter(map(_cell, runs))
     alike = [run for run in runs if times[_cell(run)] > 1]
     settings = dict(zip([run.path for run in alike], differences([run.config for run in alike])))
-    # Each label applies only to runs that are still ambiguous after the one before.
+    # Each label is applied only to runs that are still ambiguous after the previous label.
     for label in (lambda run: settings.get(run.path, ""), lambda run: run.source, lambda run: run.run_id):
         times = Counter(_cell(run) for run in runs)
         runs = [_labelled(run, name) if times[_cell(run)] > 1 and (name := label(run)) else run for run in runs]
@@ -357,7 +358,7 @@ def _labelled(run: RunData, label: str) -> RunData:
 
 
 def as_number(value: object) -> float:
-    """Returns a recorded number; NaN for null and text."""
+    """Returns a recorded number as a float; NaN for null, text and booleans."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
 
 
@@ -365,6 +366,6 @@ def _need(value: Row, names: Iterable[str], file: Path) -> None:
     missing = [name for name in names if value.get(name) is None]
     if missing:
         raise RunDirectoryError(
-            f"{file} lacks {', '.join(missing)}; it was not written by qkeel or was damaged later. "
+            f"{file} lacks {', '.join(missing)}; it was not written by qkeel, or it was damaged later. "
             "Restore it, or delete the directory and run again."
         )

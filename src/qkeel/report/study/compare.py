@@ -28,12 +28,12 @@ from qkeel.report.study.collect import BASELINE, RunData, StudyData
 # Spreads over seeds, paired gains, and the ranking of remedies. The scalars come from `metrics`; the code here only
 # groups them by remedy and learning rate.
 
-MARGIN = 0.01  # nats; smaller differences of held-out loss count as none: a tenth of typical gains at high rates
+MARGIN = 0.01  # nats, a tenth of typical gains at high rates; smaller differences of held-out loss count as none
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A mean with its smallest and largest value over seeds, or with an interval where documented."""
+    """A mean with the smallest and largest value over seeds or, where documented, with an interval."""
 
     mean: float
     low: float
@@ -43,12 +43,12 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PairedGain:
-    """The paired gain of a remedy over another at one LR; positive means that the remedy's loss is lower.
+    """The paired gain of one remedy over another at one LR; positive means that the remedy's loss is lower.
 
-    effect: None if a single seed or a NaN loss permits no verdict. collapsed: attention collapsed in a run of the
-    remedy, which is then never called better. floor: the difference that rounding alone makes between two such runs, if
-    a chaos study has measured both. secondary: the study has another primary comparison, so this one has an interval
-    but no verdict.
+    effect: the interval and test, or None if there is only one seed or a loss is not finite. collapsed: whether
+    attention collapsed in a run of the remedy, which is then never called better. floor: the difference that rounding
+    alone causes between two such runs, if a chaos study has measured both remedies. secondary: whether the study has
+    another primary comparison, so that this comparison has an interval but no verdict.
     """
 
     remedy: str
@@ -62,34 +62,34 @@ class PairedGain:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict; "undecided" without an effect and for secondary comparisons."""
+        """The verdict, which is "undecided" without an effect and for secondary comparisons."""
         return self.effect.verdict if self.effect and not self.secondary else "undecided"
 
     @property
     def praised(self) -> bool:
-        """Whether the remedy is better and its attention did not collapse."""
+        """True if the remedy is better and its attention did not collapse."""
         return self.verdict == "better" and not self.collapsed
 
     def reversed(self) -> PairedGain:
-        """Returns the gain of the other remedy over this one; `collapsed` is not adapted."""
+        """Returns the gain of the other remedy over this one; `collapsed` is left unchanged."""
         effect = self.effect
         turned = effect and dataclasses.replace(effect, mean=-effect.mean, low=-effect.high, high=-effect.low)
         names = {"remedy": self.baseline, "baseline": self.remedy}
         return dataclasses.replace(self, mean=-self.mean, effect=turned, **names)
 
     def figures(self) -> str:
-        """The mean with its interval in words."""
+        """Returns the mean and its interval in words."""
         return f"{h.signed(self.mean)} nats, {self.over()}"
 
     def over(self) -> str:
-        """The interval in words, and whether rounding alone makes differences of this size."""
+        """Returns the interval in words, and whether rounding alone causes differences of this size."""
         under = self.floor is not None and abs(self.mean) <= self.floor
         return interval_text(self.effect) + (f"; under the chaos floor of {h.number(self.floor, 2)}" if under else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """One row of the ranking table; None if there are not enough runs."""
+    """One row of the ranking table; a field is None if there are not enough runs for it."""
 
     remedy: str
     sensitivity: Spread | None
@@ -119,14 +119,14 @@ def interval_text(effect: PairedEffect | None) -> str:
 
 
 def more_seeds(effect: PairedEffect | None) -> str:
-    """Returns how many seeds would decide, as the end of a sentence."""
+    """Returns how many seeds would decide the comparison, as the end of a sentence."""
     if effect is None:
-        return "one seed decides nothing"
-    return "more seeds would hardly decide" if effect.seeds is None else f"about {effect.seeds:,} seeds would decide"
+        return "one seed is not enough to decide"
+    return "more seeds are unlikely to decide" if effect.seeds is None else f"about {effect.seeds:,} seeds would decide"
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Returns mean and range; if any value is NaN, all three are NaN.
+    """Returns the mean and the range; if any value is NaN, the mean and both ends are NaN.
 
     >>> spread([1.0, 2.0, 6.0])
     Spread(mean=3.0, low=1.0, high=6.0, n=3)
@@ -142,12 +142,13 @@ def losses(rows: Sequence[Row], remedy: str, lr: float) -> dict[int, float]:
 
 
 def collapses(rows: Sequence[Row], remedy: str, lr: float) -> bool:
-    """Whether attention collapsed in a run of the remedy at the LR."""
+    """True if attention collapsed in a run of the remedy at the LR."""
     return any(row["collapsed"] for row in rows if row["remedy"] == remedy and row["lr"] == lr)
 
 
 def judge(rows: Sequence[Row], comparisons: Sequence[tuple[str, str, float]]) -> list[PairedGain]:
-    """Returns the gains for (remedy, baseline, LR) over seeds that have both, corrected together by Holm's method."""
+    """Returns the gain for each (remedy, baseline, LR) over the seeds with both runs, corrected together by Holm's
+    method."""
     known = [(of, found) for of in comparisons if (found := paired_gain(rows, *of))]
     # One seed has no interval, and an infinite loss has no mean difference.
     judged = [i for i, (_, found) in enumerate(known) if len(found) > 1 and all(map(math.isfinite, found))]
@@ -173,16 +174,18 @@ def _floor(rows: Sequence[Row], both: tuple[str, str], lr: float) -> float | Non
 
 
 def primary_gain(study: StudyData) -> PairedGain | None:
-    """Returns the gain of the primary comparison, judged alone; None without one, or if no seed has both runs."""
+    """Returns the gain of the primary comparison, judged alone; None if there is no primary comparison or if no seed
+    has both runs."""
     named = study.primary
     found = judge(study.rows(), [(named["remedy"], named["baseline"], named["lr"])]) if named else []
     return found[0] if found else None
 
 
 def _gains_alone(study: StudyData) -> list[PairedGain]:
-    """Returns the gains of a study with a primary comparison; only the primary one has a verdict.
+    """Returns the gains of a study with a primary comparison; only the primary comparison has a verdict.
 
-    The intervals are not corrected for each other: each one covers its true mean at 95 %, all of them together do not.
+    The intervals are not corrected for multiple comparisons: each covers its true mean with a probability of 95 %, but
+    all of them together do not.
     """
     rows, primary = study.rows(), primary_gain(study)
     remedies, lrs = [name for name in study.remedies if name != BASELINE], study.lrs()
@@ -191,15 +194,16 @@ def _gains_alone(study: StudyData) -> list[PairedGain]:
 
 
 def gains(rows: Sequence[Row], remedies: Sequence[str], baseline: str = BASELINE) -> list[PairedGain]:
-    """Returns the gain of each remedy at each LR, corrected together."""
+    """Returns the gain of each remedy at each LR, corrected together by Holm's method."""
     lrs = sorted({row["lr"] for row in rows})
     return judge(rows, [(remedy, baseline, lr) for remedy in remedies if remedy != baseline for lr in lrs])
 
 
 def sensitivity(rows: Sequence[Row], remedy: str, lrs: Sequence[float], clip: bool) -> Spread | None:
-    """Returns LR sensitivity with a bootstrap interval over the seeds that finished at every LR.
+    """Returns the LR sensitivity with a bootstrap interval over the seeds that finished at every LR.
 
-    `clip` limits losses to the loss at initialisation. With one seed or an infinite loss, low and high equal the mean.
+    `clip` limits losses to the loss at initialisation. With one seed or a loss that is not finite, low and high equal
+    the mean.
     """
     values = []
     for seed in sorted({row["seed"] for row in rows}):
@@ -217,9 +221,9 @@ def sensitivity(rows: Sequence[Row], remedy: str, lrs: Sequence[float], clip: bo
 
 
 def stable_lrs(rows: Sequence[Row]) -> tuple[float, float] | None:
-    """Returns the bootstrap interval of the largest stable LR (0 for none) over the seeds that finished at every LR.
+    """Returns the bootstrap interval of the largest stable LR over the seeds that finished at every LR.
 
-    None with fewer than two seeds.
+    A seed without a stable LR counts as 0. The result is None if there are fewer than two seeds.
     """
     lrs = {row["lr"] for row in rows}
     whole = [s for s in sorted({row["seed"] for row in rows}) if {r["lr"] for r in rows if r["seed"] == s} == lrs]
@@ -228,7 +232,8 @@ def stable_lrs(rows: Sequence[Row]) -> tuple[float, float] | None:
 
 
 def standings(study: StudyData) -> list[Standing]:
-    """Returns each remedy with a finished grid run, ranked by largest LR without collapse, then by LR sensitivity."""
+    """Returns each remedy with a finished run in the grid, ranked by largest LR without collapse, then by LR
+    sensitivity."""
     rows = study.rows()
     present = {row["remedy"] for row in rows}
     judged = _gains_alone(study) if study.primary else gains(rows, study.remedies, study.baseline)
@@ -253,7 +258,7 @@ def _standing(
 ) -> Standing:
     mine = [row for row in rows if row["remedy"] == remedy]
     by_lr = {lr: spread(list(losses(rows, remedy, lr).values())) for lr in sorted({row["lr"] for row in mine})}
-    # A collapsed run may have a low loss by chance, so it is the best one only if every rate collapsed.
+    # A collapsed run may have a low loss by chance, so its rate is the best only if every rate collapsed.
     works = {lr: total for lr, total in by_lr.items() if not collapses(rows, remedy, lr)}
     tried = works or by_lr
     best_lr = min(tried, key=lambda lr: math.inf if math.isnan(tried[lr].mean) else tried[lr].mean)
@@ -275,7 +280,7 @@ def _standing(
 
 
 def _cpu_ratio(mine: Sequence[Row], baseline: Sequence[Row]) -> float | None:
-    """CPU seconds of the remedy relative to the baseline, summed over the (LR, seed) pairs that both have."""
+    """Returns the CPU seconds of the remedy relative to the baseline, summed over the (LR, seed) pairs of both."""
     theirs = {(row["lr"], row["seed"]): row["cpu_seconds"] for row in baseline}
     pairs = [(row["cpu_seconds"], theirs[key]) for row in mine if (key := (row["lr"], row["seed"])) in theirs]
     below = sum(pair[1] for pair in pairs)
@@ -283,14 +288,14 @@ def _cpu_ratio(mine: Sequence[Row], baseline: Sequence[Row]) -> float | None:
 
 
 HELD, REVERSE, INSIDE, UNDECIDED = "held", "the reverse", "inside the margin", "undecided"
-RATIO_MARGIN = math.log(1.1)  # a tenth: logits and norms of heads differ by more, and no threshold is set more finely
+RATIO_MARGIN = math.log(1.1)  # a tenth, because logits and norms of heads differ by more and no threshold is finer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SeedEffect:
-    """A ratio or a difference by seed; ratios are judged by their logarithms.
+    """A ratio or a difference for each seed; ratios are judged by their logarithms.
 
-    margin: the largest effect that counts as none, on the scale of the test.
+    margin: the largest effect that counts as no effect, on the scale of the test.
     """
 
     values: Sequence[float]
@@ -300,22 +305,23 @@ class SeedEffect:
 
     @property
     def numbers(self) -> list[float]:
-        """The values on the scale of the test, where 0 is no effect."""
+        """The values on the scale of the test, where 0 means no effect."""
         return [math.log(value) for value in self.values] if self.ratio else list(self.values)
 
     @property
     def mean(self) -> float:
-        """The mean over seeds; geometric for ratios."""
+        """The mean over seeds, which is geometric for ratios."""
         return self._back(math.fsum(self.numbers) / len(self.values))
 
     @property
     def judged(self) -> PairedEffect | None:
-        """Interval and test of the numbers; None for one seed."""
+        """The interval and test of the numbers; None for one seed."""
         return paired_effect(self.numbers, self.margin, self.level) if len(self.values) > 1 else None
 
     @property
     def verdict(self) -> str:
-        """ "held" if the interval lies above the margin, "the reverse" if below minus the margin, or "inside" it.
+        """The verdict: "held" if the interval lies above the margin, "the reverse" if it lies below minus the margin,
+        "inside the margin" if it lies between, otherwise "undecided".
 
         >>> times({0: 2.0, 1: 2.1, 2: 2.2}, {0: 1.0, 1: 1.0, 2: 1.0}).verdict, times({0: 3.0}, {0: 1.0}).verdict
         ('held', 'undecided')
@@ -325,7 +331,7 @@ class SeedEffect:
         return said.get(judged.verdict if judged else "", UNDECIDED)
 
     def text(self) -> str:
-        """Formats the mean with its interval: 1.3× (0.9× to 1.9×, 3 seeds)."""
+        """Formats the mean with its interval, like 1.3× (0.9× to 1.9×, 3 seeds)."""
         write, judged = _times if self.ratio else h.signed, self.judged
         if judged is None:
             return f"{write(self.mean)} (one seed)"
@@ -335,7 +341,7 @@ class SeedEffect:
         return f"{write(self.mean)} ({low} to {high}, {h.count(judged.n, 'seed')})"
 
     def said(self) -> str:
-        """The verdict as the end of a sentence."""
+        """Returns the verdict as the end of a sentence."""
         if self.verdict == UNDECIDED:
             return f"not shown: {more_seeds(self.judged)}"
         if self.verdict == INSIDE:
@@ -353,13 +359,13 @@ def _times(value: float) -> str:
 
 
 def times(above: Mapping[int, float], below: Mapping[int, float]) -> SeedEffect | None:
-    """Returns the ratio `above` / `below` over the seeds that both have; None if there are none."""
+    """Returns the ratio `above` / `below` over the seeds that both have; None if there are no such seeds."""
     seeds = [s for s in sorted(above.keys() & below.keys()) if _positive(above[s]) and _positive(below[s])]
     return SeedEffect(values=[above[s] / below[s] for s in seeds], ratio=True, margin=RATIO_MARGIN) if seeds else None
 
 
 def less(mine: Mapping[int, float], theirs: Mapping[int, float], margin: float) -> SeedEffect | None:
-    """Returns the difference `theirs` - `mine` over the seeds that both have; None if there are none."""
+    """Returns the difference `theirs` - `mine` over the seeds that both have; None if there are no such seeds."""
     seeds = [s for s in sorted(mine.keys() & theirs.keys()) if math.isfinite(mine[s]) and math.isfinite(theirs[s])]
     return SeedEffect(values=[theirs[s] - mine[s] for s in seeds], ratio=False, margin=margin) if seeds else None
 
@@ -374,7 +380,7 @@ TABLE_SERIES = 8  # number of colours in assets/report.css
 
 
 def swatch(study: StudyData, remedy: str) -> Markup:
-    """Returns the remedy's name with its colour, which is the same on the whole page."""
+    """Returns the remedy's name with its colour, which is the same everywhere on the page."""
     index = study.remedies.index(remedy)
     attributes = {
         "class": "swatch",
@@ -423,7 +429,7 @@ def _loss(total: Spread | None) -> Markup:
 
 
 def spread_cell(total: Spread, write: Callable[[float], str]) -> Markup:
-    """Returns the cell of a mean over seeds with the range below it."""
+    """Returns the cell of a mean over seeds, with the range below it."""
     return h.cell(write(total.mean), total.mean, f"{write(total.low)} to {write(total.high)}" if total.n > 1 else "")
 
 
@@ -434,7 +440,7 @@ def _gain(one: PairedGain | None, baseline: bool) -> Markup:
 
 
 def gain_cell(one: PairedGain, small: str) -> Markup:
-    """Returns the cell of a gain, grey if it is equal, undecided, or attention collapsed."""
+    """Returns the cell of a gain, which is grey if the verdict is equal or undecided, or if attention collapsed."""
     faint = one.collapsed or one.verdict in ("equal", "undecided")
     return h.cell(h.signed(one.mean), one.mean, small, "faint" if faint else "")
 

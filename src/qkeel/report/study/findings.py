@@ -1,4 +1,4 @@
-"""Sentences about a study, computed from its numbers: remedies, accuracy, chaos, reference losses."""
+"""Sentences about a study, computed from its results: remedies, accuracy, chaos and reference losses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from qkeel.report.study.provenance import collapsed_at
 
 # Accuracy on held-out images, for studies that classify.
 
-ACCURACY_MARGIN = 0.01  # share; one point of a hundred
+ACCURACY_MARGIN = 0.01  # share; one percentage point
 
 
 def cells(study: StudyData) -> dict[tuple[str, float], dict[int, float]]:
@@ -56,7 +56,7 @@ def cells(study: StudyData) -> dict[tuple[str, float], dict[int, float]]:
 
 
 def accuracy_findings(study: StudyData) -> list[Finding]:
-    """Returns the best accuracy without collapse, settings indistinguishable from it, and the best of none."""
+    """Returns the best accuracy without collapse, settings indistinguishable from it, and the best without a remedy."""
     found = {key: each for key, each in cells(study).items() if not collapses(study.rows(), *key)}
     if not found:
         return []
@@ -81,7 +81,7 @@ def _percent(one: Spread) -> str:
 
 
 def table_of(study: StudyData) -> Markup:
-    """Returns the accuracy table of remedies by rates; empty if nothing is classified."""
+    """Returns the table of accuracies by remedy and rate; empty if the task is not classification."""
     found = {key: spread(list(each.values())) for key, each in cells(study).items()}
     if not found:
         return Markup("")
@@ -105,7 +105,7 @@ _LEVEL = 0.95
 
 
 def _pairs(study: StudyData) -> dict[tuple[str, float, str], list[Row]]:
-    """The pairs of each remedy, rate and part of the study."""
+    """Returns the pairs of each remedy, rate and part of the study."""
     found: dict[tuple[str, float, str], list[Row]] = {}
     known = [pair for pair in study.chaos if pair["remedy"] in study.remedies]
     for pair in sorted(known, key=lambda pair: (study.remedies.index(pair["remedy"]), pair["lr"])):
@@ -118,7 +118,7 @@ def _floor(pairs: Sequence[Row]) -> float:
 
 
 def chaos_findings(study: StudyData) -> list[Finding]:
-    """Returns the largest chaos floor, and for each remedy the rate above which the floor exceeds the margin."""
+    """Returns the largest chaos floor and, for each remedy, the lowest rate at which the floor exceeds the margin."""
     floors = {key: _floor(pairs) for key, pairs in _pairs(study).items()}
     floors = {key: floor for key, floor in floors.items() if math.isfinite(floor)}
     if not floors:
@@ -138,15 +138,15 @@ def chaos_findings(study: StudyData) -> list[Finding]:
 
 
 def floors_table(study: StudyData) -> Markup:
-    """Returns a row per remedy and rate; empty if no pair is finished."""
+    """Returns a table with one row per remedy and rate; empty if no pair has finished."""
     lines = [_line(study, *key, pairs) for key, pairs in _pairs(study).items()]
     if not lines:
         return Markup("")
     text = (
-        "Each run is compared with one that differs by one float32 step in one weight. Chaos floor: root mean square "
-        "over seeds of the difference in final held-out loss. Exponent: slope against steps of the logarithm of the "
-        "distance between the two runs' logits (the largest and smallest of each head), until the distance passes a "
-        "tenth of their size; mean and 95 % interval over seeds."
+        "Each run is compared with a run that differs by one float32 step in one weight. The chaos floor is the root "
+        "mean square over seeds of the difference in final held-out loss. The exponent is the slope, against steps, of "
+        "the logarithm of the distance between the two runs' logits (the largest and smallest of each head), until the "
+        "distance exceeds a tenth of their size, with its mean and 95 % interval over seeds."
     )
     head = [*h.columns("Remedy", kind="text")]
     head += h.columns(
@@ -174,7 +174,7 @@ FROZEN = "frozen_qk"
 
 
 def reference_findings(study: StudyData) -> list[Finding]:
-    """Returns a sentence about bigram counts, and one for each rate at which frozen queries and keys were trained."""
+    """Returns a sentence about bigram counts, and one for each rate of runs with frozen queries and keys."""
     return [Finding("note", text) for text in (*_counted(study), *_over_frozen(study.rows(), study.remedies))]
 
 
@@ -230,7 +230,10 @@ def findings(study: StudyData) -> list[Finding]:
 
 
 def _counts(study: StudyData, named: Row, rows: Sequence[Row]) -> list[Finding]:
-    """Collapses and largest logits of every remedy at the rate of the primary comparison; they need no test."""
+    """Returns the collapses and largest logits of every remedy at the rate of the primary comparison.
+
+    These counts need no test.
+    """
     here = [row for row in rows if row["lr"] == named["lr"]]
     if not here:
         return []
@@ -250,14 +253,18 @@ def _counts(study: StudyData, named: Row, rows: Sequence[Row]) -> list[Finding]:
 
 
 def _primary(study: StudyData, named: Row) -> list[Finding]:
-    """The primary comparison, and how its number of seeds was chosen."""
+    """Returns the result of the primary comparison and how its number of seeds was chosen."""
     both, at = f"{named['remedy']} against {named['baseline']}", f"at LR {h.rate(named['lr'])}"
     what = f"Primary comparison, named before the runs: held-out loss of {both} {at}."
     gain = primary_gain(study)
     if gain is None:
         return [Finding("lead", f"{what} No seed has finished both.")]
     if gain.effect is None:
-        text = "One seed decides nothing" if math.isfinite(gain.mean) else "A loss is not finite: nothing is compared"
+        text = (
+            "One seed is not enough to decide"
+            if math.isfinite(gain.mean)
+            else "A loss is not finite, so nothing is compared"
+        )
         return [Finding("lead", f"{what} {text}.")]
     outcome = {
         "better": f"{gain.remedy} is better by {h.loss(gain.mean)} nats",
@@ -267,13 +274,13 @@ def _primary(study: StudyData, named: Row) -> list[Finding]:
     }[gain.verdict]
     fallen = f" Attention collapsed in a run of {gain.remedy}." if gain.collapsed else ""
     text = f"{what} {outcome} ({'' if gain.verdict in ('better', 'worse') else 'difference '}{gain.over()}).{fallen}"
-    rest = "Every other comparison is secondary and is given below, with an interval and without a verdict."
-    method = "The interval is Student's t at 95 %, paired by seed; it needs no correction, as it is the only one."
+    rest = "Every other comparison is secondary and is given below, with an interval but without a verdict."
+    method = "The interval is Student's t at 95 %, paired by seed, and needs no correction because it is the only one."
     return [Finding("lead", text), Finding("caution", f"{_planned(study, named)} {method} {rest}")]
 
 
 def _planned(study: StudyData, named: Row) -> str:
-    """The power of the planned number of seeds."""
+    """Returns a sentence about the power of the planned number of seeds."""
     sides = (
         {run.seed for run in study.runs if run.role == "grid" and run.lr == named["lr"] and run.remedy == one}
         for one in (named["remedy"], named["baseline"])
@@ -345,9 +352,9 @@ def _headline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
 
 
 def _nothing_shown(found: Sequence[PairedGain]) -> str:
-    """The lead if no remedy is better: the largest difference, and what would decide it."""
+    """Returns the lead if no remedy is better: the largest difference, and how many seeds would decide it."""
     if all(g.effect is None for g in found):
-        return f"One seed decides nothing: no remedy is judged against {found[0].baseline}."
+        return f"One seed is not enough to decide, so no remedy is judged against {found[0].baseline}."
     text = f"No remedy's held-out loss is shown to be better than that of {found[0].baseline} at any LR"
     near = [g for g in found if g.effect and g.verdict == "undecided" and g.mean > 0 and not g.collapsed]
     if not near:
@@ -363,7 +370,7 @@ def _held(rows: Sequence[Row], one: PairedGain) -> str:
         for name in (one.remedy, one.baseline)
     )
     if mine < theirs:
-        held = f"{one.remedy} holds the largest attention logit at {h.number(mine, 2)}"
+        held = f"{one.remedy} keeps the largest attention logit at {h.number(mine, 2)}"
         return f"{held} where {one.baseline} reaches {h.number(theirs, 2)}"
     return f"the largest attention logit of {one.remedy} is {h.number(mine, 2)} ({one.baseline}: {h.number(theirs, 2)})"
 
@@ -386,7 +393,7 @@ def _are(several: Sequence[str]) -> str:
 
 
 def _logits(rows: Sequence[Row], found: Sequence[PairedGain]) -> list[Finding]:
-    """The smallest of the largest logits at the highest rate, among remedies whose attention works there."""
+    """Returns the smallest of the largest logits at the highest rate, among remedies whose attention works there."""
     top = max(g.lr for g in found)
     here = {g.remedy: g for g in found if g.lr == top and not g.collapsed}
     peak = {r: spread([row["max_logit"] for row in rows if row["remedy"] == r and row["lr"] == top]).high for r in here}
@@ -395,7 +402,7 @@ def _logits(rows: Sequence[Row], found: Sequence[PairedGain]) -> list[Finding]:
 
 
 def _peers(rows: Sequence[Row], best: PairedGain, found: Sequence[PairedGain]) -> list[Finding]:
-    """The remedies that are not shown to differ from the best one at its rate by more than the margin."""
+    """Returns the remedies that are not shown to differ from the best remedy at its rate by more than the margin."""
     others = {g.remedy: g for g in found if g.lr == best.lr and g.remedy != best.remedy and not g.collapsed}
     apart = judge(rows, [(name, best.remedy, best.lr) for name in others])
     near = [f"{g.remedy} ({h.signed(others[g.remedy].mean)})" for g in apart if g.verdict in ("equal", "undecided")]
@@ -406,7 +413,7 @@ def _peers(rows: Sequence[Row], best: PairedGain, found: Sequence[PairedGain]) -
 
 
 def _ties(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
-    """Learning rates per head (lalr) against the ablation that lowers them equally for all heads (qk_lr)."""
+    """Compares per-head learning rates (lalr) with the ablation that lowers them equally for all heads (qk_lr)."""
     words = {
         "equal": "are equal",
         "undecided": "cannot be called different or equal",
@@ -430,7 +437,7 @@ def _ties(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
 
 
 def _ablations(remedies: Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs each lalr with the qk_lr of the same number (tau=0.1, factor=0.1), or with every one if none matches."""
+    """Pairs each lalr with the qk_lr of the same value (tau=0.1, factor=0.1); if no values match, returns all pairs."""
     terms = [(remedy, term) for remedy in remedies if (term := _term(remedy)) is not None]
     left = [(remedy, list(term.options.values())) for remedy, term in terms if term.name == "lalr"]
     right = [(remedy, list(term.options.values())) for remedy, term in terms if term.name == "qk_lr"]
@@ -447,7 +454,7 @@ def _term(remedy: str) -> Term | None:
 
 
 def _losses_against_baseline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
-    """The remedies that are worse than the baseline."""
+    """Returns the remedies that are worse than the baseline."""
     found = [g for g in gains(rows, study.remedies, study.baseline) if g.verdict == "worse"]
     worse = [f"{g.remedy} at LR {h.rate(g.lr)} ({g.figures()})" for g in found]
     return [Finding("note", f"Worse than {study.baseline}: {h.listing(worse)}.")] if worse else []
@@ -525,7 +532,7 @@ def _unfinished(study: StudyData) -> list[Finding]:
     if len(study.runs) == 1:
         return [Finding("lead", _stopped(study.runs[0]))]
     text = f"{h.listing(parts)} of {h.count(len(study.runs), 'run')}: "
-    text += "they are in no table and in no loss figure, and are listed below."
+    text += "they do not appear in any table or loss figure, and are listed below."
     if not any(run.row for run in study.runs):
         text = f"No run has finished yet ({h.listing(parts)} of {h.count(len(study.runs), 'run')})."
     return [Finding("caution", text)]

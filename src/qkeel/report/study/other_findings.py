@@ -25,14 +25,14 @@ from qkeel.report.study.compare import (
     times,
 )
 
-# Length extrapolation: sentences, and the table of measured and published numbers.
+# Length extrapolation: sentences, and the table of measured and published results.
 
 _ACCURACIES = {
     "accuracy_train": "At the training length",
     "accuracy_train_posthoc": "There, post hoc",
     "accuracy_nonrepeat": "Long",
-    "accuracy_last": "Last stretch",
-    "accuracy_last_short": "That stretch alone",
+    "accuracy_last": "Last part",
+    "accuracy_last_short": "That part alone",
     "accuracy_repeat": "Repeated",
     "needle": "Needle",
 }
@@ -43,7 +43,7 @@ _VALUES = (*_ACCURACIES, *_MECHANISM, "kept_nonrepeat", *_NEEDLE)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """One form with one method at one length, over its seeds."""
+    """The results of one form with one method at one length, over its seeds."""
 
     form: str
     method: str
@@ -52,17 +52,17 @@ class Measured:
 
     @property
     def kept(self) -> float:
-        """The share of the accuracy that is kept, mean over seeds."""
+        """The share of the accuracy that is kept, averaged over seeds."""
         return self.values["kept_nonrepeat"].mean
 
 
 def is_long(study: StudyData) -> bool:
-    """Whether runs of the study were tested at lengths that differ from that of training."""
+    """True if runs of the study were tested at lengths other than the training length."""
     return any(run.long for run in study.runs)
 
 
 def measured(study: StudyData) -> list[Measured]:
-    """Returns every form, method and length that was measured, in the study's order."""
+    """Returns the results for every form, method and length that was measured, in the study's order."""
     found: dict[tuple[str, str, int], list[Row]] = {}
     for form in study.remedies:
         for run in (run for run in study.runs if run.remedy == form):
@@ -73,19 +73,20 @@ def measured(study: StudyData) -> list[Measured]:
 
 
 def _spreads(lines: Sequence[Row]) -> dict[str, Spread]:
-    """The numbers that every line has."""
+    """Returns the values that every line has."""
     known = [name for name in _VALUES if all(line.get(name) is not None for line in lines)]
     return {name: spread([line[name] for line in lines]) for name in known}
 
 
 def train_length(study: StudyData) -> int | None:
-    """Returns the training context if all runs have the same."""
+    """Returns the training context length if it is the same for all runs."""
     lengths = {run.config["data"]["context"] for run in study.runs if run.config}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def length_findings(study: StudyData) -> list[Finding]:
-    """Returns the share of accuracy kept by each form, the agreement with the published order, and limitations."""
+    """Returns findings on the share of accuracy that each form keeps, the agreement with the published order, and
+    limitations."""
     rows = measured(study)
     if not rows:
         return []
@@ -109,12 +110,12 @@ def length_findings(study: StudyData) -> list[Finding]:
         text = f"{agree} of {pairs} pairs of form and method have the published order of the share kept"
         found.append(Finding("note", f"{text} ({SOURCE}, 512 → 4096, 100M parameters); nothing is fitted."))
     if seeds == 1:
-        found.append(Finding("caution", "One seed: differences of a few points may be chance."))
+        found.append(Finding("caution", "One seed, so differences of a few points may be chance."))
     return found
 
 
 def _needles_found(rows: Sequence[Measured], longest: int) -> list[Finding]:
-    """Findings on retrieval from short and from long texts."""
+    """Returns findings on retrieval from short and from long texts."""
     share = {(row.form, row.method, row.length): row.values["needle"].mean for row in rows if "needle" in row.values}
     short = min((length for _, _, length in share), default=longest)
     shares = [
@@ -132,14 +133,14 @@ def _under(method: str) -> str:
 
 
 def agreement(rows: Sequence[Measured]) -> tuple[int, int]:
-    """Returns how many pairs have the published order, and how many pairs have a published order."""
+    """Returns how many pairs have the published order, and for how many pairs an order was published."""
     known = [(row.kept, theirs) for row in rows if (theirs := published_share(row.form, row.method)) is not None]
     pairs = [(a, b) for a, b in itertools.combinations(known, 2) if a[1] != b[1]]
     return sum((a[0] > b[0]) == (a[1] > b[1]) for a, b in pairs), len(pairs)
 
 
 def comparison(study: StudyData) -> Markup:
-    """Returns a table of forms, methods and lengths: accuracies in %, share kept, and the published share."""
+    """Returns a table of forms, methods and lengths with accuracies in %, the share kept and the published share."""
     rows = measured(study)
     if not rows:
         return Markup("")
@@ -148,16 +149,16 @@ def comparison(study: StudyData) -> Markup:
     head = h.columns("Form", "Post hoc", kind="text")
     head += h.columns("Length", *(title for name, title in titles.items() if name in shown), "Published: kept")
     text = (
-        "Share of next tokens predicted, in %: means over seeds, with the range below. Kept: accuracy at the long "
-        "length over that at "
+        "Share of next tokens predicted, in % (means over seeds, with the range below). Kept: accuracy at the long "
+        "length divided by that at "
         "the training length, as trained. "
-        "Last stretch: accuracy on the last training length of a text, with all the text before it and alone; the "
-        "difference is what the longer context adds. "
-        "Angles outside: share of visible pairs, in %, whose cos(q, k) lies outside the range that their head saw in "
-        "training. "
+        "Last part: accuracy on the last part of a text, one training length, with all the text before it and alone; "
+        "the difference is what the longer context adds. "
+        "Angles outside: share of visible pairs, in %, whose cos(q, k) lies outside the range observed for their head "
+        "in training. "
         "Largest weight: the largest weight that one of that many keys can get, in the head where it is smallest. "
         f"Published: {SOURCE}, GAU, {TRAIN_LENGTH} → {TEST_LENGTH}; "
-        "orders can be compared, sizes cannot."
+        "the order can be compared, but not the values."
     )
     body = [_line(study, one, [name for name in titles if name in shown]) for one in rows]
     inner = h.table("Accuracy at other lengths, measured and published", head, body, sortable=True)
@@ -165,7 +166,8 @@ def comparison(study: StudyData) -> Markup:
 
 
 def _needles(study: StudyData, rows: Sequence[Measured]) -> Markup:
-    """One row per form and method: needles found by text length, and the attention on them in the longest text."""
+    """Returns a table with one row per form and method: the share of needles found for each text length, and the
+    attention on needles in the longest text."""
     known = {(row.form, row.method, row.length): row.values for row in rows if "needle" in row.values}
     if not known:
         return Markup("")
@@ -173,10 +175,10 @@ def _needles(study: StudyData, rows: Sequence[Measured]) -> Markup:
     head = h.columns("Form", "Post hoc", kind="text")
     head += h.columns(*(f"At {length:,}" for length in spans), "Weight on it", "At most")
     text = (
-        "Share of values predicted when their key is asked for at the end of a text, in %: means over seeds, with "
-        "the range below; "
-        "a guess finds one in eight. Weight on it: what the question gives the needle in the longest text, in the "
-        "head that gives it most. "
+        "Share of values predicted when their key is asked for at the end of a text, in % (means over seeds, with "
+        "the range below); "
+        "guessing finds one in eight. Weight on it: the weight from the question to the needle in the longest text, in "
+        "the head where it is largest. "
         "At most: the largest weight that one key among that many could get, given the norms of that head's queries "
         "and keys."
     )
@@ -208,8 +210,8 @@ def _cell(value: Spread | None, name: str) -> Markup:
 
 
 # Form -> next-token accuracy in %: at 512 (training), and for each post-hoc method at 4096 repeated and not repeated.
-# About 100M parameters, 24 GAU layers of one head, trained on 512 tokens. ReRoPE: window 128.
-# cosa_logn as trained: 48.95 in the source's first table, 48.39 in its second.
+# The model has about 100M parameters and 24 GAU layers of one head, trained on 512 tokens. ReRoPE has window 128.
+# cosa_logn as trained has 48.95 in the source's first table and 48.39 in the second.
 SOURCE = "Su 2023, kexue.fm 9859"
 TRAIN_LENGTH, TEST_LENGTH = 512, 4096
 _POSTHOC = ("none", "ntk", "yarn", "rerope")
@@ -232,7 +234,7 @@ ACCURACY: dict[tuple[str, str], tuple[float, float, float]] = {
 
 
 def published_share(form: str, method: str) -> float | None:
-    """Returns the published share of accuracy kept at 8 × the training length; None if not published.
+    """Returns the published share of accuracy kept at 8 times the training length; None if it was not published.
 
     >>> round(published_share("kna", "none"), 2), published_share("qwen3", "none")
     (0.96, None)
@@ -241,7 +243,7 @@ def published_share(form: str, method: str) -> float | None:
     return None if row is None else row[2] / row[0]
 
 
-# Multimodal studies: the table of numbers by modality.
+# Multimodal studies: the table of values by modality.
 
 
 def _at_end(name: str) -> Callable[[RunData], float | None]:
@@ -279,7 +281,7 @@ _COLUMNS: dict[str, tuple[Callable[[RunData], float | None], Callable[[float], s
 
 
 def by_modality(study: StudyData) -> Markup:
-    """Returns a table with one row per mix, remedy and rate: means over seeds with the range below."""
+    """Returns a table with one row per mix, remedy and rate, with means over seeds and the range below."""
     lines = []
     for name, part in (study.parts() or {"": study}).items():
         for remedy in study.remedies:
@@ -291,8 +293,8 @@ def by_modality(study: StudyData) -> Markup:
         return Markup("")
     text = (
         "Means over seeds with the range below, measured on one fixed batch that is the same for every mix. Even: the "
-        "weight if attention treated all visible keys alike. If the mix never trains on a kind of data, that alone "
-        "explains a high loss on it."
+        "weight if attention treated all visible keys equally. If a mix never trains on a kind of data, that alone "
+        "explains a high loss on this kind."
     )
     head = [*h.columns("Mix", "Remedy", kind="text"), *h.columns("LR", *_COLUMNS)]
     return h.join([h.note(text), h.table("By modality", head, lines, sortable=True)])
@@ -321,7 +323,7 @@ REMEDY = "qk_norm"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim about mixed modalities; {} in `sentence` marks the place of its effect."""
+    """A claim about mixed modalities; {} in `sentence` is replaced with its effect."""
 
     name: str
     sentence: str
@@ -334,7 +336,7 @@ class Claim:
 
     @property
     def held(self) -> bool:
-        """Whether the interval of the effect lies on the claim's side."""
+        """True if the interval of the effect supports the claim."""
         return self.effect.verdict == HELD
 
     @property
@@ -344,15 +346,15 @@ class Claim:
 
 
 def is_multimodal(study: StudyData) -> bool:
-    """Whether runs of the study were measured by modality."""
+    """True if runs of the study were measured by modality."""
     return any("query_norm/image" in record for run in study.runs for record in run.metrics[-1:])
 
 
 def modality_findings(study: StudyData) -> list[Finding]:
-    """Returns the answer, then one finding per claim."""
+    """Returns the answer, followed by one finding per claim."""
     found = claims(study)
     if not found:
-        return [Finding("caution", "No claim can be judged yet: too few of the runs have finished.")]
+        return [Finding("caution", "No claim can be judged yet, because too few runs have finished.")]
     held = [claim for claim in found if claim.held]
     if all(len(claim.effect.values) < 2 for claim in found):
         return [
@@ -372,8 +374,8 @@ def _cautions(study: StudyData) -> Iterator[Finding]:
         yield Finding("caution", f"{left} of {h.count(len(study.runs), 'run')} have no result and appear in no figure.")
     yield Finding(
         "caution",
-        "One small model on small images: what is not shown here may hold at another size, and vice versa. "
-        "Norms and logits are measured on one probe batch, the same for every mix.",
+        "The study uses one small model on small images: what is not shown here may hold at another size, and vice "
+        "versa. Norms and logits are measured on one probe batch, which is the same for every mix.",
     )
 
 
@@ -408,7 +410,7 @@ def claims(study: StudyData) -> list[Claim]:
     found = [claim for make in makers for claim in make(study)]
     # All claims are tested together, so each gets the level of its own test by Holm's method.
     several = [i for i, claim in enumerate(found) if len(claim.effect.values) > 1]
-    # In units of its own margin, every claim has the margin 1.
+    # In units of its own margin, every claim has a margin of 1.
     scaled = [[number / found[i].effect.margin for number in found[i].effect.numbers] for i in several]
     for i, judged in zip(several, paired_effects(scaled, 1.0)):
         effect = dataclasses.replace(found[i].effect, level=judged.level)
@@ -417,7 +419,7 @@ def claims(study: StudyData) -> list[Claim]:
 
 
 def _norms(study: StudyData) -> Iterator[Claim]:
-    """Compares with a model trained on text alone, if there is one, because it never saw an image."""
+    """Compares with a model trained on text alone, if there is one, because that model never saw an image."""
     text = _text(study)
     for name, part, lr in _each(study, _rates(study)[:1]):
         for kind, plural in (("query", "queries"), ("key", "keys")):
@@ -500,7 +502,8 @@ def _hidden(study: StudyData) -> Iterator[Claim]:
 
 
 def _variance(study: StudyData) -> Iterator[Claim]:
-    """Image embeddings of the largest variance against variance 1 at the lowest rate, by norm order of the blocks."""
+    """Compares image embeddings of the largest variance with variance 1, at the lowest rate, by norm order of the
+    blocks."""
     cells, lrs = _cells(study), _rates(study)[:1]
     top = max((variance for _, _, variance in cells), default=1.0)
     for order in dict.fromkeys(order for order, _, _ in cells) if top > 1 else ():
@@ -518,7 +521,7 @@ Cells = Mapping[tuple[str, float, float], StudyData]
 
 
 def _cells(study: StudyData) -> Cells:
-    """The parts by norm order, image share and image variance."""
+    """Returns the parts by norm order, image share and image variance."""
     found = {}
     for part in study.parts().values():
         config = part.runs[0].config
@@ -529,7 +532,7 @@ def _cells(study: StudyData) -> Cells:
 
 
 def _over_shares(cells: Cells, order: str, variance: float, lr: float, read: ReadScores) -> dict[int, float]:
-    """One number per seed, the geometric mean over image shares, because runs of one seed are not independent."""
+    """Returns one value per seed, the geometric mean over image shares, as runs of one seed are not independent."""
     each = [read(part, lr) for (norm, _, at), part in cells.items() if (norm, at) == (order, variance)]
     seeds = set.intersection(*(set(found) for found in each)) if each else set()  # finished at every share
     return {
@@ -554,7 +557,7 @@ def _shares(part: StudyData, lr: float, name: str, at: int = -1) -> dict[int, fl
 
 
 def _each(study: StudyData, lrs: Iterable[float]) -> Iterator[tuple[str, StudyData, float]]:
-    """Yields every mix with images at every rate; nothing if there are too many mixes to read one by one."""
+    """Yields every mix with images at every rate, or nothing if there are too many mixes to report individually."""
     mixes = _mixes(study)
     for name, part in mixes.items() if len(mixes) <= 4 else ():
         for lr in lrs:
@@ -579,7 +582,7 @@ def _rates(study: StudyData) -> list[float]:
 
 
 def _of(part: StudyData, lr: float, name: str, remedy: str = BASELINE, at: int = -1) -> dict[int, float]:
-    """A number of a remedy's finished runs by seed, from the table or from a record of metrics.jsonl."""
+    """Returns a value of a remedy's finished runs by seed, from the table or from a record of metrics.jsonl."""
     found = {}
     for run in part.runs:
         if run.remedy == remedy and run.lr == lr and run.row is not None and run.metrics:

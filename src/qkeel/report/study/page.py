@@ -21,18 +21,19 @@ from qkeel.report.study.findings import accuracy_findings, chaos_findings, findi
 from qkeel.report.study.other_findings import by_modality
 from qkeel.report.study.provenance import verdict_table
 
-# The charts, their captions and their data; assets/charts.js draws them. Long runs are thinned by leaving records out,
+# The charts, their captions and their data; assets/charts.js draws them. Long runs are thinned by omitting records,
 # never by averaging, so every point shown was recorded.
 
-MAX_COLUMNS = 60  # steps in a head map
-MAX_ROWS = 96  # heads in a head map; with more it shows layers
+MAX_COLUMNS = 60  # largest number of steps in a head map
+MAX_ROWS = 96  # largest number of heads in a head map; with more heads it shows layers
 HEAD_FIELDS = ("max_logit", "entropy")
 SERIES = ("max_logit", "entropy", "train_loss", "logit_change")
 LENGTHS = Chart(
     "lengths",
     "Accuracy by position in a long text",
-    "Share of next tokens predicted in each stretch of one training length, mean over seeds; one panel per post-hoc "
-    "method. The curve of a form that extrapolates stays level or rises beyond the dashed line, the training length.",
+    "Share of next tokens predicted in each part of a text, one training length at a time, averaged over seeds, with "
+    "one panel per post-hoc method. The curve of a form that extrapolates stays level or rises beyond the dashed line, "
+    "the training length.",
     "Line charts: accuracy against position in the text, one line per attention form, one panel per post-hoc method.",
 )
 DRIFT = Chart(
@@ -45,17 +46,17 @@ DRIFT = Chart(
 LOSS = Chart(
     "loss",
     "Held-out loss against learning rate",
-    "Lines join the means over seeds; dots are single seeds, bars their range. The flatter the line, the less the "
-    "learning rate matters. The dots of one learning rate stand side by side on its grey band, so that none hides "
-    "another. A hollow dot marks a run whose attention collapsed. Dashed lines are the loss before training and that "
-    "of a bigram model.",
+    "Lines connect the means over seeds; dots are single seeds, and bars are their range. The flatter the line, the "
+    "less the learning rate matters. The dots for one learning rate are side by side on a grey band, so that no dot "
+    "hides another. A hollow dot marks a run whose attention collapsed. Dashed lines are the loss before training and "
+    "that of a bigram model.",
     "Line chart: held-out loss against learning rate, one line per remedy.",
 )
 LOGITS = Chart(
     "logits",
     "Largest attention logit during training",
-    "One panel per learning rate, one line per run (a separate one for each seed), before the cap where a remedy has "
-    "one. "
+    "One panel per learning rate and one line per run, with a separate run for each seed. If a remedy has a cap, the "
+    "logits are those before it. "
     "Logarithmic axis, shared by the panels; the red line is the alarm threshold.",
     "Line charts: largest attention logit against step, one panel per learning rate.",
 )
@@ -69,21 +70,21 @@ ENTROPY = Chart(
 CHANGE = Chart(
     "change",
     "Logit change per step",
-    "Root mean square change of the attention logits by one step, over heads, layers and all visible pairs of the "
-    "fixed held-out batch, at each logged step. Logarithmic axis.",
+    "Root mean square change of the attention logits caused by one step, over heads, layers and all visible pairs of "
+    "the fixed held-out batch, at each logged step. Logarithmic axis.",
     "Line charts: logit change per step against step, one panel per learning rate.",
 )
 TRAIN = Chart(
     "train",
     "Loss during training",
-    "Loss of the training batch at each logged step (lines), and held-out loss where it was evaluated (dots). "
+    "Loss of the training batch at each logged step (lines), and held-out loss when it was evaluated (dots). "
     "By default, lines are running means over the seeds of a remedy.",
     "Line charts: training loss against step, one panel per learning rate.",
 )
 HEADS = Chart(
     "heads",
     "Head by head",
-    "Each row is one head: 1·3 is head 3 of layer 1. Each column is a logged step. All panels, and all choices, "
+    "Each row is one head, where 1·3 is head 3 of layer 1, and each column is a logged step. All panels and choices "
     "share one colour scale; black marks values at or below its lower end, such as a largest logit near zero or below."
     f" For a model with more than {MAX_ROWS} heads, the chart shows the worst head of each layer instead.",
     "Heat maps: one row per head, one column per logged step.",
@@ -112,7 +113,7 @@ def figures(study: StudyData, present: Sequence[Chart]) -> Markup:
     """Returns the figures, empty until charts.js fills them."""
     notes = ""
     if any(len(run.metrics) > h.MAX_RECORDS for run in study.runs):
-        notes += f" Long runs are drawn with {h.MAX_RECORDS} records; peaks of the logit are kept."
+        notes += f" Long runs are drawn with {h.MAX_RECORDS} records, which include the peaks of the logit."
     if any(run.metrics and run.row is None for run in study.runs):
         notes += " A line that stops early is a run that failed or is not finished."
     return h.join(chart.figure("" if chart.name in ("lengths", "loss", "heads") else notes) for chart in present)
@@ -134,7 +135,10 @@ def chart_data(study: StudyData) -> dict[str, object]:
 
 
 def _long(study: StudyData) -> dict[str, object]:
-    """Accuracy by position in long texts: a curve per form, method and length, mean over seeds; {} if not measured."""
+    """Returns the accuracy by position in long texts, as one curve per form, method and length, averaged over seeds.
+
+    Returns {} if it was not measured.
+    """
     found: dict[tuple[str, str, int], list[Sequence[float]]] = {}
     for run in study.runs:
         for line in run.long:
@@ -183,7 +187,7 @@ def _run(study: StudyData, run: RunData) -> dict[str, object]:
 
 
 def head_maps(heads: Heads | None) -> dict[str, object] | None:
-    """Returns heads (layer by layer) by logged steps; a model with many heads is folded to its layers."""
+    """Returns the values of heads (layer by layer) by logged steps; for models with many heads, one head per layer."""
     if heads is None or not len(heads.steps) or "max_logit" not in heads.values:
         return None
     keep = np.unique(np.linspace(0, len(heads.steps) - 1, min(MAX_COLUMNS, len(heads.steps))).round().astype(int))
@@ -214,7 +218,7 @@ def _start(study: StudyData) -> float | None:
 
 
 def pairs(study: StudyData) -> list[PairedGain]:
-    """Returns the gain of each remedy over each later one at each rate, corrected together by Holm's method."""
+    """Returns the gain of each remedy over each later remedy at each rate, corrected together by Holm's method."""
     rows = study.rows()
     present = [remedy for remedy in study.remedies if any(row["remedy"] == remedy for row in rows)]
     return judge(rows, [(a, b, lr) for lr in study.lrs() for a, b in itertools.combinations(present, 2)])
@@ -228,12 +232,12 @@ def pair_tables(study: StudyData) -> Markup:
         return Markup("")
     judged = sum(gain.effect is not None for gain in found)
     text = (
-        "Held-out loss of the column's remedy minus that of the row's remedy: a positive number says that the row's "
-        "remedy is "
-        "better; means over pairs of runs with the same seed. Below it is the 95 % interval (Student's t), corrected "
+        "Held-out loss of the column's remedy minus that of the row's remedy, as the mean over pairs of runs with the "
+        "same seed. A positive value means that the row's remedy is "
+        "better. Below it is the 95 % interval (Student's t), corrected "
         "by Holm's "
-        f"method for all {judged} comparisons of this section; grey: the verdict is equal or undecided, or a remedy "
-        "collapsed."
+        f"method for all {judged} comparisons of this section. Grey means that the verdict is equal or undecided, or "
+        "that a remedy collapsed."
     )
     parts: list[Markup] = [h.note(text)]
     for i, lr in enumerate(reversed(study.lrs())):
@@ -249,7 +253,7 @@ def pair_tables(study: StudyData) -> Markup:
 
 
 def _cell(here: dict[tuple[str, str], PairedGain], a: str, b: str, collapsed: bool) -> Markup:
-    """The gain of a over b, or the mirrored gain of b over a; `collapsed`: whether attention of a collapsed."""
+    """Returns the gain of a over b, or the mirrored gain of b over a; `collapsed`: whether attention of a collapsed."""
     if a == b:
         return h.cell("", 0.0)
     other = here.get((b, a))
@@ -329,7 +333,7 @@ def heading(study: StudyData) -> str:
 
 
 def _findings(study: StudyData) -> list[Finding]:
-    """The findings of the first screen; for a study in parts, the lead of each part."""
+    """Returns the findings of the first screen or, for a study in parts, the lead of each part."""
     if other_findings.is_multimodal(study):
         return other_findings.modality_findings(study)
     if study.chaos:
@@ -344,7 +348,7 @@ def _findings(study: StudyData) -> list[Finding]:
 
 
 def _read(study: StudyData) -> list[Finding]:
-    """The findings about long contexts if they were measured, otherwise about remedies."""
+    """Returns the findings about long contexts if they were measured, otherwise those about remedies."""
     if other_findings.is_long(study):
         return other_findings.length_findings(study)
     return [*findings(study), *accuracy_findings(study)]
@@ -358,7 +362,7 @@ def _named(text: str, remedies: Sequence[str]) -> Markup:
 
 
 def _meta(study: StudyData) -> str:
-    """The size of the study in one line."""
+    """Returns the size of the study in one line."""
     if len(study.runs) == 1:
         run = study.runs[0]
         steps = run.row["steps"] if run.row else None
@@ -376,18 +380,18 @@ def _meta(study: StudyData) -> str:
 
 
 def _part(part: StudyData) -> Markup:
-    """One part of a study: its findings except the lead, and its ranking."""
+    """Returns one part of a study: its findings except the lead, and its ranking."""
     mine = [f for f in _read(part) if f.kind != "lead"]
     return h.join([_verdict(part), h.finding_list(mine, lambda text: _named(text, part.remedies)), _ranking(part)])
 
 
 def _verdict(study: StudyData) -> Markup:
-    """The answer above the charts; studies that do not compare remedies show theirs elsewhere."""
+    """Returns the answer above the charts; studies that do not compare remedies show their answer elsewhere."""
     return verdict_table(study) if _compares(study) else Markup("")
 
 
 def _compares(study: StudyData) -> bool:
-    """Whether the study asks which remedy is better."""
+    """True if the study asks which remedy is better."""
     return not (other_findings.is_long(study) or other_findings.is_multimodal(study) or study.name == "chaos")
 
 
@@ -397,15 +401,15 @@ def _ranking(study: StudyData) -> Markup:
     table = compare.ranking(study)
     text = (
         "Sorted by the largest LR without collapse, then by LR sensitivity; click a heading to sort by it. "
-        f"Losses and gains are in {study.loss_unit()}, means over seeds. Below gains and LR sensitivity is the "
-        "95 % interval; grey: the verdict is equal or undecided, or the remedy collapsed."
+        f"Losses and gains are means over seeds, in {study.loss_unit()}. Below gains and LR sensitivity is the "
+        "95 % interval. Grey means that the verdict is equal or undecided, or that the remedy collapsed."
     )
     if study.primary and table:
         few = min(len({row["seed"] for row in study.rows() if row["lr"] == lr}) for lr in study.lrs())
         explained = (
             f"Only the gain of {study.primary['remedy']} at LR {h.rate(study.primary['lr'])} was named before "
-            "the runs. The others, in grey, are secondary: each has a 95 % interval of its own, uncorrected, "
-            f"and no verdict is drawn from it; some are over {h.count(few, 'seed')} only."
+            "the runs. All other gains, in grey, are secondary: each has a separate, uncorrected 95 % interval, "
+            f"from which no verdict is drawn; some are based on only {h.count(few, 'seed')}."
         )
         return h.join(
             [
@@ -420,8 +424,8 @@ def _nothing(study: StudyData) -> Markup:
     where = (
         f"None of the {h.count(len(study.runs), 'run')} has written a record." if study.runs else "No run is listed."
     )
-    again = " Run the command below again: finished runs are kept, the others resume." if study.command else ""
-    return h.empty_note(f"{where}{again} Then make this page again.")
+    again = " Run the command below again: finished runs are kept, and all others resume." if study.command else ""
+    return h.empty_note(f"{where}{again} Then create this page again.")
 
 
 def _made(study: StudyData) -> str:
@@ -435,14 +439,14 @@ PrecisionTableRow = Mapping[str, float | str]
 ERROR = Chart(
     "error",
     "Error of logits against their size",
-    "Each line is a format and a kernel: solid as computed, dashed as predicted from norms alone. The red "
-    "line is the tolerance. A line ends where numbers overflow.",
+    "Each line is a format and a kernel, solid for the computed error and dashed for the error predicted from norms "
+    "alone. The red line is the tolerance. A line ends where numbers overflow.",
     "Line chart: error of logits against the largest logit, one line per format and kernel.",
 )
 _WORDS = {
     "data": "Logits",
-    "logit": "Seen in logits",
-    "output": "Seen in the output",
+    "logit": "Measured in logits",
+    "output": "Measured in the output",
     "overflow": "Overflows at",
     "max_logit": "Largest logit",
     "logit_error": "Logit error, nats",
@@ -463,23 +467,22 @@ def precision_page(
 
     Args:
         rows: one row per size, from lab.studies.grids.rows.
-        thresholds: where each format fails, from lab.studies.grids.thresholds.
-        tolerance: for logits in nats, and for the output relative to its norm.
-        made: date, system and versions.
+        thresholds: the logits at which each format fails, from lab.studies.grids.thresholds.
+        tolerance: the tolerance for logits in nats, and for the output relative to its norm.
+        made: the date, system and versions.
         command: the command that reproduces the page.
     """
     what = (
-        "Spread: independent logits whose standard deviation grows. Shifted: logits of standard deviation 1 around a "
-        "mean that grows, which does not change softmax but is rounded. Fused kernels read q, k and v in the format; "
-        "eager ones also store the scores in it. Nothing is trained. A number is the value of the largest logit at "
-        f"which rounding first moves logits by {h.number(tolerance)} nats (root mean square), or the output by "
-        f"{h.number(100 * tolerance)} % of its length; a dash: at no size that was tried."
+        "Spread: independent logits with a growing standard deviation. Shifted: logits with standard deviation 1 "
+        "around a growing mean, which does not change softmax but is rounded. Fused kernels read q, k and v in the "
+        "format; eager kernels also store the scores in it. Nothing is trained. Each value is the size of the largest "
+        f"logit at which rounding first changes logits by {h.number(tolerance)} nats (root mean square), or the output "
+        f"by {h.number(100 * tolerance)} % of its norm; a dash means that this did not happen at any size tried."
     )
     harmed = [row for row in thresholds if any(isinstance(v, float) and math.isfinite(v) for v in row.values())]
     left = len(thresholds) - len(harmed)
     safe = (
-        f" {left} of {len(thresholds)} settings are left out, because their errors stay below both limits at every "
-        "size."
+        f" {left} of {len(thresholds)} settings are omitted, because their errors stay below both limits at every size."
         if left
         else ""
     )
@@ -498,7 +501,7 @@ def precision_page(
 
 
 def _answer(thresholds: Sequence[PrecisionTableRow], tolerance: float) -> list[Finding]:
-    """From which logit on each format is too coarse, without a remedy and with each."""
+    """Returns the logit above which each format is too coarse, without a remedy and with each remedy."""
     found = [row for row in thresholds if row["data"] == "spread"]
     parts = [
         f"{row['format']} from a largest logit of {h.number(seen, 2)} on ({row['kernel']})"
@@ -507,14 +510,14 @@ def _answer(thresholds: Sequence[PrecisionTableRow], tolerance: float) -> list[F
     ]
     if not parts:
         return [
-            Finding("lead", f"Without a remedy, no format moves logits by {h.number(tolerance)} nats at these sizes.")
+            Finding("lead", f"Without a remedy, no format changes logits by {h.number(tolerance)} nats at these sizes.")
         ]
-    lead = f"Rounding moves the logits of attention by {h.number(tolerance)} nats in {h.listing(parts)}."
+    lead = f"Rounding changes attention logits by {h.number(tolerance)} nats in {h.listing(parts)}."
     held = [r for r in dict.fromkeys(str(row["remedy"]) for row in found) if r != "none"]
     safe = [r for r in held if not any(math.isfinite(_float(row["logit"])) for row in found if row["remedy"] == r)]
     over = [row for row in found if row["remedy"] == "none" and math.isfinite(_float(row["overflow"]))]
     ends = [f"{row['format']} ({row['kernel']}) from {h.number(_float(row['overflow']), 2)} on" for row in over]
-    texts = [f"It never does with {h.listing(safe)}: their logits stay small." if safe else ""]
+    texts = [f"It never does so with {h.listing(safe)}, because their logits stay small." if safe else ""]
     texts.append(f"Numbers overflow in {h.listing(ends)}." if ends else "")
     return [Finding("lead", lead), *(Finding("note", text) for text in texts if text)]
 

@@ -20,10 +20,10 @@ from qkeel.report.study.compare import MARGIN, PairedGain, Standing, cost_cell, 
 
 
 def verdict_table(study: StudyData) -> Markup:
-    """Returns one row per remedy, those without collapse first and by gain; empty for a single remedy.
+    """Returns a table with one row per remedy, sorted by collapses and then by gain; empty for a single remedy.
 
-    If the study has a primary comparison, the table has only collapses and largest logits at each rate, which need no
-    test.
+    If the study has a primary comparison, the table contains only the collapses and largest logits at each rate, which
+    need no test.
 
     >>> verdict_table(StudyData(name="", command="", remedies=(), runs=()))
     ''
@@ -44,16 +44,16 @@ def verdict_table(study: StudyData) -> Markup:
 
 
 def advice(study: StudyData) -> Markup:
-    """Returns the verdict of a study for a watched model's page: its table, and the line for the best remedy.
+    """Returns the verdict of a study for the page of a watched model: its table, and the line for the best remedy.
 
     Raises:
-        RunDirectoryError: the study compares no remedies.
+        RunDirectoryError: the study does not compare remedies.
     """
     verdict = verdict_table(study)
     if not verdict:
         raise RunDirectoryError(
-            f"{study.name or study.runs[0].path} compares no remedies: expected a study with runs of several, such as "
-            "`qkeel study lr` writes. Leave it out, or make a separate page for it."
+            f"{study.name or study.runs[0].path} compares no remedies: expected a study with runs of several remedies, "
+            "such as `qkeel study lr` writes. Omit it, or create a separate page for it."
         )
     rows = study.rows()
     judged = [gain for line in standings(study) for gain in line.gains.values()]
@@ -70,7 +70,7 @@ def advice(study: StudyData) -> Markup:
 
 
 def _certain(study: StudyData, rows: Sequence[Row]) -> Markup:
-    """Per remedy and rate, the number of runs whose attention collapsed, and their largest logit."""
+    """Returns, per remedy and rate, the number of runs whose attention collapsed and the largest logit of all runs."""
     lrs = study.lrs()
     head = h.columns("Remedy", kind="text")
     for lr in lrs:
@@ -91,7 +91,7 @@ def _certain(study: StudyData, rows: Sequence[Row]) -> Markup:
 
 
 def collapsed_at(rows: Sequence[Row], remedy: str) -> list[str]:
-    """Returns the rates at which attention collapsed with a remedy, with the number of seeds unless all did."""
+    """Returns the rates at which attention collapsed with a remedy, with the number of seeds unless all collapsed."""
     found = []
     for lr in sorted({row["lr"] for row in rows}):
         here = [row["collapsed"] for row in rows if row["remedy"] == remedy and row["lr"] == lr]
@@ -114,14 +114,15 @@ def _line(study: StudyData, line: Standing, fallen: Sequence[str]) -> Markup:
 
 
 def _shown(line: Standing) -> tuple[PairedGain | None, float]:
-    """Returns the gain that represents a remedy, at the highest rate at which its attention works, and its mean."""
+    """Returns the gain that represents a remedy, which is at the highest rate at which its attention works, and its
+    mean."""
     works = [gain for gain in line.gains.values() if not gain.collapsed and math.isfinite(gain.mean)]
     best = max(works, key=lambda gain: gain.lr, default=None)
     return best, -math.inf if best is None else best.mean
 
 
 def _words(line: Standing, baseline: str) -> str:
-    """The verdicts by rate; rates with collapsed attention get no verdict on the loss."""
+    """Returns the verdicts by rate; rates with collapsed attention get no verdict on the loss."""
     if line.remedy == baseline:
         return "the baseline"
     at = {
@@ -138,7 +139,7 @@ def _words(line: Standing, baseline: str) -> str:
 
 # The sections below the charts: formulas and sources of remedies, provenance, definitions.
 
-_MOST_VALUES = 8  # values of one kind to list; further ones are counted
+_MOST_VALUES = 8  # number of values of one kind to list; further values are counted
 ARXIV = re.compile(r"\b(\d{4}\.\d{4,5})\b")
 
 
@@ -154,7 +155,7 @@ def remedies(study: StudyData) -> Markup:
 
 def _remedy(study: StudyData, remedy: str, env: Row) -> Markup:
     own = any(run.remedy == remedy and run.config.get("remedy") == remedy for run in study.runs)
-    # For an attention form, line and source would be those of the remedy "none"; only the formula is specific.
+    # For an attention form, the line and source would be those of the remedy "none"; only the formula is specific.
     line, source = (str(env.get(name) or "") if own else "" for name in ("remedy_line", "remedy_source"))
     return h.tag(
         "section",
@@ -179,7 +180,7 @@ Reads = dict[str, Callable[[RunData], object]]
 
 
 def _in_env(**names: str) -> Reads:
-    """Readers of names in env.json, by their labels."""
+    """Returns readers of names in env.json, by their labels."""
     return {words: lambda run, name=name: run.env.get(name) for words, name in names.items()}
 
 
@@ -194,7 +195,7 @@ _READS: Reads = {
     "Optimizer": lambda run: _settings(run.config.get("optim"), leave=("lr",)),
     "Steps": lambda run: _number(run.config.get("steps")),
 }
-# Runs whose losses are compared must agree in these.
+# Runs whose losses are compared must agree in these settings.
 _ALIKE: Reads = {
     "corpus": _READS["Corpus SHA-256"],
     "steps": lambda run: run.config.get("steps"),
@@ -204,7 +205,7 @@ _ALIKE: Reads = {
 
 
 def provenance(study: StudyData) -> Markup:
-    """Returns versions, machine, corpus, model, and the commands that reproduce the page's runs."""
+    """Returns the versions, machine, corpus, model, and the commands that reproduce the page's runs."""
     found: dict[str, str | list[str]] = dict(written_times(*(run.path for run in study.runs if run.row is not None)))
     spent = sum(run.row["cpu_seconds"] for run in study.runs if run.row and math.isfinite(run.row["cpu_seconds"]))
     found |= {"Processor time": duration(spent)} if spent else {}
@@ -226,7 +227,7 @@ def unlike(study: StudyData) -> str:
 
 
 def _compared(run: RunData) -> object:
-    """The model's settings that must agree: all, except the attention if the study compares forms."""
+    """Returns the model settings that must agree, which are all except the attention if the study compares forms."""
     model = run.config.get("model")
     if isinstance(model, dict) and run.config.get("remedy") != run.remedy and run.long:
         return {k: v for k, v in model.items() if k != "attention"}
@@ -248,7 +249,7 @@ def _number(value: object) -> str | None:
 
 
 def _chosen(choice: Row) -> str:
-    """The rate of a remedy, and whether it is at the border of the grid."""
+    """Returns the rate of a remedy, and whether it is at the border of the grid."""
     part = "" if choice.get("role") == "grid" else f"{choice.get('role')}: "
     edge = f", the {choice['border']} of the grid" if choice.get("border") else ""
     return f"{part}{choice.get('remedy')} {choice.get('lr')}{edge}"
@@ -265,29 +266,31 @@ def _word(value: object) -> str:
 
 
 def definitions() -> Markup:
-    """Returns the definition of each number on the page."""
+    """Returns the definition of each value on the page."""
     own = {
         "Collapsed": f"The mean attention entropy is under {COLLAPSE_ENTROPY} nats after the last step, or the "
         "held-out loss is NaN or no better than before training.",
         "Alarm line": f"A largest attention logit above {h.number(ALARM_THRESHOLD)} nats. Alarm step: the first logged "
         "step above it; in the ranking, the earliest over LRs and seeds.",
-        "LR sensitivity": "Mean over learning rates of the held-out loss minus the smallest one, per seed; then mean "
-        "and bootstrap interval over seeds. Clipped: losses above the loss at initialisation count as that loss "
-        "(Wortsman "
+        "LR sensitivity": "Mean over learning rates of the held-out loss minus the smallest held-out loss, per seed; "
+        "then the mean and bootstrap interval over seeds. Clipped: losses above the loss at initialisation count as "
+        "that loss (Wortsman "
         "et al. 2023, arXiv 2309.14322).",
-        "Gain": "Held-out loss of none minus that of the remedy, seed by seed: same weights at the start, same "
-        "batches. Positive: the remedy is better. Below it is the interval of the mean by Student's t: 95 % for all "
-        ""
-        "gains of the table at once (Holm), or for each gain alone where the study names a primary comparison.",
-        "Verdict": f"Better or worse: the interval lies beyond ±{MARGIN:g} nats. Equal: inside. Else undecided. "
+        "Gain": "Held-out loss of none minus that of the remedy, seed by seed, with the same initial weights and the "
+        "same batches. Positive means that the remedy is better. Below it is the interval of the mean by Student's t, "
+        "at 95 % for all "
+        "gains of the table at once (Holm), or for each gain alone if the study names a primary comparison.",
+        "Verdict": f"Better or worse: the interval lies beyond ±{MARGIN:g} nats. Equal: it lies inside. Otherwise: "
+        "undecided. "
         "One seed has no interval and no verdict. A remedy whose attention collapsed is not called better.",
-        "Chaos floor": "What one float32 step in one weight does to the final held-out loss, root mean square over the "
-        "pairs of runs of a chaos study of the same configuration; for two remedies, the root of the sum of their "
+        "Chaos floor": "The change in the final held-out loss caused by one float32 step in one weight, as the root "
+        "mean square over the "
+        "pairs of runs of a chaos study with the same configuration; for two remedies, the root of the sum of their "
         "squares. "
         "Rounding alone can explain any smaller difference in a single pair.",
         "Largest LR without collapse": "The largest learning rate up to which no run of the remedy collapsed, with its "
         "bootstrap interval over seeds.",
-        "CPU, × none": "CPU seconds of the remedy over those of none, summed over the LRs and seeds that both have.",
+        "CPU, × none": "CPU seconds of the remedy divided by those of none, summed over the LRs and seeds of both.",
     }
     names = {**EXTRAPOLATION_COLUMNS, **TASK_FIELDS, **STEP_FIELDS, **TABLE_COLUMNS}
     recorded = {name: f"{field.meaning} [{field.unit}]" for name, field in names.items()}
