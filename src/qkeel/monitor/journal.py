@@ -238,7 +238,6 @@ class RecordTable:
         nothing = [np.zeros((0, len(sites) * width), dtype=np.intp)]
         self._index = np.concatenate([*nothing, *[index[name][None] for name in self._names]])
         self._counts = np.concatenate([*nothing, *[counts[name][None] for name in self._names]])
-        self._there = np.not_equal(self._counts, self._zero)
         self._rows = {name: i for i, name in enumerate(self._names)}
         self._scalars, self._of_scalars = [*scalars], np.array([*scalars.values()], dtype=np.intp)
 
@@ -247,8 +246,8 @@ class RecordTable:
         and the numbers without heads."""
         vector = np.concatenate([vector, (np.nan, 0.0, 1.0)])
         table = vector[self._index]
-        known = np.greater(vector[self._counts], 0)
-        row = self._rows
+        known = vector[self._counts] > 0
+        row, there = self._rows, np.asarray(self._counts != self._zero)
         if self._measured:
             with np.errstate(invalid="ignore"):
                 largest, smallest, entropy = (table[row[name]] for name in ("max_logit", "min_logit", "entropy"))
@@ -256,8 +255,8 @@ class RecordTable:
                 table[row["max_abs_logit"]] = np.maximum(np.maximum(largest, -smallest), 0)
                 table[row[NON_FINITE]] = statistics.is_not_finite(largest, smallest, entropy, n_pairs)
             for name in _OF_MAXIMA:  # where maxima alone were looked for
-                of = row["capped_max_logit" if name == "capped_max_logit" else "max_logit"]
-                known[row[name]] |= self._there[row[name]] & np.not_equal(table[of], -np.inf)
+                top = table[row["capped_max_logit" if name == "capped_max_logit" else "max_logit"]]
+                known[row[name]] |= np.logical_and(there[row[name]], top != -np.inf)
         table[~known] = np.nan
         some = known.any(1).tolist()
         heads = dict(zip(self._names, table.reshape(-1, *self._shape)))
