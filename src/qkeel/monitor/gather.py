@@ -160,7 +160,7 @@ MADE: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], Callable[..., Tensor]
 _LAST = frozenset(parts[-1] for parts, _, _ in MADE.values())
 
 
-# From the device to the host, and from every process to every process, in one piece.
+# The transfer from the device to the host, and from every process to every process, in one piece.
 
 Stats = Mapping[str, LogitStats]
 # For each measured tensor: the site, the name, the shape, and how partial values are combined ("" for statistics).
@@ -174,7 +174,8 @@ class Measurement:
     """The measurement of one step: statistics by site, and other numbers by (site, name), where "" stands for the whole
     model.
 
-    `monitor` is what is known of the monitor itself, by records.MONITOR_FIELDS and MONITOR_EXTREMES.
+    `monitor` contains the monitor's statistics on its own work, keyed by the names in records.MONITOR_FIELDS and
+    MONITOR_EXTREMES.
     """
 
     stats: Mapping[str, LogitStats]
@@ -203,15 +204,15 @@ class _Place(NamedTuple):
         return np.arange(self.first, self.first + math.prod(self.shape)).reshape(self.shape)
 
     def read(self, vector: np.ndarray) -> Tensor:
-        """Returns the tensor in float64, or in its own dtype if that is no floating-point one; of several vectors
-        [n size], the tensors of all [n …]."""
+        """Returns the tensor, in float64 or in its own integer dtype; for n vectors [n size], the n tensors stacked
+        [n …]."""
         x = torch.from_numpy(vector[..., self.first : self.first + math.prod(self.shape)])
         x = x.view(self.shape) if x.ndim == 1 else x.reshape(len(x), *self.shape)
         return x if self.dtype.is_floating_point else x.to(self.dtype)
 
 
 class BlockPlaces(NamedTuple):
-    """Where the statistics of a block of sites lie: those of `LogitStats` by name, and those by token class."""
+    """Where the statistics of a block of sites lie: the fields of `LogitStats` and those of `ClassStats` by name."""
 
     layout: tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
     fields: Mapping[str, _Place]
@@ -228,12 +229,12 @@ class BlockPlaces(NamedTuple):
         return ScoreBlock(*self.layout, LogitStats(**fields, classes=classes))  # type: ignore[arg-type]
 
     def merged(self, vectors: np.ndarray) -> ScoreBlock:
-        """Returns the block of several vectors, merged; without the statistics by token class."""
+        """Returns the block merged over several vectors, without the statistics by token class."""
         return ScoreBlock(*self.layout, merge_stacked({name: x.read(vectors) for name, x in self.fields.items()}))
 
 
 class _Form(NamedTuple):
-    """What measurements of equal form have in common."""
+    """What measurements must have in common to be packed in the same way."""
 
     sites: tuple[str, ...]
     blocks: tuple[tuple[object, ...], ...]
@@ -245,9 +246,9 @@ class _Form(NamedTuple):
 
 @final
 class Packing:
-    """Where the numbers of a measurement lie in one vector, for all measurements of one form.
+    """Where the numbers of a measurement lie in one vector. All measurements of the same form share one packing.
 
-    Tensors of one dtype are adjacent, so that they are converted together.
+    Tensors of the same dtype are adjacent, so that they are converted together.
     """
 
     def __init__(self, form: _Form) -> None:
@@ -276,7 +277,7 @@ class Packing:
 
     @classmethod
     def of(cls, measured: Measurement) -> tuple[Packing, list[Tensor]]:
-        """Returns the packing of a measurement, and the tensors in its order."""
+        """Returns the packing of a measurement, and the tensors of the measurement in the order of the packing."""
         stats = SiteStats.of(measured.stats)
         numbers = measured.numbers if type(measured.numbers) is SiteNumbers else SiteNumbers((), measured.numbers)
         tensors: list[Tensor] = []
@@ -301,7 +302,8 @@ class Packing:
         return _packing(form), tensors
 
     def pack(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Returns the tensors as one vector on the device, in the widest float there, exact for counts under 2^53."""
+        """Returns the tensors as one vector on the device, in its widest floating-point dtype. In float64 counts below
+        2^53 are exact."""
         dtype = widest(device)
         parts = []
         for of in self.by_dtype.values():
@@ -314,8 +316,8 @@ class Packing:
         return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
 
     def finish(self, vector: np.ndarray) -> np.ndarray:
-        """Returns the vector in float64, with NaN for numbers that no process knows, and with those that are made of
-        others at its end."""
+        """Returns the vector in float64, with NaN in place of numbers that no process knows, and with the numbers that
+        are derived from others appended."""
         vector = vector.astype(np.float64, copy=False)
         if len(self._shares):
             vector[self._shares[~(vector[self._weights] > 0)]] = np.nan
@@ -323,7 +325,7 @@ class Packing:
         return np.concatenate([vector, *made]) if made else vector
 
     def _make(self) -> None:
-        """Finds the numbers that are made of others, by MADE."""
+        """Finds the numbers that are derived from others according to MADE."""
         known = {key: place.indices for key, place in self.single.items()}
         for (name, sites, counts), place in self.rows.items():
             parts = np.split(place.indices, np.cumsum(counts)[:-1]) if counts else place.indices
@@ -352,9 +354,10 @@ def _indices(places: Sequence[_Place]) -> np.ndarray:
 
 @final
 class Arrived:
-    """The measurement of a step on the host, as one vector in float64; tensors are made of it where they are read.
+    """The measurement of a step on the host, as one vector in float64, from which tensors are created on request.
 
-    `monitor` is what is known of the monitor itself, by records.MONITOR_FIELDS and MONITOR_EXTREMES.
+    `monitor` contains the monitor's statistics on its own work, keyed by the names in records.MONITOR_FIELDS and
+    MONITOR_EXTREMES.
     """
 
     def __init__(self, packing: Packing, vector: np.ndarray, monitor: Mapping[str, float] | None = None) -> None:
@@ -362,7 +365,7 @@ class Arrived:
 
     @classmethod
     def of(cls, measured: Measurement) -> Arrived:
-        """Returns a measurement that is on the host already."""
+        """Packs a measurement that is already on the host."""
         packing, tensors = Packing.of(measured)
         return cls(packing, packing.pack(tensors, torch.device("cpu")).numpy(), measured.monitor)
 
@@ -372,7 +375,7 @@ class Arrived:
         return SiteStats([block.read(self.vector) for block in self.packing.blocks], self.packing.sites)
 
     def number(self, name: str) -> dict[str, Tensor]:
-        """Returns a number besides the statistics, by site."""
+        """Returns one of the numbers other than the statistics, keyed by site."""
         found = {site: place.read(self.vector) for (site, of), place in self.packing.single.items() if of == name}
         for (of, sites, counts), place in self.packing.rows.items():
             if of == name:
@@ -443,7 +446,7 @@ class Transfer:
         return self._host
 
     def result(self) -> Arrived:
-        """The numbers on the host; waits for them if need be.
+        """Returns the numbers on the host; waits for them if necessary.
 
         Raises:
             InvalidValueError: another process has stopped measuring.

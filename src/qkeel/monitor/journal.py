@@ -63,16 +63,16 @@ class Recorder:
         self._about: Callable[[], Mapping[str, object]] | None = about
         self.sites: tuple[str, ...] = ()
         self._types, self._local = types, dict[str, str]()
-        self._described: Mapping[str, str] = {}  # types of all layers, by the description of the run
-        self._width = 0  # heads of the layer that has most, once the sites are known
+        self._described: Mapping[str, str] = {}  # types of all layers according to the description of the run
+        self._width = 0  # number of heads of the layer with the most heads, once the sites are known
         self._tables: weakref.WeakKeyDictionary[Packing, RecordTable] = weakref.WeakKeyDictionary()
-        self._late: set[str] = set()  # sites of which it was said that they came too late
+        self._late: set[str] = set()  # sites for which a warning that they came too late was raised
         self.dropped = 0  # sinks that failed
         self.complete = False  # whether training ended as planned
         self._carried: State = {}  # loaded from a checkpoint, until the first numbers arrive
 
     def add(self, step: int, phase: Phase, arrived: Arrived) -> None:
-        """One step's numbers."""
+        """Adds the numbers of one step."""
         if not self.sites:
             self.sites = arrived.packing.sites
             self._width = max(max(block.layout[1]) for block in arrived.packing.blocks)
@@ -117,7 +117,7 @@ class Recorder:
         return {site: known[site] for site in self.sites if site in known} | linear
 
     def _tell_late(self, step: int, arrived: Arrived) -> None:
-        """Says once for each site that it is not recorded, as the first measured step did not have it."""
+        """Warns once for each site that is not recorded because it was missing in the first measured step."""
         if arrived.packing in self._tables:
             return
         late = [site for site in arrived.packing.sites if site not in self.sites and site not in self._late]
@@ -206,23 +206,23 @@ class Recorder:
 
 @final
 class RecordTable:
-    """Makes a record of the vector in which the numbers of a step arrive: which index each number of the record has.
+    """Reads records from the vectors in which the numbers of steps arrive: the index of each number of a record.
 
-    A record has a table [layers heads] for each name, with NaN where a layer has fewer heads or was not measured, and
-    numbers without heads.
+    A record consists of a table [layers heads] for each name, with NaN where a layer has fewer heads or was not
+    measured, and of numbers without heads.
     """
 
     def __init__(self, packing: Packing, sites: Sequence[str], width: int) -> None:
-        """Takes the layers of the record, and how many heads the widest has."""
+        """Takes the layers of the record, and the number of heads of the layer with the most heads."""
         self._shape = len(sites), width
         self._place = {site: i for i, site in enumerate(sites)}
         self._nan, self._zero, self._one = packing.size, packing.size + 1, packing.size + 2  # see `read`
-        # Of each name the index of each number, and that of the count of what it was made of.
+        # For each name, the index of each number, and the index of the count of the data behind it.
         index: dict[str, np.ndarray] = {}
         counts: dict[str, np.ndarray] = {}
         for block in packing.blocks:
             self._add_block(block, index, counts)
-        self._measured = tuple(index)  # from the logits of calls
+        self._measured = tuple(index)  # names measured from the logits of calls
         scalars: dict[str, int] = {}
         for (name, names, n_heads), place in packing.rows.items():
             if not n_heads:
@@ -242,8 +242,8 @@ class RecordTable:
         self._scalars, self._of_scalars = [*scalars], np.array([*scalars.values()], dtype=np.intp)
 
     def read(self, vector: np.ndarray) -> tuple[dict[str, np.ndarray], set[str], dict[str, float]]:
-        """Returns the tables by name, in the order of HEAD_FIELDS; the names of which a call's logits gave any number;
-        and the numbers without heads."""
+        """Returns the tables by name, in the order of HEAD_FIELDS; the names that were measured from logits for
+        at least one head; and the numbers without heads."""
         vector = np.concatenate([vector, (np.nan, 0.0, 1.0)])
         table = vector[self._index]
         known = vector[self._counts] > 0
@@ -254,7 +254,7 @@ class RecordTable:
                 n_pairs = vector[self._counts[row["min_logit"]]]
                 table[row["max_abs_logit"]] = np.maximum(np.maximum(largest, -smallest), 0)
                 table[row[NON_FINITE]] = statistics.is_not_finite(largest, smallest, entropy, n_pairs)
-            for name in _OF_MAXIMA:  # where maxima alone were looked for
+            for name in _OF_MAXIMA:  # known even where only the maxima were measured
                 top = table[row["capped_max_logit" if name == "capped_max_logit" else "max_logit"]]
                 known[row[name]] |= np.logical_and(there[row[name]], top != -np.inf)
         table[~known] = np.nan
@@ -285,7 +285,7 @@ class RecordTable:
         counts: dict[str, np.ndarray],
         of: np.ndarray | None = None,
     ) -> None:
-        """Notes the indices of the heads of some sites, one after the other, and those of their counts."""
+        """Stores the indices of the heads of some sites, in order, and the indices of their counts."""
         layers = np.repeat([self._place.get(site, -1) for site in sites], n_heads)
         columns = np.concatenate([np.arange(n) for n in n_heads])
         own = (layers >= 0) & (columns < self._shape[1])
