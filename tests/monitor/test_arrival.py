@@ -179,3 +179,8 @@ def test_steps_of_one_form_merge_as_any_steps_do(seed: int) -> None:
     for site, stats in one_by_one.items():
         for name, x in stats.tensors().items():
             torch.testing.assert_close(stacked[site].tensors()[name], x, rtol=1e-12, atol=0, equal_nan=True)
+        each = [step.stats[site].tensors() for step in steps]
+        n = torch.stack([x["n_pairs"] for x in each]).double()
+        mean = (torch.stack([x["mean_logit"] for x in each]) * n).sum(0) / n.sum(0)
+        there = stats.mean_logit.isfinite() & (n.sum(0) > 0)
+        torch.testing.assert_close(stacked[site].mean_logit[there], mean[there], rtol=1e-9, atol=1e-9)
