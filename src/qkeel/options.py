@@ -162,7 +162,7 @@ def checked(value: Any, kind: Any, name: str) -> Any:
         name: how error messages refer to the value.
 
     Raises:
-        InvalidTypeError: the value has another type. UnknownNameError: the string is not in the Literal.
+        InvalidTypeError: the value has the wrong type. UnknownNameError: the string is not in the Literal.
         InvalidValueError: the number is out of bounds, or the text is not Unicode.
     """
     kind, *bounds = typing.get_args(kind) if typing.get_origin(kind) is Annotated else (kind,)
@@ -222,7 +222,7 @@ def build(of: str, make: Callable[..., OptionsT], options: Mapping[str, Any], *g
 
     Raises:
         UnknownNameError: an option does not exist; the error names the nearest option. InvalidTypeError: a value has
-            another type.
+            the wrong type.
     """
     parameters = inspect.signature(make).parameters.values()
     known = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}

@@ -45,7 +45,7 @@ def parallel(folder: Path, rank: int, world: int) -> None:
     one.pilot = qkeel.autopilot(wrapped, optimizer, policy=Asks(), every=1, example=next(batches())[:, :-1])
     one.train(0, 6, call=own)
     reasons = [event["reason"] for event in one.pilot.events if event["event"] == "refused"]
-    assert ["already spread this model over processes" in str(reason) for reason in reasons] == [True]
+    assert ["already spread this model across processes" in str(reason) for reason in reasons] == [True]
     assert [key[0] for key in one.pilot.actuator.handles] == ["qk_clip:threshold=20"]
     distributed.destroy_process_group()
 

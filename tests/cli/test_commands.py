@@ -445,7 +445,7 @@ def test_bad_corpora_are_one_line_and_exit_code_2(tmp_path: Path, capsys: Captur
 def test_directories_that_cannot_be_used_are_one_line_and_exit_code_2(tmp_path: Path, capsys: Capture) -> None:
     place = tmp_path / "r"
     main(["run", *TINY, "--out", str(place)])
-    assert "different: seed" in refused(["run", *TINY, "--seed", "1", "--out", str(place)], capsys)
+    assert "these differ: seed" in refused(["run", *TINY, "--seed", "1", "--out", str(place)], capsys)
     (tmp_path / "file").write_text("in the way")
     for command in (["run"], ["study", "lr", "--jobs", "1"]):
         out = ["--out", str(tmp_path / "file" / "x")]

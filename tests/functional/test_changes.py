@@ -155,7 +155,7 @@ def test_bad_pairs_of_calls_are_refused() -> None:
         folds = False
 
     spec = AttentionSpec(position=Unfolded())
-    with pytest.raises(RefusedError, match="no change of q·k can be computed"):
+    with pytest.raises(RefusedError, match="the change in q·k cannot be computed"):
         logit_change(dataclasses.replace(before, spec=spec), dataclasses.replace(after, spec=spec))
 
 

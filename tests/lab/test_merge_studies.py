@@ -80,7 +80,7 @@ def test_what_can_not_be_merged_is_told(tiny: Make, parts: tuple[Path, Path, Pat
     a, b, _ = parts
     other = part(tiny, tmp_path / "longer", 5, steps=14)
     for sources, error in (
-        ([a, other], r"longer contains a study with another configuration \(different: steps\)"),
+        ([a, other], r"longer contains a study with a different configuration \(these differ: steps\)"),
         ([a, a], "given twice"),
         ([a, tmp_path], "study.json"),
         ([], "got none"),

@@ -110,7 +110,7 @@ def test_a_study_takes_more_seeds_but_not_another_length(tiny: Make, tmp_path: P
     run_plan(plan(tiny, small), tmp_path / "s", Execution(command="third"))
     assert read_json(tmp_path / "s" / "study.json")["command"] == "first\nsecond", "a repeat adds no command"
     before = (tmp_path / "s" / "study.json").read_bytes()
-    with pytest.raises(RunDirectoryError, match=r"different: optim.schedule, steps\)"):
+    with pytest.raises(RunDirectoryError, match=r"these differ: optim.schedule, steps\)"):
         run_plan(plan(tiny, small, steps=14, optim_schedule="constant"), tmp_path / "s", Execution())
     assert (tmp_path / "s" / "study.json").read_bytes() == before
 

@@ -166,7 +166,7 @@ def test_a_run_leaves_the_number_of_threads_as_it_was(tiny: Make, tmp_path: Path
 
 def test_the_run_id_names_the_directory_of_one_configuration_only(tiny: Make, tmp_path: Path) -> None:
     run(tiny(), tmp_path / "r")
-    with pytest.raises(RunDirectoryError, match=r"another configuration \(different: optim.lr, seed\)"):
+    with pytest.raises(RunDirectoryError, match=r"a different configuration \(these differ: optim.lr, seed\)"):
         run(tiny(seed=1, optim_lr=0.2), tmp_path / "r")
 
 

@@ -414,7 +414,7 @@ def split_heads_without_known_weights_have_their_logits_watched() -> None:
     model, monitor, warned = train(lambda m, o: watch(m, o), wrap=split)
     assert monitor.active
     assert len(warned) == 1, warned
-    assert "split over processes" in warned[0]
+    assert "split across processes" in warned[0]
     plain = train(lambda m, o: None, wrap=split)[0]
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(*(x.to_local() if isinstance(x, DTensor) else x for x in (a, b)))

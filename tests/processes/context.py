@@ -1,4 +1,5 @@
-"""Attention whose queries are split over processes and whose keys are gathered: context parallel, as some models do."""
+"""Attention whose queries are split across processes and whose keys are gathered: context parallel, as some models
+do."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_the_same_configuration_opens_again_and_another_is_refused_by_key(tmp_pa
     run = RunDirectory(tmp_path / "r")
     run.open({"lr": 0.1, "model": {"d": 8, "h": 2}})
     run.open({"lr": 0.1, "model": {"d": 8, "h": 2}})
-    with pytest.raises(RunDirectoryError, match=r"different: lr, model\.d\)"):
+    with pytest.raises(RunDirectoryError, match=r"these differ: lr, model\.d\)"):
         run.open({"lr": 0.2, "model": {"d": 16, "h": 2}})
     assert run.config() == {"lr": 0.1, "model": {"d": 8, "h": 2}}
 
@@ -140,7 +140,7 @@ def test_the_table_has_the_columns_of_the_contract_in_order() -> None:
 
 def test_errors_are_also_builtins(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", {"a": 1})
-    with pytest.raises(OSError, match="another configuration") as error:
+    with pytest.raises(OSError, match="a different configuration") as error:
         RunDirectory(tmp_path).open({"a": 2})
     assert isinstance(error.value, QkeelError)
 

@@ -251,7 +251,7 @@ def test_bad_places_and_bad_files_are_one_clear_error_and_lose_nothing(tmp_path:
     full.mkdir()
     (full / "mine").write_text("precious")
     cases: list[tuple[type[QkeelError], str, Path, Path]] = [
-        (RunDirectoryError, "is not overwritten", source, full),
+        (RunDirectoryError, "will not be overwritten", source, full),
         (RunDirectoryError, "is the checkpoint itself", source, source),
         (DataError, "does not exist", tmp_path / "no", tmp_path / "out"),
         (DataError, "is a file; expected a folder", source / "config.json", tmp_path / "out"),

@@ -89,8 +89,8 @@ def test_it_trains_and_comes_off_without_a_trace(name: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "remedy", "message"), [
-    ("neox", "qkv_norm", "expected a block x"),  # parallel residual
-    ("bert", "qkv_norm", "expected a block x"),  # post-norm
+    ("neox", "qkv_norm", "expected a block that computes x"),  # parallel residual
+    ("bert", "qkv_norm", "expected a block that computes x"),  # post-norm
     ("deepseek", "qkv_norm:drop_pre_norm=false", "the keys are not the output of a single module"),
     ("qwen3", "qkv_norm", "q and k are already normed"),
 ])  # fmt: skip

@@ -95,9 +95,9 @@ def test_the_rows_of_a_part_have_the_factors_of_their_heads(s: HeadSlice, dim: i
 def test_what_cannot_be_done_with_a_part_is_refused() -> None:
     with process(0):
         split = part(0, Shard(0))
-        with pytest.raises(RefusedError, match="rows is split over processes, and a spectral norm cannot"):
+        with pytest.raises(RefusedError, match="rows is split across processes, and a spectral norm cannot"):
             SplitNorms([PLAIN, ROWS], [WHOLE, split], spectral_norm)
-        with pytest.raises(RefusedError, match="w is split over processes, and spectral_cap needs all rows"):
+        with pytest.raises(RefusedError, match="w is split across processes, and spectral_cap needs all rows"):
             check_whole("w", split, "spectral_cap")
         assert has_plain_rows(split)
         check_plain_rows("w", split, "lalr")

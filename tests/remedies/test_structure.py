@@ -177,7 +177,9 @@ def test_blocks_are_recognised_by_what_they_compute_not_by_their_names(remedy: s
         pass
     gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=4, num_key_value_heads=2))
     for model in (neox(parallel=True), gemma):
-        with pytest.raises(RefusedError, match=rf"{remedy} at .*layers.0.*expected a block x \+ A\(N₁\(x\)\)"):
+        with pytest.raises(
+            RefusedError, match=rf"{remedy} at .*layers.0.*expected a block that computes x \+ A\(N₁\(x\)\)"
+        ):
             qkeel.apply(remedy, model, example=tokens())
     with pytest.raises(
         RefusedError, match=r"blocks.0.attention: it re-orders pre-norm blocks, but blocks.0 is post-norm"

@@ -151,7 +151,7 @@ def test_what_cannot_be_read_as_ends_of_sequences_is_named() -> None:
         (ENDS[:1], q, errors.ShapeError, "shape [sequences + 1]"),
         ((ENDS, ENDS[:3]), q, errors.ShapeError, "for queries and for keys"),
         (ENDS, two, errors.ShapeError, "q [1 heads tokens dim], got (2, 2, 12, 8)"),
-        (ENDS + 1, q, errors.InvalidValueError, "from 0 to at most the 12 tokens of its tensor, got [1, 4, 4, 11, 13]"),
+        (ENDS + 1, q, errors.InvalidValueError, "from 0 to at most 12, the number of tokens, got [1, 4, 4, 11, 13]"),
         (ENDS.flip(0) * 0 + ENDS.flip(0) % 12, q, errors.InvalidValueError, "expected cu_seqlens to ascend"),
         (ENDS.to("meta"), q, errors.InvalidValueError, "expected cu_seqlens on cpu like q, but it is on meta"),
     ):

@@ -38,7 +38,7 @@ def check(what: nn.Module | str | Path, batch: object = None, *, threshold: floa
         threshold: the largest accepted logit, in nats.
 
     Raises:
-        InvalidTypeError: `what` is of another type, or a model is given without a batch.
+        InvalidTypeError: `what` has the wrong type, or a model is given without a batch.
         NoAttentionError: no attention is observed in the forward pass.
         InvalidValueError: the threshold is not above 0.
         RunDirectoryError, DataError: the files cannot be read.

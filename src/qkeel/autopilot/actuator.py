@@ -362,7 +362,7 @@ class RemedyManager:
         return apply(remedy, self.model, self.optimizers[key[1]], sites=self.sites, partial=True)
 
     def set_norm(self, spec: str) -> Refusals:
-        """Replaces all remedies by a norm with fitted gains in the whole model, once; "" stands for no norm.
+        """Replaces all remedies by a norm with fitted gains throughout the model, once; "" stands for no norm.
 
         The gains are added to the first optimizer that accepts them. The norm is blended in gradually as that optimizer
         steps, so that the loss does not jump.

@@ -354,7 +354,7 @@ def autopilot(
         `remove()` undoes everything.
 
     Raises:
-        InvalidTypeError: there is no optimizer, or `optimizer` is of another type.
+        InvalidTypeError: there is no optimizer, or `optimizer` has the wrong type.
         UnknownNameError: the policy or an option does not exist.
         QkeelError: `qkeel.watch` or `find_sites` fails.
 

@@ -78,8 +78,8 @@ class Action(StrEnum):
     """The actions of an autopilot, from cheapest to most expensive.
 
     WATCH: measure more often. CLIP: qk_clip on heads. RATES: lalr, lower rates for the q and k weights of heads. NORM:
-    a q/k norm with fitted gains in the whole model. RATE: request a lower learning rate, which only the training script
-    can set. NONE: no action is left.
+    a q/k norm with fitted gains throughout the model. RATE: request a lower learning rate, which only the training
+    script can set. NONE: no action is left.
     """
 
     WATCH = "watch_closer"

@@ -572,7 +572,7 @@ def arranged(x: Shaped[Tensor, ...], reading: Reading, heads: int) -> Shaped[Ten
     """Returns a module's output, which has the layout of the reading, rearranged to [b h t d].
 
     Raises:
-        ShapeError: the output has another layout.
+        ShapeError: the output has a different layout.
     """
     sizes = {"h": heads, "n": reading.parts}
     names: list[str] = []

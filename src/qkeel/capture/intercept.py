@@ -218,7 +218,7 @@ class CaptureMode(CallObserver):
         return out
 
     def _read_plain(self, func: Function, args: Args, kwargs: Kwargs, out: object) -> None:
-        """Reads a call of SDPA in a known module; without a mask it is reported directly."""
+        """Reads a call of SDPA in a known module; a call without a mask is reported directly."""
         q, k, scale, top = None, None, kwargs.get("scale"), self.stack.top
         if 3 <= len(args) <= 5 and not transformed_now():
             q, k, mask = args[0], args[1], args[3] if len(args) > 3 else kwargs.get("attn_mask")

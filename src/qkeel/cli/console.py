@@ -164,7 +164,7 @@ class RunView:
 
 
 def extrapolated(table: Sequence[Row]) -> Table:
-    """Returns a table of accuracies and of the share of accuracy that is kept, by block, form, method and length."""
+    """Returns a table of accuracies and the shares of accuracy retained, by block, form, method and length."""
     shown = Table(box=None, pad_edge=False)
     names = ("accuracy_train", "accuracy_nonrepeat", "accuracy_repeat", "accuracy_last", "kept_nonrepeat")
     for head in ("block", "form", "post hoc"):

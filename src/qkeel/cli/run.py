@@ -522,9 +522,9 @@ def _estimate(left: Sequence[PlannedRun], jobs: int, *, least: float = 0.0) -> s
 def merge(parts: Several[Path], /, *, out: Path) -> int:
     """Merge directories of one study that ran on several machines into a new one; the sources do not change.
 
-    If a run appears more than once, the finished copy is used, or else the most advanced one; two finished copies with
-    different results are an error. To execute the remaining runs, use the study's own command with this directory as
-    --out.
+    If a run appears more than once, the finished copy is used, or else the copy that has progressed furthest; two
+    finished copies with different results are an error. To execute the remaining runs, use the study's own command with
+    this directory as --out.
 
     Args:
         parts: Directories of the study.

@@ -65,7 +65,7 @@ class Fix:
         return shlex.join(["qkeel", *self.own, *self.command])
 
     def lines(self, remedy: str) -> list[str]:
-        """What to do about an alarm that advises `remedy`; empty if an autopilot handles the alarm."""
+        """What to do about an alarm that recommends `remedy`; empty if an autopilot handles the alarm."""
         found = _APPLY.search(remedy)
         if self.piloted:
             return []

@@ -1,4 +1,4 @@
-"""The layer over torch.distributed: the processes of a run, how they agree, and how weights are split over them."""
+"""The layer over torch.distributed: the processes of a run, how they agree, and how weights are split across them."""
 
 from qkeel.dist.agreement import (
     PATIENCE,

@@ -393,7 +393,7 @@ def reduced(vector: Tensor, by: Literal["sum", "max"], group: ProcessGroup | Non
     """Reduces [n] over a group of processes (None: all) to sums or maxima [n] on each, in one collective.
 
     Raises:
-        ApartError: a process of the collective has reported a failure (checked on the host only).
+        ApartError: a process has reported a failure (checked on the host only).
     """
     return reduced_together([(vector, by)], group)[0]
 
@@ -401,7 +401,8 @@ def reduced(vector: Tensor, by: Literal["sum", "max"], group: ProcessGroup | Non
 def reduced_together(
     vectors: Sequence[tuple[Tensor, Literal["sum", "max"]]], group: ProcessGroup | None = None
 ) -> list[Tensor]:
-    """Reduces several vectors like `reduced`, in one collective each, and starts all of them before it waits."""
+    """Reduces several vectors as `reduced` does, with one collective per vector, and starts all collectives before
+    waiting for any of them."""
     under_way = []
     for vector, by in vectors:
         found = vector.to(collective_device(), copy=True)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-# Parameters that are split over processes.
+# Parameters that are split across processes.
 
 
 def splits_heads(model: nn.Module) -> bool:
-    """True if weights stay split over processes in a forward pass, as in tensor parallelism.
+    """True if weights stay split across processes in a forward pass, as in tensor parallelism.
 
     Sharded data parallelism (fully_shard) also splits weights, along separate mesh axes, but gathers them for each
     pass.
@@ -114,7 +114,7 @@ def zero_stage(model: nn.Module) -> int:
 
 
 def wrapped_by(model: nn.Module) -> str:
-    """Returns the name of the wrapper or method that distributes a model over processes, or "" if none is found."""
+    """Returns the name of the wrapper or method that distributes a model across processes, or "" if none is found."""
     around = wrappers(model)
     if around:
         return type(around[0]).__name__
@@ -171,7 +171,7 @@ class Layout:
         data: a number that is the same on all processes that work on the same sequences and all of their keys.
         head_part: the index of the part of the heads that the process computes (tensor parallel).
         head_parts: the number of such parts.
-        stage: the process's pipeline stage, or None without a pipeline.
+        stage: the process's pipeline stage, or None if there is no pipeline.
         context: the index of the process's part of the queries (context parallel with gathered keys).
         shard: a string that is the same on all processes that hold the same part of every weight.
 
@@ -331,7 +331,7 @@ def local_block(name: str, p: Tensor, gathered: int = 0) -> LocalBlock | None:
 
     own = spans([*plain, *reversed(strided)])
     if [last - first for first, last in own] != list(local(p).shape):
-        raise RefusedError(f"{name} is split over processes in an unknown way: {tuple(placements)}")
+        raise RefusedError(f"{name} is split across processes in an unrecognised way: {tuple(placements)}")
     groups = tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
     return LocalBlock(
         spans=tuple(own),

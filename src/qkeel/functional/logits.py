@@ -91,11 +91,11 @@ def cosine_scale(train_length: float) -> float:
 
 @functools.cache
 def gradient_scale(n: float, head_dim: int | None = None) -> float:
-    """Returns the λ that maximises λ (1 - Σ p_i²) with p = softmax(λ s), the scale that lets the most gradient through.
+    """Returns the λ that maximises λ (1 - Σ p_i²) with p = softmax(λ s), the scale with the largest gradient.
 
     The n similarities s have a density ∝ (1 - s²)^((d-3)/2), like cosines of random vectors of dimension head_dim, or
     are N(0, 1) if head_dim is None. Σ p_i² is approximated by M(2λ)/(n M(λ)²), where M is the moment-generating
-    function of s; that is, numerator and denominator are averaged separately. With the average of the ratio itself, the
+    function of s; that is, numerator and denominator are averaged separately. If the ratio itself were averaged, the
     maximised quantity would keep growing beyond this λ.
 
     Args:

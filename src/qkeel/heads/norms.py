@@ -169,7 +169,7 @@ def _statistic(node: Node) -> tuple[Kind, int] | None:
 
 
 def _root(node: Node | None) -> Node | None:
-    """The node of the mean of squares, sum of squares or vector norm from which a factor is computed."""
+    """The node that computes the mean of squares, sum of squares or vector norm used to compute a factor."""
     for _ in range(12):
         if node is None:
             return None

@@ -117,8 +117,8 @@ def sum_terms(
 def normed_on_the_way(
     products: Sequence[tuple[Tensor | None, Tensor | None]], frame: ModuleCall, names: dict[int, str]
 ) -> bool:
-    """True if there is a norm between the weights and a logit that is a sum of products, each q [b h t d] · k [b g s
-    d]."""
+    """True if there is a norm between the weights and a logit that is a sum of products of the form
+    q [b h t d] · k [b g s d]."""
     sides = [(x, what) for pair in products for x, what in zip(pair, "qk")]
     if any(x is None for x, _ in sides):
         return False
@@ -267,7 +267,8 @@ def _gradient(outputs: Tensor, weights: Tensor, node: Node) -> Tensor | None:
         grad = torch.autograd.grad(outputs, edge, weights, retain_graph=True, allow_unused=True)[0]
     if grad is not None and is_wrapper(grad):
         raise UnknownRowsError(
-            "its projections are split over processes, which hides their rows; find the sites before the model is split"
+            "its projections are split across processes, which hides their rows; find the sites before the model is "
+            "split"
         )
     return grad
 

@@ -372,12 +372,12 @@ def rows(parameter: str, n: int, size: int, bias: str | None = None) -> HeadSlic
     return HeadSlice(parameter=parameter, axis=0, index=torch.arange(n * size).view(n, size), bias=bias)
 
 
-# --- Attention that was seen but not understood, and the list of sites that reports it
+# --- Attention that was detected but not recognised, and the list of sites that reports it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnrecognizedAttention:
-    """Attention that was seen but not understood. No statistics are computed for it, and no remedy changes it.
+    """Attention that was detected but not recognised. No statistics are computed for it, and no remedy changes it.
 
     `module` is the name of the module that computes it, `operation` is the operation through which its logits could not
     be traced, and `reason` is a clause that gives the reason.
@@ -396,7 +396,7 @@ class Sites(list[AttentionSite]):
     """The attention sites of a model.
 
     Attributes:
-        missed: attention layers that were seen but not understood.
+        missed: attention layers that were detected but not recognised.
         indexers: modules whose scores choose keys for one of the sites, through a top-k and not through a softmax. No
             remedy acts on these modules. The name of an indexer is the name of the first site of its layer, followed by
             #index.

@@ -592,7 +592,7 @@ class ChangedWeights:
         self, s: HeadSlice, heads: Sequence[int] | None
     ) -> Iterator[tuple[tuple[str, HeadSlice | None, Tensor], Tensor]]:
         """Yields the name of a weight, its slice, the indices of the rows of some heads [heads r], and these rows
-        [heads r …]; then the same for its bias, without a slice."""
+        [heads r …], and then the same for its bias, with None for the slice."""
         biased = s.bias_of()
         for part, own in ((s, s), *(() if biased is None else ((biased, None),))):
             rows = _rows_of(own, self._base[part.parameter])

@@ -53,8 +53,8 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "c
 
 
 def place(x: Tensor) -> Place:
-    """The place of a tensor in memory. For a tensor without memory of its own (a subclass), this is the place of the
-    object."""
+    """The location and layout of a tensor in memory. For a tensor without memory of its own (a subclass), the location
+    is the id of the object."""
     try:
         return memory(x), int(x.storage_offset()), x.shape, x.stride(), x.dtype
     except (RuntimeError, NotImplementedError):
@@ -323,7 +323,7 @@ class Repetition:
 
     @functools.cached_property
     def _steps(self) -> list[tuple[Function, list[Any], dict[str, Any], list[Place]]]:
-        """The functions to call, their arguments with markers in place of the tensors, and the places of their
+        """The functions to call, their arguments with markers in place of the tensors, and the locations of their
         outputs."""
         # Another process may repeat different operators, or none, so waiting for it could take forever.
         functions = [without_others(o.function, o.args) or o.function for o in self.operations]

@@ -80,7 +80,7 @@ def average(weights: Logits, v: Values) -> Outputs:
 
 
 def without_pairs(q: Queries, k: Keys, v: Values) -> Outputs:
-    """Returns the output for calls without queries or keys, which is zeros with zero gradients."""
+    """Returns an output of zeros, with zero gradients, for calls without queries or keys."""
     share = q.shape[1] // k.shape[1]
     return (q @ k.repeat_interleave(share, 1).mT) @ v.repeat_interleave(share, 1)
 

@@ -368,7 +368,7 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
         )
     if not after.spec.position.folds:
         raise RefusedError(
-            f"{after.spec.position.formula()} cannot be folded into q and k, so no change of q·k can be computed"
+            f"{after.spec.position.formula()} cannot be folded into q and k, so the change in q·k cannot be computed"
         )
     a, c = change_factors(*_scaled(before), *_scaled(after))
     parts = []
@@ -587,7 +587,7 @@ GUIDED_ROWS = 4  # rows per sequence and head whose logits are computed to find 
 
 
 def sample_rate(wanted: str) -> int:
-    """Returns the average number of rows per row sampled for the entropy; 0 for all rows."""
+    """Returns n if the entropy is computed for one row in n on average, or 0 if it is computed for all rows."""
     return int(wanted.partition("sample=")[2] or 0)
 
 

@@ -61,7 +61,7 @@ def identity(config: RunConfig) -> Json:
 
 
 def check_alike(path: Path, before: Json, now: Json) -> None:
-    """Raises RunDirectoryError if a run was computed differently, or on another text of the same name.
+    """Raises RunDirectoryError if a run was computed differently, or on a different text of the same name.
 
     Args:
         path: the run's directory.

@@ -99,7 +99,7 @@ class DataConfig:
     pairs: Count = 1000
     """Translation: number of pairs of a text and its translation to train on."""
     needle_keys: Count = 4
-    """Number of needles per text, one for each key; ignored without needles."""
+    """Number of needles per text, one for each key; ignored if there are no needles."""
 
     def __post_init__(self) -> None:
         settle(self)
@@ -121,7 +121,7 @@ class ImagesConfig:
     images: str = "digits"
     """digits, photos, a folder with one subfolder per class, or a .jsonl file with the fields path and text."""
     image_size: Count = 8
-    """Height and width of an image in pixels; images of another size are rejected."""
+    """Height and width of an image in pixels; images of a different size are rejected."""
     patch: Count = 2
     """Height and width of a patch in pixels; each patch is one token."""
     levels: Annotated[int, Bound(2, included=True)] = 4

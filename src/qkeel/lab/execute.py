@@ -330,9 +330,9 @@ class MergedStudy:
 def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy:
     """Merges directories of the same study, created on several machines, into a new directory without changing them.
 
-    If a run appears more than once, the finished copy is used, or else the most advanced one. Unfinished runs are
-    copied too, and the study's own command with `out` continues them. `out` is written atomically: it is either
-    complete or absent.
+    If a run appears more than once, the finished copy is used, or else the copy that has progressed furthest.
+    Unfinished runs are copied too, and the study's own command with `out` continues them. `out` is written atomically:
+    it is either complete or absent.
 
     >>> from qkeel.lab import RunConfig, study
     >>> base = RunConfig(steps=1, eval_sequences=1)
@@ -342,8 +342,9 @@ def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy
     2
 
     Raises:
-        RunDirectoryError: a source contains no study or a different study, was computed differently or on another text,
-            has different results for a run that also finished in another source, or is in use; or `out` is not empty.
+        RunDirectoryError: a source contains no study or a different study, was computed differently or on a different
+            text, has different results for a run that also finished in another source, or is in use; or `out` is not
+            empty.
     """
     places = [Path(source) for source in sources]
     out = Path(out)
@@ -600,8 +601,9 @@ def _check_same_study(out: Path, old: Json, new: Json) -> None:
         changed += differences(old["base"].get(role, base), base)
     if changed:
         raise RunDirectoryError(
-            f"{out} contains a study with another configuration (different: {', '.join(dict.fromkeys(changed))}). Only "
-            "remedies, rates and seeds can be added to a study. Choose another directory; nothing was changed."
+            f"{out} contains a study with a different configuration (these differ: "
+            f"{', '.join(dict.fromkeys(changed))}). Only remedies, rates and seeds can be added to a study. Choose "
+            "another directory; nothing was changed."
         )
 
 

@@ -275,9 +275,9 @@ def died(unit: Unit, error: BaseException) -> list[Outcome]:
 def check_reached(what: str, address: str, speaks: Callable[[bytes], bool] = bool) -> None:
     """Raises RefusedError if nothing answers at "tcp://host:port" or "host:port" within REACH_WAIT.
 
-    Addresses of another form ("auto", a file, a name) are left to the library. If the connection is not encrypted, the
-    servers of Ray and Dask send the first bytes, and `speaks` returns whether the bytes received may come from such a
-    server. Their libraries would wait minutes for a server that accepts a connection and then sends nothing, or
+    Addresses in any other form ("auto", a file, a name) are left to the library. If the connection is not encrypted,
+    the servers of Ray and Dask send the first bytes, and `speaks` returns whether the bytes received may come from such
+    a server. Their libraries would wait minutes for a server that accepts a connection and then sends nothing, or
     something unexpected.
     """
     found = re.fullmatch(r"(?:(\w+)://)?(\[[^\]]+\]|[^:/]+):(\d+)/?", address)
@@ -506,7 +506,7 @@ class Ray:
             check_reached("Ray's cluster", address, begins_grpc)
             try:
                 ray.init(address=address or None, log_to_driver=False, include_dashboard=False)
-            except Exception as error:  # includes clusters with another version
+            except Exception as error:  # includes clusters with a different version
                 raise unreached("Ray's cluster", f"{address}: {error}") from error
         return ray
 

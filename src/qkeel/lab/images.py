@@ -53,7 +53,7 @@ def load_pictures(source: str, size: int) -> Pictures:
     """Loads the images of a source; see ImagesConfig.images.
 
     Raises:
-        DataError: an image cannot be read, has another size or mode, or has no caption.
+        DataError: an image cannot be read, has a different size or mode, or has no caption.
     """
     return _load(source, size, stamp(source) if source not in BUILT_IN else ())
 

@@ -38,7 +38,7 @@ class Grid:
 
     Every other non-empty axis (blocks, optimizers, data mixes, settings) divides the study into parts, one per
     combination of values. Remedies are compared only within a part, because the same learning rate has a different
-    effect with another optimizer or width.
+    effect with a different optimizer or width.
 
     With tuning seeds, each remedy runs in every part at its best rate on those seeds.
     """
@@ -153,14 +153,15 @@ class Primary:
         return run.role == "grid" and run.name in (self.remedy, self.baseline) and run.config.optim.lr == self.lr
 
     def without_power(self) -> Self:
-        """Returns the same comparison for another configuration, for which the spread is unknown."""
+        """Returns the same comparison for a different configuration, for which the spread is unknown."""
         return dataclasses.replace(self, expected=None, spread=None, source="")
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """One run of a study. `role` separates runs with another length, model or optimizer from the grid.
+    """One run of a study. `role` distinguishes runs with a different length, model or optimizer from the runs of the
+    grid.
 
     `form` names the attention in studies that compare forms instead of remedies. `part` names the values of the grid's
     axes that distinguish the run's part of the study from other parts; it is included in the name of the role.
@@ -256,9 +257,9 @@ class Study:
     help: text that follows the study's line in the help of its command. runs: creates the runs of a grid from one
     configuration. base: the default configuration, if it is not RunConfig(). request: turns the given options and the
     default grid into a configuration, a grid and contexts. decides: (section, name) of the settings that the study sets
-    itself, which are therefore not flags of its command. instead: studies of the same runs with another grid and base,
-    by the switch that selects them. out: the default directory, if it is not runs/NAME. primary: the primary comparison
-    of the study; if it is None, all comparisons are judged together.
+    itself, which are therefore not flags of its command. instead: studies of the same runs with a different grid and
+    base, by the switch that selects them. out: the default directory, if it is not runs/NAME. primary: the primary
+    comparison of the study; if it is None, all comparisons are judged together.
 
     To add a study, define a `Study` in `lab.studies` and add a row to the table there.
     """
@@ -470,7 +471,7 @@ def in_words(choice: Json) -> str:
 
 
 def check_choices(old: Sequence[Json], new: Sequence[Json], out: object) -> None:
-    """Raises RunDirectoryError if the directory already compares a remedy at another rate."""
+    """Raises RunDirectoryError if the directory already compares a remedy at a different rate."""
     before = {(choice["role"], choice["remedy"]): choice["lr"] for choice in old}
     for choice in new:
         rate = before.get((choice["role"], choice["remedy"]), choice["lr"])

@@ -123,7 +123,7 @@ def settings(config: RunConfig) -> Json:
 
 
 def outside(config: RunConfig, boxes: Sequence[Json]) -> tuple[str, ...]:
-    """Returns a sentence for each setting outside the measured range, for the box with the fewest such settings.
+    """Finds the box with the fewest settings outside the measured range, and returns a sentence for each such setting.
 
     A box maps the names of settings to lists. Two numbers are the lowest and the highest measured value; strings are
     the measured values. Any setting not named there was measured only at the studies' default value.

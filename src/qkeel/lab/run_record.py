@@ -306,8 +306,8 @@ def _known(place: RunDirectory) -> RunConfig:
         return RunConfig.from_dict(place.config())
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedFileError(
-            f"{place.path / 'config.json'} is not a valid configuration ({error}). It was damaged, or another version "
-            f"wrote it; restore it, or delete {place.path} to run again."
+            f"{place.path / 'config.json'} is not a valid configuration ({error}). It was damaged, or a different "
+            f"version wrote it; restore it, or delete {place.path} to run again."
         ) from error
 
 
@@ -346,7 +346,7 @@ class RunRecord:
         self._noted = 0  # number of autopilot events already written
 
     def prepare(self, command: str, stacked: int) -> None:
-        """Sets the directory and the weights to the step of the checkpoint, or to step 0 without a record.
+        """Sets the directory and the weights to the step of the checkpoint, or to step 0 if there is no record.
 
         If the checkpoint or a file on which it relies is damaged, the run starts again. `stacked` is the number of runs
         that train as one model.

@@ -358,7 +358,7 @@ def paired_effect(
 def planned_power(expected: float, spread: float, n: int, level: float = 0.95, margin: float | None = None) -> float:
     """Returns the probability that `paired_effect`, applied to n pairs, finds a difference in the expected direction.
 
-    The difference is found if the interval lies beyond the margin on the expected side.
+    The difference counts as found if the interval lies entirely beyond the margin on the expected side.
 
     Args:
         expected: true mean of the differences.

@@ -224,7 +224,7 @@ def rules_for(setting: Setting) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-# The line of code that an alarm advises for a model: which remedies its attention, weights and norms allow.
+# The line of code that an alarm recommends for a model: which remedies its attention, weights and norms allow.
 
 LOOK_AT_SPEC = "print(qkeel.find_sites(model)[0].spec.explain())  # qkeel's own attention does what its spec says"
 LOWER_RATE = 'for group in optimizer.param_groups: group["lr"] *= 0.1'

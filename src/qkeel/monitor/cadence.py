@@ -127,7 +127,7 @@ class MeasuredSteps:
 
     def __init__(self, cadence: Cadence, models: Iterable[str] = ("",), *, by_optimizer: bool) -> None:
         self.done = 0  # optimizer steps
-        self.closer: int | None = None  # also every so many steps, in addition to those of the cadence
+        self.closer: int | None = None  # every so many steps, in addition to the steps that the cadence selects
         self.besides: set[int] = set()  # training steps that are measured regardless of the cadence
         self._passes: dict[tuple[Phase, str], int] = {(p, name): 0 for p in get_args(Phase) for name in models}
         self._cadence, self._by_optimizer = cadence, by_optimizer

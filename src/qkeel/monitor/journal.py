@@ -415,7 +415,7 @@ class PendingResults:
                 self._journal.add(one.step, one.phase, arrived)
 
     def _say_unknown(self, arrived: Arrived) -> None:
-        """Warns once about sites whose heads are split over processes, for which a number is not measured."""
+        """Warns once about sites whose heads are split across processes, for which a number is not measured."""
         if not self._group.several or self._said:
             return
         norms, largest = arrived.number("query_weight_norm"), arrived.number("qk_spectral_norm")
@@ -427,8 +427,8 @@ class PendingResults:
         if unknown:
             self._said = True
             caution(
-                "qk_spectral_norm is not measured for heads that are split over processes: qkeel does not gather "
-                f"weights to compute one number. Heads are split over processes in {', '.join(unknown)}"
+                "qk_spectral_norm is not measured for heads that are split across processes: qkeel does not gather "
+                f"weights to compute one number. Heads are split across processes in {', '.join(unknown)}"
             )
 
     def has(self, phase: Phase) -> bool:

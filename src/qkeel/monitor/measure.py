@@ -530,9 +530,9 @@ class WatchedSites:
             caution(f"{found.share} of {type(self.model).__name__} are watched. Not understood: {others}")
         if dist.splits_heads(self.model) and found and not any(site.terms for site in found):
             caution(
-                "the weights behind the heads are unknown in a model whose heads are split over processes, so they are "
-                "not watched; the logits are. Give the sites that find_sites(model, example) found before the split: "
-                "qkeel.watch(..., sites=sites)"
+                "the weights behind the heads are unknown in a model whose heads are split across processes, so they "
+                "are not watched; the logits are. Give the sites that find_sites(model, example) found before the "
+                "split: qkeel.watch(..., sites=sites)"
             )
         described = {site.name for site in self.all}
         self.all += [site for site in found if site.name not in described]
@@ -662,8 +662,8 @@ class StepNumbers(Visitor):
             if self._sites.unaccompanied:
                 self._residual = False
                 caution(
-                    "the residual stream is not measured: the weights are split over processes, and the search for its "
-                    "blocks needs a forward pass in every process, but not every process watches the model"
+                    "the residual stream is not measured: the weights are split across processes, and the search for "
+                    "its blocks needs a forward pass in every process, but not every process watches the model"
                 )
                 return
             names = [site.name for site in self._sites.all]
@@ -750,7 +750,7 @@ class StepNumbers(Visitor):
         if others:
             caution(
                 f"the change that a step causes is not measured for {', '.join(others)}: the q and k weights are "
-                "unknown, split over processes, or not matrices that are multiplied together"
+                "unknown, split across processes, or not matrices that are multiplied together"
             )
         return StepSpectra(self._sites.model, sites)
 
@@ -931,7 +931,7 @@ class WatchedModels:
             numbers.after_step()
 
     def take(self, rate: Tensor | None) -> SiteNumbers:
-        """Returns all numbers of the step and forgets them. rate: the learning rate of the step, or None without an
+        """Returns all numbers of the step and forgets them. rate: the learning rate of the step, or None if there is no
         optimizer."""
         found = SiteNumbers((), {} if rate is None else {("", "lr"): rate})
         for name in self._order():

@@ -84,7 +84,7 @@ class StepEnd:
         return self._group.placed(recent)
 
     def pass_over(self, phase: Phase) -> None:
-        """Ends a step without an optimizer, which is one forward pass of each model."""
+        """Ends a step when there is no optimizer; such a step is one forward pass of each model."""
         self._close(phase, self._steps.rounds(phase) - 1, None, alone=True)
 
     def before(self, optimizer: Optimizer) -> None:
@@ -391,7 +391,7 @@ class Monitor(Handle):
 
     @property
     def missed(self) -> tuple[UnrecognizedAttention, ...]:
-        """The attention layers that were seen but not understood, and so are not watched."""
+        """The attention layers that were detected but not recognised, and so are not watched."""
         return self.sites.missed
 
     @property
@@ -443,8 +443,8 @@ class Monitor(Handle):
 
     @property
     def closer(self) -> int | None:
-        """If not None, every `closer`-th step is measured in addition to those of the cadence; must be the same on all
-        processes."""
+        """If not None, every `closer`-th step is measured in addition to the steps that the cadence selects; must be
+        the same on all processes."""
         return self._steps.closer
 
     @closer.setter

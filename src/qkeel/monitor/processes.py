@@ -63,7 +63,7 @@ class RankInfo:
         layout: the role of the process.
         keys_seen: the number of keys that its queries saw in the first measured step.
         form: the form of its measurements; () if it had no measurements when the processes were introduced.
-        split: for each site, whether its query heads and its key heads are split over processes.
+        split: for each site, whether its query heads and its key heads are split across processes.
         about: its part of the description of the model.
         stages: if there are several models, the pipeline stage of each, keyed by the name with which the names of its
             sites begin.
@@ -79,8 +79,8 @@ class RankInfo:
     extent: Extent | None = None
 
     def words(self) -> tuple[str, str]:
-        """Returns two JSON strings: the place of the process, and everything else, which is the same for many
-        processes."""
+        """Returns two JSON strings: the layout and `keys_seen` of the process, and everything else, which is the same
+        for many processes."""
         own = dataclasses.asdict(self)
         return json.dumps([own.pop("layout"), own.pop("keys_seen")]), json.dumps([*own.values()])
 
@@ -121,7 +121,7 @@ class RankInfo:
 
     @property
     def stage(self) -> int:
-        """Returns the pipeline stage, or 0 without a pipeline."""
+        """Returns the pipeline stage, or 0 if there is no pipeline."""
         return self.layout.stage or 0
 
     @property
@@ -367,8 +367,8 @@ class Members:
         return {"sites": sites, "parameters": size}
 
     def placed(self, stats: Stats) -> Stats:
-        """Returns the statistics of this process alone, under the names of the whole model and with a place for each of
-        its heads."""
+        """Returns the statistics of this process alone, under the names of the whole model and with an entry for each
+        of its heads."""
         return {
             self._names[self.all[n].stage, site]: placed(s, *self._spans[n, site])
             for n, part in self._own
@@ -403,7 +403,7 @@ class Members:
         return first == n, -most[1] == n
 
     def _slot_table(self) -> tuple[dict[NumberKey, _Slot], dict[NumberKey, list[_Source]]]:
-        """Returns the place of every number, which is the same on all processes, and where this process's numbers are
+        """Returns the slot of every number, which is the same on all processes, and where this process's numbers are
         stored."""
         leads = [(n, self.all[n]) for n in self._leads.values()]
         # For each number of the whole model, the last stage that knows it.
@@ -733,8 +733,8 @@ HeadSpan = tuple[int, int, int]  # the first head, the number of heads, and the 
 
 
 def placed(stats: LogitStats, heads: HeadSpan, keys: HeadSpan) -> LogitStats:
-    """Returns the statistics with a place for every head of the whole model, with neutral values for the heads of other
-    processes."""
+    """Returns the statistics with an entry for every head of the whole model, with neutral values for the heads of
+    other processes."""
     if heads[1] == heads[2] and keys[1] == keys[2]:
         return stats
 
@@ -772,8 +772,8 @@ class Handshake:
         self._model, self._sites, self._layout = model, sites, layout
 
     def __call__(self, measured: Measurement | None) -> RankInfo:
-        """Raises: RefusedError if the weights are split in an unknown way, or if some but not all of several models are
-        pipeline stages."""
+        """Raises: RefusedError if the weights are split in an unrecognised way, or if some but not all of several
+        models are pipeline stages."""
         sites, form = self._sites(), () if measured is None else measured.form()
         known = {site.name: site for site in sites}
         names = [site for site, name, _, _ in form if name == "max_logit"]
@@ -810,7 +810,7 @@ class Handshake:
         return known
 
     def _split(self, module: nn.Module, site: AttentionSite | None) -> tuple[bool, bool]:
-        """Returns whether the query heads of a site, and its key heads, are split over processes."""
+        """Returns whether the query heads of a site, and its key heads, are split across processes."""
         if not head_axes(self._model, module.parameters()):
             return False, False
         if site is None or not site.terms:
@@ -912,7 +912,7 @@ class ProcessGroup:
         return True
 
     def about(self) -> dict[str, object]:
-        """Returns the description of the whole model, or {} if it is not known to be split over processes."""
+        """Returns the description of the whole model, or {} if it is not known to be split across processes."""
         return {} if self.members is None else self.members.about()
 
     def stay_alone(self, why: str) -> None:

@@ -151,7 +151,7 @@ class Recording:
             raise ShapeError(f"expected a record of a step after {last:g}, got step {values.get('step')}")
 
     def _by_shape(self, heads: Mapping[str, np.ndarray]) -> list[tuple[str, ...]]:
-        """Returns the names of the numbers of heads, those of one shape together, and checks the shapes."""
+        """Returns the names of the statistics per head, grouped by shape, and checks the shapes."""
         found: dict[tuple[int, ...], list[str]] = {}
         for name, value in heads.items():
             shape = np.shape(value)

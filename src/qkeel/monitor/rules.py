@@ -189,8 +189,8 @@ def largest(history: History, name: str) -> Extreme | None:
 
 
 def at_most(history: History, name: str, limit: float) -> bool:
-    """Returns whether the largest value over all heads in the last record, if it was kept, is at most `limit`; this is
-    usually the case, so that the heads need not be examined. False if it is unknown."""
+    """Returns whether the largest value over all heads in the last record, if it was recorded, is at most `limit`; this
+    is usually the case, so that the heads need not be examined. False if it is unknown."""
     tops = history.tops.get(name)
     return tops is not None and len(tops) > 0 and not tops[-1] > limit
 

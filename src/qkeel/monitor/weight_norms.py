@@ -1,4 +1,4 @@
-"""Norms by head of query and key weights, of their products, of gains, and of weights split over processes."""
+"""Norms by head of query and key weights, of their products, of gains, and of weights split across processes."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ NORMS = {"query": "query_weight_norm", "key": "key_weight_norm"}
 
 @final
 class SplitWeights:
-    """The statistics of one site's weights if they are split over processes. Squares of norms add up over the
+    """The statistics of one site's weights if they are split across processes. Squares of norms add up over the
     processes, but a singular value is known only to a process that has all rows of a head.
 
     Nothing is gathered. The statistics are those of WeightNorms, [h] per query head of the whole model.
@@ -445,7 +445,7 @@ class GainBounds:
 
     @without_gradients
     def read(self) -> SiteNumbers:
-        """Returns the bound of each site for the current gains; for gains that are split over processes, returns this
+        """Returns the bound of each site for the current gains; for gains that are split across processes, returns this
         process's part of the factors of query and key."""
         if not self.sites:
             return SiteNumbers()
@@ -629,7 +629,7 @@ class WeightNorms:
 
     @without_gradients
     def read(self) -> SiteNumbers:
-        """Returns the current statistics of all sites; for weights that are split over processes, this process's
+        """Returns the current statistics of all sites; for weights that are split across processes, this process's
         part."""
         split: dict[NumberKey, Tensor | PartialValue] = {}
         for one in self._split:

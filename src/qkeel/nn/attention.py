@@ -428,7 +428,7 @@ def as_spec(given: AttentionSpec | str | None) -> AttentionSpec:
 
     Raises:
         UnknownNameError: no preset has this name.
-        InvalidTypeError: `given` is of another type.
+        InvalidTypeError: `given` has the wrong type.
     """
     if isinstance(given, AttentionSpec):
         return given
@@ -462,7 +462,7 @@ def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: in
 class GAU(SpecModule):
     """The layer out = (u ∘ A v) W_o with [u v] = silu(x W_uv), z = silu(x W_z), q = γ_q ∘ z + β_q, k = γ_k ∘ z + β_k.
 
-    A is the matrix of attention weights of one head of width `size` under `spec`; u and v have width `hidden`. Two such
+    A is the attention-weight matrix of one head of width `size` under `spec`; u and v have width `hidden`. Two such
     layers replace one attention layer and one MLP. With SquaredReLU as normalizer, A = relu(z)²/n for n visible keys,
     as in bert4keras; the paper's own code divides by n before squaring. Unlike in the paper, there is no T5 bias and no
     linear attention between chunks.

@@ -1,4 +1,4 @@
-"""Private parts of autograd's graph, and the checkpointed parts of a pass whose graph is read."""
+"""Internals of autograd's graph, and the checkpointed parts of a pass whose graph is read."""
 
 from __future__ import annotations
 

@@ -735,7 +735,7 @@ Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 TorchOperator = tuple[Function, Args, Kwargs, Any]  # an executed operator, its arguments and its output
 
-# Operators whose Python functions have another name.
+# Operators whose Python functions have a different name.
 _SAME = {"unsafe_view": "view", "to_copy": "to"}
 
 INSIDE: Literal["inside"] = "inside"  # see FunctionMode.wanted

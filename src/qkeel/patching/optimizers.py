@@ -194,7 +194,8 @@ _FILLS = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
 def filling_state() -> bool:
     """True if the current step does not train but only initialises the optimizer's state.
 
-    torch.distributed.checkpoint fills an empty state by a step with zero gradients and a learning rate of zero."""
+    torch.distributed.checkpoint fills an empty state by taking a step with zero gradients and a learning rate of
+    zero."""
     home = sys.modules.get(_FILLS[0])
     fills = None if home is None else vars(home).get(_FILLS[1])
     if fills is None:

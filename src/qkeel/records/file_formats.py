@@ -346,7 +346,7 @@ def check_fields(value: object, file: str, where: str, error: type[QkeelError] =
     """
 
     def damaged(fault: str) -> QkeelError:
-        return error(f"{where} {fault}. It is damaged or has another format; restore it or create it again.")
+        return error(f"{where} {fault}. It is damaged or has a different format; restore it or create it again.")
 
     if not isinstance(value, dict):
         named = {list: "a list", str: "text", type(None): "null"}.get(type(value), type(value).__name__)

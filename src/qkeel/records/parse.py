@@ -96,7 +96,7 @@ def complete_json(where: object, error: type[QkeelError]) -> Iterator[None]:
         yield
     except ValueError as failure:
         raise error(
-            f"{where} is not complete JSON ({failure}). It is damaged or has another format; "
+            f"{where} is not complete JSON ({failure}). It is damaged or has a different format; "
             "restore it or create it again."
         ) from failure
 
@@ -269,8 +269,8 @@ def parse_header(text: bytes, path: Path, size: int, error: type[QkeelError] = D
         entries = _entries(table, 8 + len(text))
     except ValueError as failure:
         raise error(
-            f"{path} has no readable safetensors header: {failure}. It is damaged or in another format; download or "
-            "save it again"
+            f"{path} has no readable safetensors header: {failure}. It is damaged or in a different format; download "
+            "or save it again"
         ) from failure
     end = max([8 + len(text), *(entry.end for entry in entries.values())])
     if end > size:

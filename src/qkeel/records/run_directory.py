@@ -236,7 +236,7 @@ class RunDirectory:
             if old != config:
                 changed = differences(old, config)
                 raise RunDirectoryError(
-                    f"{self.path} contains a run with another configuration (different: {', '.join(changed)}). "
+                    f"{self.path} contains a run with a different configuration (these differ: {', '.join(changed)}). "
                     "Choose another directory; nothing was changed."
                 )
             return

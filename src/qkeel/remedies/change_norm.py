@@ -102,10 +102,10 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
         found = _own(*around, site, remedy) if around is not None else _fitting(site, seen)
         if found is None:
             raise RefusedError(
-                f"{remedy} at {where(site)}: expected a block x + A(N₁(x)), then x + M(N₂(x)), "
-                "with A, M and both norms as its direct children, but found none around this attention (post-norm, "
-                "parallel and fused blocks have a different form; blocks from other libraries are recognised by "
-                "running an example batch, apply(..., example=batch)); build the model with the order you want"
+                f"{remedy} at {where(site)}: expected a block that computes x + A(N₁(x)), then x + M(N₂(x)), "
+                "with A, M and both norms as direct children, but found none around this attention (post-norm, "
+                "parallel and fused blocks differ; for blocks from other libraries, pass an example batch: "
+                "apply(..., example=batch)); build the model with the norm order you want"
             )
         branches.update({(b.name, b.function): b for b in found})
     return list(branches.values())
@@ -725,7 +725,7 @@ def _check_ran(
     """Returns the trace of one pass, in which every norm must run before the scores are computed.
 
     Raises:
-        RefusedError: a norm did not run, or its output does not reach the scores of its site.
+        RefusedError: a norm did not run, or its output does not affect the scores of its site.
     """
     for new in placed:
         new.seen = []
@@ -741,7 +741,7 @@ def _check_ran(
     if names or any(own is None or set(own) != {new.size} for new, own in zip(placed, sizes)):
         raise RefusedError(
             f"{remedy.name}: a norm on the output of the projections of {names or [site.name for site in sites]} does "
-            "not reach their scores, because something other than the module that holds the weights uses them"
+            "not affect the attention scores, because something other than the module that holds the weights uses them"
         )
     return trace
 

@@ -47,7 +47,8 @@ CallPlace = tuple[int, int]  # index of a call in the forward, index of the argu
 
 @final
 class SmallMasks:
-    """The calls in a module's forward that mask scores with numbers above -9000, and the arguments that do so.
+    """The calls in a module's forward that mask scores with values above -9000, and the arguments that contain these
+    values.
 
     A softmax receives scores that include the mask, so that -100 cannot be distinguished from a low logit. One pass on
     the example finds, among the calls on scores of the softmax's size, the arguments that hide keys by such numbers
@@ -178,7 +179,7 @@ class ChangedCalls(InstanceForward):
         self.seen: list[list[float | None]] | None = None
 
     def change(self, changes: list[PlacedChange]) -> None:
-        """Activates these changes, applied in order. If the list is empty, restores the original forward."""
+        """Activates these changes, applying them in order. If the list is empty, restores the original forward."""
         specs = {scale: changed(base, changes) for scale, base in self.bases.items()}
         one, g = next(iter(specs.values())), self.geometry
         self.names = tuple(one.parameter_shapes(g.n_heads, g.n_kv_heads, g.head_dim))
@@ -382,7 +383,7 @@ PlacedChange = tuple[SpecChange, int | None]  # a remedy, and the training lengt
 
 
 def changed(base: AttentionSpec, changes: Iterable[PlacedChange]) -> AttentionSpec:
-    """Returns a spec with changes applied in order."""
+    """Returns the spec that results from applying the changes in order."""
     for remedy, train_length in changes:
         base = remedy.changed(base, train_length)
     return base

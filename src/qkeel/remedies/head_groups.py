@@ -31,8 +31,8 @@ class HeadView:
 
     `shares` are the indices of the entries that the view belongs to, with their slices. The first dimension n runs over
     the heads of the view's slice or, in a `whole` view, over the rows of the entire tensor. A `whole` view is used if
-    slices overlap without being equal or cannot be viewed. For a weight that is split over processes, the view contains
-    the rows of this process's part, which are its `span`.
+    slices overlap without being equal or cannot be viewed. For a weight that is split across processes, the view
+    contains the rows of this process's part, which are its `span`.
     """
 
     weight: Tensor
@@ -321,12 +321,13 @@ class LogitShare:
 
 
 def logit_shares(site: AttentionSite, *, by_group: bool) -> list[LogitShare] | None:
-    """Returns the shares of the last weights of every term of a site, or None if no powers of γ suit all products.
+    """Returns the weights to scale by γ or √γ so that each product of a site is scaled by γ, or None if that is
+    impossible.
 
-    The powers on the two sides of a product add up to 1. A weight shared by several query heads is not scaled, so its
-    partner is scaled by γ, and any other weights paired with that partner are left unscaled. All remaining weights are
-    scaled by √γ. With `by_group`, a weight that a group of query heads shares is scaled too: both the weight and its
-    partner are scaled by the √γ of the group's largest logit.
+    Only the last weight on the path to each q and k is scaled. The powers on the two sides of a product add up to 1. A
+    weight shared by several query heads is not scaled, so its partner is scaled by γ, and any other weights paired with
+    that partner are left unscaled. All remaining weights are scaled by √γ. With `by_group`, a weight that a group of
+    query heads shares is scaled too: both the weight and its partner are scaled by the √γ of the group's largest logit.
     """
     weights: list[HeadSlice] = []
     terms = [(_place(weights, t.query[-1]), _place(weights, t.key[-1])) for t in site.terms]

@@ -375,7 +375,7 @@ class HeadSteps:
     def _ready_adam(self) -> AdamPass | None:
         """Returns the pass that takes over the coming step, or None if no pass can."""
         now = refusal(self._optimizer, [w for _, w in self._stepped]) if self._adam is None else self._adam.refusal()
-        why = now or ("the weights had another dtype when the remedy was applied" if self._adam is None else "")
+        why = now or ("the weights had a different dtype when the remedy was applied" if self._adam is None else "")
         way = f"copied and rescaled: {why}" if why else "scaled in the optimizer's own pass"
         if way != self.way:
             self.way = way

@@ -23,7 +23,7 @@ from qkeel.remedies.base import HeadsBySite, Remedy, Target, unconfirmed, where
 from qkeel.remedies.head_groups import WeightNorm, frobenius_norm
 from qkeel.sites.find import is_normed
 
-# Weights that are split over processes or quantised: their norms per head over all processes, and what is refused.
+# Weights that are split across processes or quantised: their norms per head over all processes, and what is refused.
 
 
 def has_plain_rows(weight: Tensor) -> bool:
@@ -32,7 +32,8 @@ def has_plain_rows(weight: Tensor) -> bool:
 
 
 def check_plain_rows(name: str, weight: Tensor, remedy: str) -> None:
-    """Raises RefusedError for a quantised weight, and for a weight that is split over processes in an unknown way.
+    """Raises RefusedError for a quantised weight, and for a weight that is split across processes in an unrecognised
+    way.
 
     FSDP2 and tensor parallelism store a weight as a DTensor, of which each process has a block. The flat copies of ZeRO
     and FSDP1 are not recognised as copies.
@@ -46,17 +47,17 @@ def check_plain_rows(name: str, weight: Tensor, remedy: str) -> None:
 
 
 def check_whole(name: str, weight: Tensor, remedy: str) -> None:
-    """Raises RefusedError for a weight that is split over processes, if a remedy needs complete heads."""
+    """Raises RefusedError for a weight that is split across processes, if a remedy needs complete heads."""
     if dist.is_split(weight):
         raise RefusedError(
-            f"{name} is split over processes, and {remedy} needs all rows and columns of a head at once; use lalr or "
+            f"{name} is split across processes, and {remedy} needs all rows and columns of a head at once; use lalr or "
             "qk_clip, which work with parts, or DistributedDataParallel, which keeps weights whole"
         )
 
 
 @final
 class SplitNorms:
-    """Computes the Frobenius norms per head of all weights that are split over processes, in one collective.
+    """Computes the Frobenius norms per head of all weights that are split across processes, in one collective.
 
     ‖W^h‖² is the sum of the squares of the entries on all processes.
     """
@@ -73,7 +74,7 @@ class SplitNorms:
         }
         if self._heads and measure not in (None, frobenius_norm):
             raise RefusedError(
-                f"{slices[next(iter(self._heads))].parameter} is split over processes, and a spectral norm cannot be "
+                f"{slices[next(iter(self._heads))].parameter} is split across processes, and a spectral norm cannot be "
                 "computed from the parts; use norm=frobenius"
             )
         self._split = torch.cat([torch.full((s.n,), i in self._heads) for i, s in enumerate(slices)])

@@ -76,9 +76,9 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handl
     if wrapper and not all(id(p) in reduced for p in new.values()):
         more = f" and {len(added) - 1} more" if len(added) > 1 else ""
         raise RefusedError(
-            f"{remedy} adds parameters ({added[0]}{more}) to a model that {wrapper} has already spread over processes: "
-            "their gradients would not be averaged, and the processes would diverge. Apply it before the model is "
-            "wrapped or split, and create the optimizer after that"
+            f"{remedy} adds parameters ({added[0]}{more}) to a model that {wrapper} has already spread across "
+            "processes: their gradients would not be averaged, and the processes would diverge. Apply it before the "
+            "model is wrapped or split, and create the optimizer after that"
         )
     if wrapper and any(map(is_compiled, model.modules())):
         raise RefusedError(
@@ -94,8 +94,8 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handl
         if dist.head_axes(model, held):
             raise RefusedError(
                 f"{remedy} has added parameters ({added[0]}) that all heads share, and tensor parallelism has split "
-                "the heads over processes: each process would update them from its own heads only. Use fully_shard or "
-                "DistributedDataParallel, or a remedy without parameters"
+                "the heads across processes: each process would update them from its own heads only. Use fully_shard "
+                "or DistributedDataParallel, or a remedy without parameters"
             )
         return True
 
@@ -136,7 +136,8 @@ def check_peers(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
 
 
 def refuse_late_stage(model: nn.Module, remedy: str) -> Handle:
-    """Makes the first optimizer step raise RefusedError if the model's PipelineStage was created after the remedy.
+    """Makes the first optimizer step raise RefusedError if the model's PipelineStage was created after the remedy was
+    applied.
 
     The passes before that step reveal this on all stages, so no process waits for another."""
     if dist.world() == 1 or dist.stage_of(model) is not None:

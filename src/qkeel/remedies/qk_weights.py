@@ -171,8 +171,8 @@ class SpectralCap(StepRemedy):
     the cap stay unchanged bit for bit, and a step that a GradScaler skipped changes nothing.
 
     Source: Newhouse et al. 2025, arXiv 2507.13338, who cap the singular values of the weights after each step. Here the
-    entire block is rescaled instead of only its largest singular values, which keeps the directions that a head attends
-    along, and only q and k are capped. Yoshida & Miyato 2017, arXiv 1705.10941, penalise σ in the loss.
+    entire block is rescaled, not just its largest singular values, so the ratios of its singular values stay the same.
+    Only q and k are capped. Yoshida & Miyato 2017, arXiv 1705.10941, penalise σ in the loss.
     """
 
     cap: float = 4.0  #: largest σ of a head's weight, above 0

@@ -34,8 +34,9 @@ class SpectralScale(nn.Module):
 
     Each forward performs one step of power iteration. Gradients flow through σ, but not through v and u'. Everything is
     computed in float32 or wider, with or without autocast. u starts at W's first right singular vector. When gradient
-    checkpointing recomputes a forward, the recomputation starts at the u of the original forward. This must be the last
-    forward, so if several forwards of a weight wait for backward, RefusedError is raised.
+    checkpointing recomputes a forward pass, the recomputation starts at the u of the original pass. This must be the
+    last forward pass, so RefusedError is raised if a weight was used in several forward passes before the backward
+    pass.
     """
 
     def __init__(self, weight: Tensor, init: Literal["keep", "one"]) -> None:
@@ -124,7 +125,7 @@ class SigmaReparam(Remedy):
             for name, layer in layers.items():
                 if "parametrizations" in submodules_of(layer) and dist.is_split(_stored(layer)):
                     raise RefusedError(
-                        f"sigma_reparam: the weight of {name} was split over processes after the remedy was applied, "
+                        f"sigma_reparam: the weight of {name} was split across processes after the remedy was applied, "
                         "and the code that splits it uses its current name. Remove the remedy before the model is split"
                     )
             handle.remove()

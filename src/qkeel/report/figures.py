@@ -53,8 +53,8 @@ def figures(
 
     The figures of a watched run show the largest logit, the entropy and the norms of queries and keys of each layer
     over the steps, and a heat map of the last record. The figures of a study show the held-out loss and the largest
-    logit against the learning rate with their range over seeds, the largest logit over the steps at each rate, and the
-    gains over a baseline with 95 % intervals.
+    logit against the learning rate (with ranges over seeds), the largest logit over the steps at each rate, and the
+    gains over a baseline (with 95 % intervals).
 
     Args:
         path: a directory written by `qkeel watch`, `qkeel run` or `qkeel study`.

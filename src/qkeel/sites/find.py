@@ -251,8 +251,8 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     Without an example, only qkeel's own modules are found, in module order. With an example, `model(*args, **kwargs)`
     is run, and every attention call it makes becomes a site, in call order. An experiment on the recorded operators
     then confirms the weights of each head (`site.verified`). On a larger batch, the experiment uses only a few rows if
-    these give the same result. The `missed` attribute of the result lists the attention layers that were seen but not
-    understood. The model, its buffers and caches, gradients and random number generators are left unchanged.
+    these give the same result. The `missed` attribute of the result lists the attention layers that were detected but
+    not recognised. The model, its buffers and caches, gradients and random number generators are left unchanged.
 
     If fully_shard has split the model, all processes must call this function, and each process holds all weights during
     the search. If the model does not fit into the memory of one process, or if its heads will be split, which hides its
@@ -276,8 +276,8 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
 
 
 def found_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, ModelTrace | None]:
-    """The sites of a model, and the trace of the pass in which they were found. The trace is None without an example,
-    for a model that is split over processes, and for a model on the meta device."""
+    """The sites of a model, and the trace of the pass in which they were found. The trace is None if there is no
+    example, if the model is split across processes, or if it is on the meta device."""
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
     if args or kwargs:

@@ -69,7 +69,7 @@ from qkeel.spec import AttentionCall
 
 _LOG = logging.getLogger(__name__)
 
-SEARCH = "the search for attention in a model that is split over processes"
+SEARCH = "the search for attention in a model that is split across processes"
 ONE_LENGTH = 1e-3  # what a norm adds under its root changes norms by less than this fraction
 
 Gains = tuple[NormGain, ...]
@@ -86,8 +86,8 @@ class Operand:
     Attributes:
         width: the number of features over which a logit is summed.
         lengths: the norm of each vector.
-        tables: the names of the parameters of which it consists, through views and indexing only, as relative positions
-            do; empty if it was computed from the input.
+        tables: the names of the parameters of which the operand is a view or a selection of entries, as with relative
+            positions; empty if the operand was computed from the input.
         rounding: the relative difference that rounding in its dtype may cause between the norms of normed vectors.
     """
 
@@ -203,8 +203,8 @@ class ModelTrace:
 def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> ModelTrace:
     """Returns the trace of the shortest part of an example that suffices.
 
-    A part suffices if all its sites are verified and a pass over the full example, of which nothing is kept, makes the
-    same calls. Several processes have to make the same passes, so they use the full example.
+    A part suffices if all its sites are verified and a pass over the full example, whose tensors are discarded, makes
+    the same calls. Several processes have to make the same passes, so they use the full example.
 
     Raises:
         RefusedError: no attention was observed although it was `expected`.
@@ -252,8 +252,8 @@ def seen(
 
 
 def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
-    """Makes a pass that is not observed and of which nothing is kept, for the sake of what the model itself records in
-    it.
+    """Makes a pass that is not observed and whose results are discarded, for the sake of the values that the model
+    itself records in it.
 
     Raises:
         InvalidValueError: the pass fails; its error is the cause of this one.
@@ -333,9 +333,9 @@ def _typed(sites: Sequence[AttentionSite], seen: Mapping[str, VisibleSets]) -> l
 def _same_calls(
     model: nn.Module, args: Args, kwargs: Kwargs, trace: ModelTrace, undo: Undo
 ) -> tuple[dict[str, float], dict[str, VisibleSets]] | None:
-    """The smallest visible logits and the visible sets in a pass without gradients, of which nothing else is kept. None
-    unless the pass has the same sites as the trace, with the same numbers of heads, and misses the same attention
-    layers."""
+    """The smallest visible logits and the visible sets in a pass without gradients, from which nothing else is
+    recorded. None unless the pass has the same sites as the trace, with the same numbers of heads, and misses the same
+    attention layers."""
     sites = trace.sites
     origins: dict[str, KeyOrigin] = {site.name: site.origin for site in sites}
     types: dict[str, VisibleSets] = {}

@@ -23,7 +23,7 @@ distinguish attention from similar computations:
   meet none of these conditions.
 
 Operators are run again only if the weights of a candidate are combined with activations. In most models this happens
-only in attention that is already known.
+only in attention layers that are already known.
 """
 
 from __future__ import annotations

@@ -471,8 +471,8 @@ def band_call(
 
 
 def _tokens(ends: Ends, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens 0 .. total-1, the index of the sequence of each (or of the nearest one if it is in none), and whether it
-    is in a sequence."""
+    """Tokens 0 .. total-1, the index of each token's sequence (or of the nearest sequence if the token is in none), and
+    whether the token is in a sequence."""
     token = torch.arange(total, device=ends.device)
     found = torch.searchsorted(ends, token, right=True) - 1
     n = found.clamp(0, len(ends) - 2)
@@ -517,5 +517,5 @@ def _check(call: AttentionCall, *ends: object) -> None:
         wrong = x.device.type == "cpu" and not torch.compiler.is_compiling()  # reading from a GPU would wait for it
         if wrong and (int(x[0]) or int(x[-1]) > total or bool((x[1:] < x[:-1]).any())):
             raise InvalidValueError(
-                f"expected cu_seqlens to ascend from 0 to at most the {total} tokens of its tensor, got {x.tolist()}"
+                f"expected cu_seqlens to ascend from 0 to at most {total}, the number of tokens, got {x.tolist()}"
             )

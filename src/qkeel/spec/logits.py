@@ -123,7 +123,7 @@ class Fixed(Scale):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GradientMax(Scale):
-    """The scale at which cosine attention over `keys` visible keys passes on the most gradient, for any head size.
+    """The scale at which cosine attention over `keys` visible keys propagates the largest gradient, for any head size.
 
     See `qkeel.functional.logits.gradient_scale`.
     """

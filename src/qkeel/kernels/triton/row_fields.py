@@ -1,8 +1,9 @@
 """All statistics of every query row of a call, computed from q and k in one pass by a Triton kernel.
 
-The pass takes one of attention's two products, no values, and no T×T matrix. It returns what the compiled pass on a CPU
-returns (`kernels.native.logit_pass`): the fields of `functional.statistics.ROW_FIELDS` in one tensor. Sums of weights
-are updated while the maximum grows, as in `kernels.triton.statistics`, so that nothing cancels at large logits.
+The pass computes only one of attention's two matrix products, and needs neither the values nor a T×T matrix. It returns
+what the compiled pass on a CPU returns (`kernels.native.logit_pass`): the fields of `functional.statistics.ROW_FIELDS`
+in one tensor. Sums of weights are updated while the maximum grows, as in `kernels.triton.statistics`, so that nothing
+cancels at large logits.
 
 Shapes: b batch, h query heads, g key heads, t queries, s keys, d dimensions per head.
 """

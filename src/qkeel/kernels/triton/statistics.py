@@ -15,10 +15,10 @@ from qkeel.kernels.triton.available import HeadNumbers, RowNumbers
 
 # Largest and smallest logit, logsumexp and entropy of every query row from q and k alone, in one pass.
 #
-# This takes one of attention's two products, no values, and no T×T matrix. The entropy is updated together with the sum
-# of exponentials while the maximum grows (W ← f (W + L (M - M')), L ← f L, f = e^(M - M'); H = ln L - W / L), so
-# nothing cancels at large logits. The hardware's maxima drop NaN, sums do not, so the sums reveal rows with a NaN or
-# infinite logit. Not measured on a GPU yet.
+# This computes only one of attention's two matrix products, and needs neither the values nor a T×T matrix. The entropy
+# is updated together with the sum of exponentials while the maximum grows (W ← f (W + L (M - M')), L ← f L, f = e^(M -
+# M'); H = ln L - W / L), so nothing cancels at large logits. The hardware's maxima drop NaN, sums do not, so the sums
+# reveal rows with a NaN or infinite logit. Not measured on a GPU yet.
 
 # Rows, keys and warps of a tile by head size: what fits in the registers of Ampere and Hopper in 16 bits.
 _TILES = {16: (128, 64, 4), 32: (128, 64, 4), 64: (128, 64, 4), 128: (128, 64, 8), 256: (64, 64, 8)}

@@ -218,7 +218,7 @@ TRANSLATION = Study(
 )
 
 
-# Transfer study: whether the ranking of remedies, each at its best rate, is the same at another size.
+# Transfer study: whether the ranking of remedies, each at its best rate, is the same at a different size.
 
 TRANSFER_LRS = tuple(0.003 * 2**k for k in range(7))
 TRANSFER_GRID = Grid(

@@ -544,7 +544,7 @@ def _whole(out: Path, source: Path | None) -> Iterator[Path]:
     if source is not None and source.exists() and out.exists() and out.samefile(source):
         raise RunDirectoryError(f"{out} is the checkpoint itself; choose a different folder to write to")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunDirectoryError(f"{out} already exists and is not overwritten; choose a different folder")
+        raise RunDirectoryError(f"{out} already exists and will not be overwritten; choose a different folder")
     part: Path | None = None
     advice = ". Expected a writable folder with free space; existing files were not changed"
     try:

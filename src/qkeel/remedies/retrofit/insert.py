@@ -147,7 +147,7 @@ def retrofit(
     plain = unwrapped(model)
     if dist.world() > 1 and (wrapper := dist.wrapped_by(plain)):
         raise RefusedError(
-            f"retrofit fits gains on complete weights, but {wrapper} has already spread this model over processes. "
+            f"retrofit fits gains on complete weights, but {wrapper} has already spread this model across processes. "
             "Retrofit it before it is wrapped or split"
         )
     with evaluating(plain):

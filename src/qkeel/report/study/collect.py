@@ -77,7 +77,8 @@ def duration(seconds: float) -> str:
 
 
 def written_times(*runs: Path) -> dict[str, str]:
-    """Returns when the first and the last file of the runs were written, and the time between; {} without files."""
+    """Returns the times at which the first and the last file of the runs were written and the time between them, or {}
+    if there are no files."""
     files = [file for run in runs for name in ("config.json", "metrics.jsonl") if (file := run / name).exists()]
     if not files:
         return {}

@@ -56,7 +56,8 @@ def cells(study: StudyData) -> dict[tuple[str, float], dict[int, float]]:
 
 
 def accuracy_findings(study: StudyData) -> list[Finding]:
-    """Returns the best accuracy without collapse, settings indistinguishable from it, and the best without a remedy."""
+    """Returns the best accuracy among settings that do not collapse, the settings indistinguishable from it, and the
+    best accuracy without a remedy."""
     found = {key: each for key, each in cells(study).items() if not collapses(study.rows(), *key)}
     if not found:
         return []

@@ -52,7 +52,7 @@ class Measured:
 
     @property
     def kept(self) -> float:
-        """The share of the accuracy that is kept, averaged over seeds."""
+        """The share of the accuracy that is retained, averaged over seeds."""
         return self.values["kept_nonrepeat"].mean
 
 
@@ -374,7 +374,7 @@ def _cautions(study: StudyData) -> Iterator[Finding]:
         yield Finding("caution", f"{left} of {h.count(len(study.runs), 'run')} have no result and appear in no figure.")
     yield Finding(
         "caution",
-        "The study uses one small model on small images: what is not shown here may hold at another size, and vice "
+        "The study uses one small model on small images: what is not shown here may hold at a different size, and vice "
         "versa. Norms and logits are measured on one probe batch, which is the same for every mix.",
     )
 
