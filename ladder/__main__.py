@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,10 @@ laws of [logits](results/drift-law.md) and [gains](results/gains.md) predict all
 Over all rungs and questions 84 to 96 % of the intervals are to hold. A difference under 0.01 nats counts as none.
 
 """
+
+_ANSWERS = """Losses are held-out losses in nats per byte: means over seeds, with intervals of 90 %. For a rung whose
+runs are not all done, the table shows what its rows say so far. Depth, context and text change from rung to rung as
+well as width, so the exponent is that of all of them together."""
 
 
 def plan_table() -> Iterator[str]:
@@ -132,10 +137,64 @@ def stable_table(rows: Sequence[Row], rung: str) -> Iterator[str]:
             yield f"| {arm} | {' | '.join(cells)} | {'–' if largest is None else f'{largest:g}'} |"
 
 
+def answers(names: Sequence[str]) -> Iterator[str]:
+    """What the page was made to answer, a line for each question and a column for each rung that has runs."""
+    yield "| question | " + " | ".join(names) + " |"
+    yield "|---" * (len(names) + 1) + "|"
+    asked = {question.name: question for question in QUESTIONS}
+    texts = {
+        "QK-norm at the tuned rate: its loss less that of no remedy": ["qk_norm - none, tuned"],
+        "LALR less QK-norm: tuned; above; hot": [f"lalr - qk_norm, {role}" for role in ("tuned", "above", "hot")],
+        "No remedy, QK-norm and LALR less frozen q and k, hot": [
+            f"{arm} - frozen_qk, hot" for arm in ("none", "qk_norm", "lalr")
+        ],
+        "Autopilot less QK-norm: above; hot": [f"autopilot - qk_norm, {role}" for role in ("above", "hot")],
+    }
+    for text, of in texts.items():
+        cells = ["; ".join(filter(None, [measured(asked[one], rung, None)[0] for one in of])) for rung in names]
+        yield f"| {text} | {' | '.join(cells)} |"
+    yield f"| Largest rate without a collapse, over that of no remedy | {' | '.join(map(stable_ratios, names))} |"
+    yield f"| No remedy at the hot rate | {' | '.join(map(lost, names))} |"
+    exponents = ["", *[exponent(*pair) for pair in itertools.pairwise(names)]]
+    yield f"| Exponent of the largest logit in width since the rung before, tuned | {' | '.join(exponents)} |"
+
+
+def stable_ratios(rung: str) -> str:
+    """How many times as large a rate each arm trains at without a collapse; "≥" where that is the largest rate run."""
+    rows, last = read(rung), max(RUNGS[rung].lrs)
+    largest = {arm: largest_stable_lr([r for r in rows if r["arm"] == arm]) for arm in ARMS}
+    base = largest.pop("none")
+    found = {arm: lr for arm, lr in largest.items() if lr is not None and base is not None}
+    return ", ".join(f"{arm} {'≥ ' if lr == last else ''}{lr / (base or 1):.3g}" for arm, lr in found.items())
+
+
+def lost(rung: str) -> str:
+    """How many runs without a remedy collapsed or diverged at the hot rate."""
+    own = [r for r in read(rung) if r["arm"] == "none" and r["lr"] == RUNGS[rung].roles["hot"]]
+    collapsed, diverged = (sum(r[name] for r in own) for name in ("collapsed", "diverged"))
+    return f"{collapsed} of {len(own)} collapsed, {diverged} diverged" if own else ""
+
+
+def exponent(below: str, rung: str) -> str:
+    """d ln z / d ln width between two rungs, with its interval of 90 % from the seeds of both."""
+    question = next(q for q in QUESTIONS if q.logits and q.role == "tuned")
+    sides = [list(values(question, name, read(name)).values()) for name in (below, rung)]
+    if not all(sides):
+        return ""
+    apart = math.log(RUNGS[rung].model.d_model / RUNGS[below].model.d_model)
+    rise = (statistics.fmean(sides[1]) - statistics.fmean(sides[0])) / apart
+    if min(map(len, sides)) < 2:
+        return f"{rise:.2f}"
+    half = Z * math.sqrt(sum(statistics.variance(x) / len(x) for x in sides)) / apart
+    return f"{rise:.2f} ({rise - half:.2f} to {rise + half:.2f})"
+
+
 def page() -> str:
     """The text of research/ladder.md."""
     arms = ", ".join(f"`{remedy}`" for remedy in ARMS.values())
-    lines = [_HEAD + "\n".join(plan_table()), _STATEMENT.format(arms=arms), "## Predictions and results", ""]
+    lines = [_HEAD + "\n".join(plan_table()), _STATEMENT.format(arms=arms)]
+    lines += ["## Answers", "", _ANSWERS, "", *answers([name for name in RUNGS if read(name)]), ""]
+    lines += ["## Predictions and results", ""]
     for rung in RUNGS:
         rows, total = read(rung), sum(len(u) for u in units(RUNGS[rung]))
         state = (

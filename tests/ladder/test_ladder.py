@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ladder import __main__ as written
 from ladder import predict, rows, run
 from ladder.__main__ import PAGE, page
 from ladder.plan import ARMS, FIRST_SEED, QUESTIONS, RUNGS, Question, units
@@ -216,3 +217,35 @@ def test_no_row_is_there_twice_and_each_is_of_the_plan() -> None:
         planned = {point for unit in units(rung) for point in unit}
         assert len(found) == len(set(found))
         assert set(found) <= planned
+
+
+def test_an_exponent_between_rungs_is_that_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    ratio = RUNGS["1M"].model.d_model / RUNGS["0.13M"].model.d_model
+    found = {
+        name: [
+            row(name, RUNGS[name].roles["tuned"], seed, 10.0 * factor * ratio ** (0.7 * i)) for seed, factor in SPREAD
+        ]
+        for i, name in enumerate(("0.13M", "1M"))
+    }
+    monkeypatch.setattr(written, "read", found.__getitem__)
+    assert written.exponent("0.13M", "1M").startswith("0.70 (")
+    half = written.Z * math.sqrt(2 * math.log(2) ** 2 / 2 / 2) / math.log(ratio)
+    assert written.exponent("0.13M", "1M") == f"0.70 ({0.7 - half:.2f} to {0.7 + half:.2f})"
+    found["1M"] = found["1M"][:1]
+    assert written.exponent("0.13M", "1M") == f"{0.7 - math.log(2) / 2 / math.log(ratio):.2f}"
+
+
+def test_the_largest_rate_without_a_collapse_is_given_over_that_of_no_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, *_, last = RUNGS["1M"].lrs
+    found = [{"arm": "none", "lr": first, "collapsed": False}, {"arm": "none", "lr": second, "collapsed": True}]
+    found += [{"arm": "qk_norm", "lr": lr, "collapsed": False} for lr in RUNGS["1M"].lrs]
+    found += [{"arm": "lalr", "lr": lr, "collapsed": lr > second} for lr in RUNGS["1M"].lrs]
+    monkeypatch.setattr(written, "read", lambda _: found)
+    assert written.stable_ratios("1M") == f"qk_norm ≥ {last / first:.3g}, lalr {second / first:.3g}"
+
+
+SPREAD = ((5000, 1.0), (5001, 2.0))
+
+
+def row(rung: str, lr: float, seed: int, logit: float) -> dict[str, Any]:
+    return {"rung": rung, "arm": "none", "lr": lr, "seed": seed, "max_abs_logit": logit, "collapsed": False}
