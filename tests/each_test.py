@@ -56,6 +56,13 @@ if not torch.accelerator.is_available():
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
 
+# How long an example takes to draw or to run depends on what else the machine does.
+with contextlib.suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("on any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("on any machine")
+
 # Numbers are written and read as this user's programs do, where a comma may stand for the decimal point.
 with contextlib.suppress(locale.Error):
     locale.setlocale(locale.LC_ALL, "")

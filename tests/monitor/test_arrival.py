@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qkeel.capture.calls import ScoreBlock, SiteStats
+from qkeel.functional import statistics
 from qkeel.functional.statistics import MERGES, POSITION_BINS, LogitStats
 from qkeel.monitor.gather import (
     MADE,
@@ -156,6 +157,24 @@ def test_a_record_keeps_the_sites_and_heads_that_it_began_with(seed: int) -> Non
     for name, table in part.items():
         assert np.isnan(table[0]).all()
         np.testing.assert_array_equal(table[1:], whole[name][::2, :1])
+
+
+@pytest.mark.parametrize("seed", SEEDS[::4])
+def test_a_derived_number_of_key_heads_is_given_to_the_query_heads_of_each(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        LogitStats, "key_excess", property(lambda self: self.key_norm_max - self.key_norm), raising=False
+    )
+    monkeypatch.setattr(statistics, "RECORDED", {*statistics.RECORDED, "key_excess"})
+    monkeypatch.setitem(HEAD_FIELDS, "key_excess", HEAD_FIELDS["key_norm"])
+    measured = random_measurement(random.Random(seed))
+    arrived, sites = Arrived.of(measured), tuple(measured.stats)
+    width = max(len(s.max_logit) for s in measured.stats.values())
+    tables, _, _ = RecordTable(arrived.packing, sites, width).read(arrived.vector)
+    np.testing.assert_allclose(tables["key_excess"], tables["key_norm_max"] - tables["key_norm"], rtol=1e-12)
+    expected, _ = by_definition(measured, sites, width)
+    np.testing.assert_array_equal(tables["non_finite"], expected["non_finite"])
 
 
 @pytest.mark.parametrize("seed", SEEDS[::4])

@@ -213,7 +213,7 @@ def test_what_makes_the_final_logits_is_observed_or_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return 2 * self.inner(x)
 
-    with pytest.raises(RefusedError, match="has none. Name the module"):
+    with pytest.raises(RefusedError, match=r"has none\. Name the module"):
         qkeel.apply("final_softcap", Odd(), example=tokens())
     with pytest.raises(RefusedError, match="Pass an example batch"):
         qkeel.apply("z_loss", Odd())

@@ -188,7 +188,7 @@ def test_failed_runs_are_listed_with_their_error(tmp_path: Path):
 def test_every_recorded_field_is_defined(tmp_path: Path):
     html = page(make_run(tmp_path / "one", SMALL[0]), tmp_path)
     assert "first logged step with max_logit &gt; 100" in html
-    assert "mean over query rows, heads and layers [nats]" in html
+    assert "averaged over query rows, heads and layers [nats]" in html
 
 
 def test_losses_carry_the_unit_of_the_corpus(tmp_path: Path):
@@ -206,7 +206,7 @@ def test_provenance_names_versions_corpus_and_command(tmp_path: Path):
 def test_a_path_that_is_no_run_is_refused(tmp_path: Path):
     with pytest.raises(RunDirectoryError, match=r"expected the directory of a study .* got no such directory"):
         qkeel.report.write(tmp_path / "absent", tmp_path / "r.html")
-    with pytest.raises(RunDirectoryError, match="got a directory without either"):
+    with pytest.raises(RunDirectoryError, match="got a directory with neither"):
         qkeel.report.write(tmp_path, tmp_path / "r.html")
     with pytest.raises(RunDirectoryError, match="empty list"):
         qkeel.report.write([], tmp_path / "r.html")

@@ -348,7 +348,9 @@ def test_parameters_of_heads_are_refused_where_the_heads_are_a_guess_and_a_cap_i
             return (q @ k.mT).softmax(-1) @ k
 
     model, q = Given(), torch.randn(H, H, T, D)
-    with pytest.raises(RefusedError, match="which dimension holds the heads, and each head would have a parameter"):
+    with pytest.raises(
+        RefusedError, match="which dimension holds the heads, and each head would need a separate parameter"
+    ):
         qkeel.apply("sink", model, example=(q, q))
     qkeel.apply("softcap:cap=2", model, example=(q, q))
     torch.testing.assert_close(model(q, q), (2 * torch.tanh(q @ q.mT / 2)).softmax(-1) @ q)

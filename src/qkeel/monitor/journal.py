@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import numpy as np
@@ -216,12 +217,18 @@ class RecordTable:
         """Takes the layers of the record, and the number of heads of the layer with the most heads."""
         self._shape = len(sites), width
         self._place = {site: i for i, site in enumerate(sites)}
-        self._nan, self._zero, self._one = packing.size, packing.size + 1, packing.size + 2  # see `read`
+        self._derived = [name for name in HEAD_FIELDS if isinstance(getattr(LogitStats, name, None), property)]
+        # Each block, and for each of its query heads the index of its key head.
+        self._blocks = [(block, _key_heads(*block.layout[1:])) for block in packing.blocks]
+        size = packing.size + len(self._derived) * sum(sum(block.layout[1]) for block in packing.blocks)
+        self._nan, self._zero, self._one = size, size + 1, size + 2  # see `read`
         # For each name, the index of each number, and the index of the count of the data behind it.
         index: dict[str, np.ndarray] = {}
         counts: dict[str, np.ndarray] = {}
-        for block in packing.blocks:
-            self._add_block(block, index, counts)
+        first = packing.size
+        for block, of_key in self._blocks:
+            self._add_block(block, of_key, first, index, counts)
+            first += len(self._derived) * sum(block.layout[1])
         self._measured = tuple(index)  # names measured from the logits of calls
         scalars: dict[str, int] = {}
         for (name, names, n_heads), place in packing.rows.items():
@@ -244,33 +251,40 @@ class RecordTable:
     def read(self, vector: np.ndarray) -> tuple[dict[str, np.ndarray], set[str], dict[str, float]]:
         """Returns the tables by name, in the order of HEAD_FIELDS; the names that were measured from logits for
         at least one head; and the numbers without heads."""
-        vector = np.concatenate([vector, (np.nan, 0.0, 1.0)])
+        derived = []
+        for (block, of_key), name in itertools.product(self._blocks, self._derived):
+            x = getattr(LogitStats, name).fget(_Fields(block, vector)).numpy()
+            derived.append(x if len(x) == len(of_key) else x[of_key])
+        vector = np.concatenate([vector, *derived, (np.nan, 0.0, 1.0)])
         table = vector[self._index]
         known = vector[self._counts] > 0
         row, there = self._rows, np.asarray(self._counts != self._zero)
         if self._measured:
-            with np.errstate(invalid="ignore"):
-                largest, smallest, entropy = (table[row[name]] for name in ("max_logit", "min_logit", "entropy"))
-                n_pairs = vector[self._counts[row["min_logit"]]]
-                table[row["max_abs_logit"]] = np.maximum(np.maximum(largest, -smallest), 0)
-                table[row[NON_FINITE]] = statistics.is_not_finite(largest, smallest, entropy, n_pairs)
             for name in _OF_MAXIMA:  # known even where only the maxima were measured
                 top = table[row["capped_max_logit" if name == "capped_max_logit" else "max_logit"]]
                 known[row[name]] |= np.logical_and(there[row[name]], top != -np.inf)
         table[~known] = np.nan
-        some = known.any(1).tolist()
+        some = np.logical_or.reduce(known, axis=1)
         heads = dict(zip(self._names, table.reshape(-1, *self._shape)))
         measured = {name for name in self._measured if some[row[name]]}
         return heads, measured, dict(zip(self._scalars, vector[self._of_scalars].tolist()))
 
-    def _add_block(self, block: BlockPlaces, index: dict[str, np.ndarray], counts: dict[str, np.ndarray]) -> None:
-        sites, n_heads, n_kv_heads = block.layout
+    def _add_block(
+        self,
+        block: BlockPlaces,
+        of_key: np.ndarray,
+        first: int,
+        index: dict[str, np.ndarray],
+        counts: dict[str, np.ndarray],
+    ) -> None:
+        """Adds the statistics of a block; its derived ones begin at index `first`."""
+        sites, n_heads, _ = block.layout
         if self._place.keys().isdisjoint(sites):
             return
-        of_key = np.concatenate([repeat_groups(i, n) for i, n in _numbered(n_heads, n_kv_heads)])
         places = {name: place.indices for name, place in block.fields.items() if len(place.shape) == 1}
         places |= {name: x[of_key] for name, x in places.items() if name.startswith(("key_", "n_keys"))}
-        places |= dict.fromkeys(statistics.DERIVED, places["max_logit"])  # computed in `read`
+        n = sum(n_heads)
+        places |= {name: np.arange(first + i * n, first + (i + 1) * n) for i, name in enumerate(self._derived)}
         for name, field in HEAD_FIELDS.items():
             if name in places and name in statistics.RECORDED:
                 self._put(name, sites, n_heads, places[name], index, counts, places[field.count])
@@ -299,15 +313,23 @@ class RecordTable:
         counts[name][to] = self._one if of is None else of[own]
 
 
+class _Fields:
+    """The fields of a block's `LogitStats`, each read when a formula asks for it."""
+
+    def __init__(self, block: BlockPlaces, vector: np.ndarray) -> None:
+        self._block, self._vector = block, vector
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self._block.fields[name].read(self._vector)
+
+
 _OF_MAXIMA = ("max_logit", "capped_max_logit", NON_FINITE)
 
 
-def _numbered(heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> Iterator[tuple[np.ndarray, int]]:
-    """Yields for each site the indices of its key heads among all key heads, and its number of query heads."""
-    first = 0
-    for n, groups in zip(heads, kv_heads):
-        yield np.arange(first, first + groups), n
-        first += groups
+def _key_heads(heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> np.ndarray:
+    """The index of each query head's key head among the key heads of all sites."""
+    firsts = itertools.accumulate(kv_heads, initial=0)
+    return np.concatenate([repeat_groups(np.arange(i, i + g), n) for i, n, g in zip(firsts, heads, kv_heads)])
 
 
 _COMPETITION = ("query_competition", "key_competition")

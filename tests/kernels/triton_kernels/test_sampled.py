@@ -268,7 +268,7 @@ def test_attention_gives_a_sample_and_its_error_and_says_so(
         assert found.entropy_error is not None
         assert found.entropy is not None
         assert ((found.entropy - exact.entropy).abs() <= found.entropy_error).all()
-        assert ("by a sample of rows" in found.note) == (mask is not None)
+        assert ("from a sample of rows" in found.note) == (mask is not None)
     monkeypatch.setattr(available, "usable", lambda device: False)
     _, plain = attention(call.q, call.k, call.v, spec=call.spec, stats="entropy:sample=16")
     assert plain.entropy_error is None

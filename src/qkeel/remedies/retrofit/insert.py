@@ -74,7 +74,7 @@ class RetrofitConfig:
 
 @final
 class Retrofit(Handle):
-    """A norm that `retrofit` has inserted into a trained model.
+    """A norm in a trained model, inserted by `retrofit`.
 
     `report` contains the cost of the norm, and `remove()` restores the old model bit for bit. While the norm is being
     blended in, `share` rises from 0 to 1 with the optimizer's steps. `state()` and `load()` save and restore the
