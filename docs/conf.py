@@ -63,11 +63,14 @@ def untyped(app: Any, what: str, name: str, obj: object, options: object, lines:
 
 
 def escaped(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Lets |i - j|, z* and query_ in a docstring stand as they are: to Sphinx their signs are markup."""
+    """Lets |i - j|, z* and query_ in a docstring stand as they are: to Sphinx their signs are markup, as in *this*."""
     lines += made_pages.sourced(obj) + (made_pages.inherited(obj) if isinstance(obj, type) else [])
     for i, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
-            lines[i] = re.sub(r"(`[^`]*`)|(\||\*|(?<=\w)_(?!\w))", lambda m: m[1] or "\\" + m[2], line)
+            text = re.sub(r"(?<=[\w,] )\.\.\.(?= )", "…", line)  # a summary would end at its dots
+            lines[i] = re.sub(
+                r"(`[^`]*`|(?<![\w*])\*[a-z]+\*(?![\w*]))|(\||\*|(?<=\w)_(?!\w))", lambda m: m[1] or "\\" + m[2], text
+            )
 
 
 def read(app: Any, name: str, source: list[str]) -> None:
