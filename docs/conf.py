@@ -67,7 +67,7 @@ def escaped(app: Any, what: str, name: str, obj: object, options: object, lines:
     lines += made_pages.sourced(obj) + (made_pages.inherited(obj) if isinstance(obj, type) else [])
     for i, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
-            text = re.sub(r"(?<=[\w,] )\.\.\.(?= )", "…", line)  # a summary would end at its dots
+            text = re.sub(r"(?<=[\w,] )\.{2,3}(?= )", "…", line)  # a summary would end at its dots
             lines[i] = re.sub(
                 r"(`[^`]*`|(?<![\w*])\*[a-z]+\*(?![\w*]))|(\||\*|(?<=\w)_(?!\w))", lambda m: m[1] or "\\" + m[2], text
             )
