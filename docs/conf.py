@@ -83,7 +83,7 @@ def tooltips(app: Any, doctree: nodes.document, page: str) -> None:
     if page in ("index", "metrics") or page.startswith(("reference/", "_made/", "genindex")):
         return
     pattern = re.compile(
-        r"(?<![\w-])(" + "|".join(sorted(map(re.escape, TERMS), key=len, reverse=True)) + r")(?![\w-])"
+        r"(?<![\w-])(?<!Kendall’s )(" + "|".join(sorted(map(re.escape, TERMS), key=len, reverse=True)) + r")(?![\w-])"
     )
     seen: set[str] = set()
     for text in list(doctree.findall(nodes.Text)):
