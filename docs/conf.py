@@ -63,11 +63,14 @@ def untyped(app: Any, what: str, name: str, obj: object, options: object, lines:
 
 
 def escaped(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Lets |i - j|, z* and query_ in a docstring stand as they are: to Sphinx their signs are markup."""
+    """Lets |i - j|, z* and query_ in a docstring stand as they are: to Sphinx their signs are markup, as in *this*."""
     lines += made_pages.sourced(obj) + (made_pages.inherited(obj) if isinstance(obj, type) else [])
     for i, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
-            lines[i] = re.sub(r"(`[^`]*`)|(\||\*|(?<=\w)_(?!\w))", lambda m: m[1] or "\\" + m[2], line)
+            text = re.sub(r"(?<=[\w,] )\.{2,3}(?= )", "…", line)  # a summary would end at its dots
+            lines[i] = re.sub(
+                r"(`[^`]*`|(?<![\w*])\*[a-z]+\*(?![\w*]))|(\||\*|(?<=\w)_(?!\w))", lambda m: m[1] or "\\" + m[2], text
+            )
 
 
 def read(app: Any, name: str, source: list[str]) -> None:
@@ -80,7 +83,7 @@ def tooltips(app: Any, doctree: nodes.document, page: str) -> None:
     if page in ("index", "metrics") or page.startswith(("reference/", "_made/", "genindex")):
         return
     pattern = re.compile(
-        r"(?<![\w-])(" + "|".join(sorted(map(re.escape, TERMS), key=len, reverse=True)) + r")(?![\w-])"
+        r"(?<![\w-])(?<!Kendall’s )(" + "|".join(sorted(map(re.escape, TERMS), key=len, reverse=True)) + r")(?![\w-])"
     )
     seen: set[str] = set()
     for text in list(doctree.findall(nodes.Text)):

@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 MADE = HERE / "_made"
 # The "Next" line of pages that programs write. Every other page contains its own as its last line.
 NEXT = {"compatibility": "[Remedies](remedies.md) has each of them with an example."}
+SHORT = 13  # a name of at most this many characters is never broken
 
 
 def command_pages() -> dict[str, str]:
@@ -27,6 +28,7 @@ def command_pages() -> dict[str, str]:
         output_format="markdown"
     )
     text = text.replace("qkeel watch watch ", "qkeel watch ")  # cyclopts puts the name before a usage of our own
+    text = text.replace(" [default: ]", "")
     sections = re.split(r"^(?=## qkeel )", text, flags=re.M)[1:]
     last = "## qkeel study\n"  # its studies are sections of their own, so it comes after the short ones
     ordered = sorted(sections, key=lambda one: (one.startswith(last), one))
@@ -80,10 +82,10 @@ def pruned(tree: str) -> str:
 
 
 def breakable(body: str) -> str:
-    """A page whose names in tables and headings may break after punctuation, but whose command options never break."""
+    """A page whose longer names in tables and headings may break after punctuation, but whose options never break."""
 
     def broken(name: re.Match[str]) -> str:
-        return re.sub(r"(?<=[_:+=,(/.])(?=[^<])", "<wbr>", name[0])
+        return re.sub(r"(?<=.[_:+=,(/.])(?=[^<)\d])", "<wbr>", name[0]) if len(name[0]) > SHORT else name[0]
 
     def in_table(table: re.Match[str]) -> str:
         return re.sub(r'(?<=<span class="pre">)[^<]+', broken, table[0])
@@ -91,9 +93,10 @@ def breakable(body: str) -> str:
     def whole(command: re.Match[str]) -> str:
         return re.sub(r"(?<=[\s>])(--?[a-z][\w-]*|--)(?=[\s<])", r'<span class="option">\1</span>', command[0])
 
+    body = re.sub(r"(?<=\d) (?=%)", "&nbsp;", body)
     body = re.sub(r"<h[1-3]>qkeel[\w.]+", lambda module: module[0].replace(".", ".<wbr>"), body)
     body = re.sub(r"<table.*?</table>", in_table, body, flags=re.S)
-    body = re.sub(r'<span class="pre">--', '<span class="pre option">--', body)
+    body = re.sub(r'<span class="pre">--', '<span class="option">--', body)
     return re.sub(r'<div class="highlight-sh .*?</div>', whole, body, flags=re.S)
 
 
@@ -158,10 +161,11 @@ def _download(name: str, link: re.Match[str]) -> str:
 
 
 def changed(name: str, text: str) -> str:
-    """The text that Sphinx reads in place of the file: links to files that are not on the site become downloads, and a
-    "Next" line is added to pages that programs write."""
+    """The text that Sphinx reads in place of the file: links to files that are not on the site become downloads, a
+    "Next" line is added to pages that programs write, and pictures get a width, so that they link to the full size."""
     text = re.sub(
         r"\[([^]`\n]+)\]\(((?:\.\./)+[A-Za-z][^)#\s]*\.md)(?:#[^)]*)?\)", lambda link: _download(name, link), text
     )
+    text = re.sub(r"^(:class: only-(?:light|dark)\n)(?=```)", r"\1:width: 100%\n", text, flags=re.M)
     after = NEXT.get(name, "")
     return f"{text}\n\n**Next:** {after}\n" if after and "**Next:**" not in text else text

@@ -76,7 +76,7 @@ PAGES = (
             "qkeel watch --out runs/gpt -- python examples/train_gpt.py --lr 3e-2 --steps 150",
             "qkeel report runs/gpt -o watch.html",
         ),
-        rows=(0, 1710),
+        rows=(0, 1765),
     ),
     Picture(
         "autopilot",
@@ -97,7 +97,7 @@ PAGES = (
             "--seeds 0 1 2 --out runs/lr",
             "qkeel report runs/lr -o study.html",
         ),
-        rows=(0, 1530),
+        rows=(0, 1700),
     ),
     Picture(
         "lengths",
