@@ -28,7 +28,6 @@ def command_pages() -> dict[str, str]:
         output_format="markdown"
     )
     text = text.replace("qkeel watch watch ", "qkeel watch ")  # cyclopts puts the name before a usage of our own
-    text = text.replace(" [default: ]", "")
     sections = re.split(r"^(?=## qkeel )", text, flags=re.M)[1:]
     last = "## qkeel study\n"  # its studies are sections of their own, so it comes after the short ones
     ordered = sorted(sections, key=lambda one: (one.startswith(last), one))

@@ -135,7 +135,7 @@ def _kind(cls: type, field: str, several: bool) -> object:
 
 def _parameter(flag: str, cls: type, field: str, group: str, line: str, several: bool) -> Parameter:
     default = next(f.default for f in dataclasses.fields(cls) if f.name == field)
-    shown = "" if default is None else f" [default: {str(default).lower() if default is False else default}]"
+    shown = "" if default in (None, "") else f" [default: {str(default).lower() if default is False else default}]"
     dashed = flag.replace("_", "-")
     negative = f"--no-{dashed}" if isinstance(default, bool) else None
     return Parameter(
