@@ -255,8 +255,11 @@ FOUND: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
     # A test in tests/claims computes these from the tables of gains.
     (r"ranges from a cost of (0.023) to a gain of (0.081)", lambda: ("0.023", "0.081")),
     (
-        r"at (1), (10) and (124) million",
-        lambda: found("research/ladder.md", r"the same of (\d+), (\d+) and (\d+) million"),
+        r"gains (0.043) nats at the tuned rate and (0.646) at",
+        lambda: (
+            *found("research/ladder.md", r"### 1M[\s\S]*?qk_norm - none, tuned \|[^|]*\|[^|]*\| −([\d.]+) "),
+            *found("research/ladder.md", r"### 1M[\s\S]*?qk_norm - none, hot \|[^|]*\|[^|]*\| −([\d.]+) "),
+        ),
     ),
 )
 

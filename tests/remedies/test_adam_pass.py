@@ -319,7 +319,7 @@ def test_other_weights_states_and_skipped_steps_are_left_to_torch(
     qkeel.apply("lalr", model, optimizer)
     with caplog.at_level("DEBUG", "qkeel"):
         step_by(model.float(), optimizer, next(gradients(model, 1)))
-    assert "copied and rescaled: the weights had another dtype" in caplog.text
+    assert "copied and rescaled: the weights had a different dtype" in caplog.text
     for model in (attention(torch.float64), attention(torch.float32)):
         optimizer = fused(model)
         qkeel.apply("lalr", model, optimizer)
