@@ -22,6 +22,7 @@ from tests.sites import flash_stand_in
 from torch import Tensor, nn
 
 from qkeel.errors import QkeelWarning
+from qkeel.monitor import gather
 from qkeel.monitor.monitor import Monitor
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -90,6 +91,7 @@ def train(
 
     `begun` is called when the model is watched, `note` with the monitor, `closing` before that is closed.
     """
+    gather._packing.cache_clear()  # so that what a process computes once is computed in every run
     how = SETTINGS[setting]
     model = how.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
