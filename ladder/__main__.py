@@ -164,8 +164,9 @@ def stable_ratios(rung: str) -> str:
     rows, last = read(rung), max(RUNGS[rung].lrs)
     largest = {arm: largest_stable_lr([r for r in rows if r["arm"] == arm]) for arm in ARMS}
     base = largest.pop("none")
-    found = {arm: lr for arm, lr in largest.items() if lr is not None and base is not None}
-    return ", ".join(f"{arm} {'≥ ' if lr == last else ''}{lr / (base or 1):.3g}" for arm, lr in found.items())
+    if base is None:
+        return ""
+    return ", ".join(f"{arm} {'≥ ' if lr == last else ''}{lr / base:.3g}" for arm, lr in largest.items() if lr)
 
 
 def lost(rung: str) -> str:
@@ -184,9 +185,9 @@ def exponent(below: str, rung: str) -> str:
     apart = math.log(RUNGS[rung].model.d_model / RUNGS[below].model.d_model)
     rise = (statistics.fmean(sides[1]) - statistics.fmean(sides[0])) / apart
     if min(map(len, sides)) < 2:
-        return f"{rise:.2f}"
+        return f"{rise:.2f}".replace("-", "−")
     half = Z * math.sqrt(sum(statistics.variance(x) / len(x) for x in sides)) / apart
-    return f"{rise:.2f} ({rise - half:.2f} to {rise + half:.2f})"
+    return f"{rise:.2f} ({rise - half:.2f} to {rise + half:.2f})".replace("-", "−")
 
 
 def page() -> str:

@@ -3,9 +3,9 @@
     python -m ladder.run [--rung 0.13M …] [--seed 5000 …] [--work FOLDER] [--results FOLDER] [--idle]
 
 A run that is in the results is never run again. SIGTERM or SIGINT: checkpoints are written and the process ends;
-started again it goes on there, to the same numbers. Several processes share a rung when each has seeds and folders of
-its own; `cat` joins their rows. Before the first run of a rung the prediction from the rungs below
-is written next to the results, and never changed.
+started again it goes on there, to the same numbers. Several processes can share a rung if each has its own seeds and
+folders; join their rows with `cat`. Before the first run of a rung, the prediction from the rungs below is written next
+to the results, and never changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ladder.plan import CORPUS, RUNGS, Point, units
+from ladder.plan import CORPUS, FIRST_SEED, RUNGS, Point, units
 from ladder.predict import predictions
 from ladder.rows import RESULTS, Row, append, number, point, read
 from qkeel.errors import DataError
@@ -89,6 +89,9 @@ def climb(names: Sequence[str], work: Path, results: Path, stop: Stop, seeds: Se
     watcher = Watcher(should_stop=lambda: stop.asked)
     for name in names:
         rung, rows = RUNGS[name], read(name, results)
+        own = range(FIRST_SEED, FIRST_SEED + rung.seeds)
+        if unknown := sorted(set(seeds).difference(own)):
+            raise DataError(f"{name} has the seeds {own[0]} to {own[-1]}, got {', '.join(map(str, unknown))}")
         check_text(rung.name)
         done = {point(r) for r in rows}
         predict_before(name, results, begun=bool(rows))

@@ -230,7 +230,7 @@ def test_an_exponent_between_rungs_is_that_of_the_rows(monkeypatch: pytest.Monke
     monkeypatch.setattr(written, "read", found.__getitem__)
     assert written.exponent("0.13M", "1M").startswith("0.70 (")
     half = written.Z * math.sqrt(2 * math.log(2) ** 2 / 2 / 2) / math.log(ratio)
-    assert written.exponent("0.13M", "1M") == f"0.70 ({0.7 - half:.2f} to {0.7 + half:.2f})"
+    assert written.exponent("0.13M", "1M") == f"0.70 ({0.7 - half:.2f} to {0.7 + half:.2f})".replace("-", "−")
     found["1M"] = found["1M"][:1]
     assert written.exponent("0.13M", "1M") == f"{0.7 - math.log(2) / 2 / math.log(ratio):.2f}"
 
@@ -249,3 +249,16 @@ SPREAD = ((5000, 1.0), (5001, 2.0))
 
 def row(rung: str, lr: float, seed: int, logit: float) -> dict[str, Any]:
     return {"rung": rung, "arm": "none", "lr": lr, "seed": seed, "max_abs_logit": logit, "collapsed": False}
+
+
+def test_a_process_runs_its_own_seeds_alone_and_a_seed_that_the_plan_lacks_is_refused(
+    small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(run, "check_text", lambda name: None)
+    monkeypatch.setattr(run, "train_runs", lambda configs, *_, **__: asked.extend(c.seed for c in configs) or [None])
+    monkeypatch.setattr(run, "row", lambda of, at: dataclasses.asdict(of))
+    run.climb(["0.13M"], tmp_path / "a", tmp_path, After(math.inf), [FIRST_SEED + 1])
+    assert set(asked) == {FIRST_SEED + 1}
+    with pytest.raises(DataError, match=f"has the seeds {FIRST_SEED} to {FIRST_SEED + 1}, got 7"):
+        run.climb(["0.13M"], tmp_path / "a", tmp_path, After(math.inf), [FIRST_SEED, 7])

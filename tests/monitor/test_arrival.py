@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -179,13 +178,11 @@ def test_a_derived_number_of_key_heads_is_given_to_the_query_heads_of_each(
 
 @pytest.mark.parametrize("seed", SEEDS[::4])
 def test_steps_of_one_form_merge_as_any_steps_do(seed: int) -> None:
-    forms: Mapping[int, Measurement] = {i: random_measurement(random.Random(seed)) for i in range(5)}
-    rng = random.Random(seed)
+    rng, measured = random.Random(seed), random_measurement(random.Random(seed))
     steps = []
-    for measured in forms.values():
-        blocks = SiteStats.of(measured.stats).blocks
+    for _ in range(5):
         new = []
-        for block in blocks:
+        for block in SiteStats.of(measured.stats).blocks:
             dtype = block.joint.max_logit.dtype
             joint = random_stats(rng, sum(block.heads), sum(block.kv_heads), dtype)
             while (joint.entropy_error is None) != (block.joint.entropy_error is None):

@@ -27,6 +27,7 @@ from qkeel.functional.statistics import (
     logit_rows,
     merge,
     no_product_rows,
+    of_key_heads,
     product_rows,
     softmax_rows,
 )
@@ -634,7 +635,7 @@ class ScoreBlock(NamedTuple):
             yield self.names[0], self.joint
             return
         parts = {
-            name: x.split_with_sizes(self.kv_heads if name.startswith(("key_", "n_keys")) else self.heads)
+            name: x.split_with_sizes(self.kv_heads if of_key_heads(name) else self.heads)
             for name, x in self.joint.tensors().items()
         }
         for i, site in enumerate(self.names):

@@ -147,13 +147,18 @@ def is_not_finite(max_logit: Any, min_logit: Any, entropy: Any, n_pairs: Any) ->
     return ~((abs(max_logit) < math.inf) & low & (abs(entropy) < math.inf))
 
 
+def of_key_heads(name: str) -> bool:
+    """True for fields of `LogitStats` with one value per key head, False for those with one per query head."""
+    return name.startswith(("key_", "n_keys"))
+
+
 MERGES = merge_rules(LogitStats)
 FORMULAS = row_formulas(LogitStats)  # of RowStats; `reduce_rows` reduces them to values per head
 # For each field: its neutral value and whether it is a count, whether it is per key head, and its other dimensions.
 _FORMS: Mapping[str, tuple[tuple[float, bool], bool, tuple[int, ...]]] = {
     name: (
         (float(merge.neutral), merge.how == "sum"),
-        name.startswith(("key_", "n_keys")),
+        of_key_heads(name),
         (POSITION_BINS,) if name.endswith("_by_position") else (),
     )
     for name, merge in MERGES.items()

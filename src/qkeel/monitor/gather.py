@@ -50,7 +50,6 @@ class PartialValue:
 GivenNumbers = Mapping[
     NumberKey, Tensor | PartialValue
 ]  # all processes that hold the same weights know the same tensor
-Numbers = Mapping[NumberKey, Tensor]
 
 
 @final

@@ -207,7 +207,7 @@ class Recorder:
 
 @final
 class RecordTable:
-    """Reads records from the vectors in which the numbers of steps arrive: the index of each number of a record.
+    """Reads records from the vectors in which the numbers of steps arrive; it stores where each number lies.
 
     A record consists of a table [layers heads] for each name, with NaN where a layer has fewer heads or was not
     measured, and of numbers without heads.
@@ -252,9 +252,10 @@ class RecordTable:
         """Returns the tables by name, in the order of HEAD_FIELDS; the names that were measured from logits for
         at least one head; and the numbers without heads."""
         derived = []
-        for (block, of_key), name in itertools.product(self._blocks, self._derived):
-            x = getattr(LogitStats, name).fget(_Fields(block, vector)).numpy()
-            derived.append(x if len(x) == len(of_key) else x[of_key])
+        for block, of_key in self._blocks:
+            joint = block.read(vector).joint
+            for x in [getattr(joint, name).numpy() for name in self._derived]:
+                derived.append(x if len(x) == len(of_key) else x[of_key])
         vector = np.concatenate([vector, *derived, (np.nan, 0.0, 1.0)])
         table = vector[self._index]
         known = vector[self._counts] > 0
@@ -282,7 +283,7 @@ class RecordTable:
         if self._place.keys().isdisjoint(sites):
             return
         places = {name: place.indices for name, place in block.fields.items() if len(place.shape) == 1}
-        places |= {name: x[of_key] for name, x in places.items() if name.startswith(("key_", "n_keys"))}
+        places |= {name: x[of_key] for name, x in places.items() if statistics.of_key_heads(name)}
         n = sum(n_heads)
         places |= {name: np.arange(first + i * n, first + (i + 1) * n) for i, name in enumerate(self._derived)}
         for name, field in HEAD_FIELDS.items():
@@ -311,16 +312,6 @@ class RecordTable:
         to = (layers * self._shape[1] + columns)[own]
         index[name][to] = places[own]
         counts[name][to] = self._one if of is None else of[own]
-
-
-class _Fields:
-    """The fields of a block's `LogitStats`, each read when a formula asks for it."""
-
-    def __init__(self, block: BlockPlaces, vector: np.ndarray) -> None:
-        self._block, self._vector = block, vector
-
-    def __getattr__(self, name: str) -> Tensor:
-        return self._block.fields[name].read(self._vector)
 
 
 _OF_MAXIMA = ("max_logit", "capped_max_logit", NON_FINITE)
@@ -389,7 +380,7 @@ def _row(value: Tensor, n_heads: int) -> np.ndarray:
 
 # The numbers of steps that have not yet arrived from the device and the other processes.
 
-_UNREAD = 32  # steps whose statistics wait to be merged, if anybody reads them
+_UNREAD = 16  # steps whose statistics wait to be merged, if anybody reads them
 
 
 @final

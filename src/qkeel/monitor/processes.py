@@ -20,7 +20,7 @@ from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.functional.class_statistics import MERGES as _CLASS_MERGES
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.norms import widest
-from qkeel.functional.statistics import MERGES, POSITION_BINS, TENSORS, LogitStats
+from qkeel.functional.statistics import MERGES, POSITION_BINS, TENSORS, LogitStats, of_key_heads
 from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.monitor.gather import (
     ALIKE,
@@ -219,15 +219,11 @@ class Extent:
 
     def named(self, *hows: str, keys: bool) -> tuple[str, ...]:
         """Returns the exchanged fields with certain merge rules, for query heads or for key heads."""
-        return tuple(name for name in self.fields if MERGES[name].how in hows and _of_keys(name) == keys)
+        return tuple(name for name in self.fields if MERGES[name].how in hows and of_key_heads(name) == keys)
 
     def width(self, name: str) -> int:
         """Returns how many values each head has in a field."""
         return self.bins if name.endswith("_by_position") else 1
-
-
-def _of_keys(name: str) -> bool:
-    return name.startswith(("key_", "n_keys"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -436,7 +432,7 @@ class Members:
                 slot = None if own is None else slots.get(self._key(self.all[n].stage, (own, name)))
                 if own is None or slot is None or (not own and self.all[n].stage != last[name]):
                     continue
-                counts = form or self._counted[n, own][_of_keys(name)]
+                counts = form or self._counted[n, own][of_key_heads(name)]
                 if counts and (holds[n] or not slot.of_weights):
                     mine.setdefault((site, name), []).append(_Source(slot, self._split_span(n, own, name, shape, form)))
         return slots, mine
@@ -445,7 +441,7 @@ class Members:
         """Returns the range of a process's heads among all heads if each process has the number for its own heads only,
         else None."""
         if not form:
-            return self._spans[n, site][_of_keys(name)]
+            return self._spans[n, site][of_key_heads(name)]
         own = site and form.endswith(" own") and shape[:1] == (self._spans[n, site][0][1],)
         return self._spans[n, site][0] if own else None
 
@@ -524,7 +520,7 @@ class Members:
         for vector, n_rows, names in self._groups():
             if not names:
                 continue
-            of, to = places[_of_keys(names[0])], vectors[vector]
+            of, to = places[of_key_heads(names[0])], vectors[vector]
             columns = torch.cat([_column(name, joint, to.dtype, self.extent) for name in names], 1)
             by_layer = vector == 2 and self.extent.even
             rows, at = (of.first, of.layers) if by_layer else (of.rows, of.places)
@@ -539,7 +535,7 @@ class Members:
         found.append((joint["n_keys_by_position"][:, extent.bins :] != 0).any())
         if extent.even:
             for name in extent.named("sum", keys=False) + extent.named("sum", keys=True):
-                found.append((joint[name] != joint[name][places[_of_keys(name)].layer]).any())
+                found.append((joint[name] != joint[name][places[of_key_heads(name)].layer]).any())
         narrow = not extent.double and joint["max_logit"].dtype == torch.float64
         return torch.stack(found).any() | narrow
 
@@ -611,7 +607,7 @@ class Members:
         n = [starts[-1] for starts in self._starts]
         sizes = [torch.tensor(starts).diff() for starts in self._starts]
         found = {
-            name: torch.full((n[_of_keys(name)], POSITION_BINS), rule.neutral, dtype=torch.float64)
+            name: torch.full((n[of_key_heads(name)], POSITION_BINS), rule.neutral, dtype=torch.float64)
             for name, rule in MERGES.items()
         }
         ends = [_FLAGS, 0, 1]
@@ -620,7 +616,7 @@ class Members:
             part = vectors[vector][ends[vector] :][: rows * sum(widths)].view(rows, -1)
             ends[vector] += part.numel()
             if vector == 2 and self.extent.even and names:
-                part = part.repeat_interleave(sizes[_of_keys(names[0])], 0)
+                part = part.repeat_interleave(sizes[of_key_heads(names[0])], 0)
             for name, x in zip(names, part.split(widths, 1)):
                 found[name][:, : x.shape[1]] = x
         fields: dict[str, Tensor] = {}
@@ -635,7 +631,7 @@ class Members:
                     count = found[rule.count] if x.ndim > 1 else found[rule.count][:, 0]
                     x = x / count.clamp_min(1)
             fields[name] = x.to(torch.int64) if rule.how == "sum" else x
-        parts = {name: x.split(sizes[_of_keys(name)].tolist()) for name, x in fields.items()}
+        parts = {name: x.split(sizes[of_key_heads(name)].tolist()) for name, x in fields.items()}
         stats = {}
         for i, site in enumerate(self.sites):
             error = numbers.pop((site, "entropy_error"), None)
@@ -739,7 +735,7 @@ def placed(stats: LogitStats, heads: HeadSpan, keys: HeadSpan) -> LogitStats:
         return stats
 
     def put(name: str, value: Tensor, neutral: float) -> Tensor:
-        first, n, total = keys if _of_keys(name) else heads
+        first, n, total = keys if of_key_heads(name) else heads
         out = value.new_full((total, *value.shape[1:]), neutral)
         out[first : first + n] = value
         return out
