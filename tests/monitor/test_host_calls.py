@@ -29,9 +29,9 @@ MOST = {
 }
 # Operators beyond the plain step's, those included that others call, at most: of any step, and of each layer more.
 OPERATORS = {
-    "watch()": (450, 29),
-    'watch(stats="entropy")': (450, 29),
-    'watch(stats="max")': (345, 31),
+    "watch()": (490, 29),
+    'watch(stats="entropy")': (490, 29),
+    'watch(stats="max")': (385, 31),
     "watch, no step measured": (6, 0),
     "qk_clip": (10, 25),
     "lalr": (75, 0),
