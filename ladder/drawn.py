@@ -1,18 +1,21 @@
-"""The autopilot's drawn test: 40 settings at random from a stated space, two seeds each, the policy frozen as it is.
+"""The autopilot's drawn tests: 40 settings at random from a stated space, two seeds each, the policy frozen before.
 
-    python -m ladder.drawn run [--idle] [--work FOLDER] [--results FOLDER]    what is left; stops and goes on as the
-                                                                              ladder does
-    python -m ladder.drawn judge    writes what the rows say into research/autopilot-drawn.md, by the rule that stands
-                                    here
+    python -m ladder.drawn run [--draw 1|2] [--seed SEED …] [--idle] [--work FOLDER] [--results FOLDER]
+        what is left; stops and goes on as the ladder does. Several processes can share a draw if each has its own seeds
+        and folders; join their rows with `cat`.
+    python -m ladder.drawn judge [--draw 1|2]    writes what the rows say into the draw's page, by the rule that stands
+                                                 here
 
-Everything here was committed before the first of its runs, and the settings are drawn by numpy from a seed: nothing was
-chosen. Whatever comes out stands. Foreign models are not in the space, for the lab does not train them, nor is SGD, of
-which no tuned rate is known.
+Everything about a draw was committed before the first of its runs, and the settings are drawn by numpy from a seed:
+nothing was chosen. Whatever comes out stands. Foreign models are not in the space, for the lab does not train them, nor
+is SGD, of which no tuned rate is known.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import math
 import shutil
 import statistics
@@ -26,25 +29,84 @@ from benchmarks.autopilot_page import share_interval
 
 from ladder.rows import RESULTS, Row, append, number, read
 from ladder.run import Stop, check_text, step_aside
-from qkeel.errors import RefusedError
+from qkeel.errors import DataError, RefusedError
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
 from qkeel.lab.train_runs import run
 from qkeel.metrics import exact_interval
 from qkeel.records import read_json, write_json, write_text
 from qkeel.records.run_directory import made_on
 
-PAGE = Path(__file__).parents[1] / "research" / "autopilot-drawn.md"
-DRAW, FILE = RESULTS / "drawn-settings.json", "drawn"
-SEED, SETTINGS, SEEDS = 20261123, 40, (6000, 6001)
-ARMS = ("none", "frozen_qk", "qk_norm", "lalr:tau=0.1", "qk_clip:threshold=15", "autopilot")
-RIVALS = ARMS[2:5]  # remedies that are always on
+RESEARCH = Path(__file__).parents[1] / "research"
+SETTINGS, KEPT, MARGIN = 40, 0.9, 0.02
+BANDS = ((0.3, 1.0), (1.0, 3.16), (3.16, 10.0))
+ALWAYS_ON = ("qk_norm", "lalr:tau=0.1", "qk_clip:threshold=15")
+MATCHED = "qk_clip:threshold=15,steps=matched"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """One test: its settings, its seeds, the remedies that the autopilot is compared with, and its page."""
+
+    number: int
+    seed: int  #: of numpy's generator, which draws the settings
+    seeds: tuple[int, int]  #: of the two runs of each setting
+    rivals: tuple[str, ...]  #: remedies that are always on
+    policy: str  #: which policy was frozen, for the page
+    known: str  #: what was known when it was committed
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """All runs of a setting."""
+        return ("none", "frozen_qk", *self.rivals, "autopilot")
+
+    @property
+    def name(self) -> str:
+        """The name of its files."""
+        return "drawn" if self.number == 1 else f"drawn-{self.number}"
+
+    @property
+    def page(self) -> Path:
+        """The page that `judge` writes."""
+        return RESEARCH / f"autopilot-{self.name}.md"
+
+    @property
+    def settings_file(self) -> Path:
+        """The settings, committed before the first run."""
+        return RESULTS / f"{self.name}-settings.json"
+
+
+DRAWS: Mapping[int, Draw] = {
+    draw.number: draw
+    for draw in (
+        Draw(
+            number=1,
+            seed=20261123,
+            seeds=(6000, 6001),
+            rivals=ALWAYS_ON,
+            policy="the first policy, which added lalr to a clip with full steps. It is no longer part of the package; "
+            "the policy that replaced it has [its own test](autopilot-drawn-2.md)",
+            known="The [second test](autopilot.md) and its audit: at rates between healthy and collapsing the\n"
+            "autopilot had done nothing and had ended 0.051 nats (0.001 to 0.100) behind QK-norm. A trial of this "
+            "program had shown\n14 rows of settings 0 and 1; nothing was changed after it.",
+        ),
+        Draw(
+            number=2,
+            seed=20261128,
+            seeds=(6100, 6101),
+            rivals=(*ALWAYS_ON, MATCHED),
+            policy="the present policy: clips with matched steps from the moment at which a head is forecast to end "
+            "above 100",
+            known="The [first draw](autopilot-drawn.md), in which the first policy was behind the best\n"
+            "always-on remedy by 0.061 nats at 3.16 to 10 times the tuned rate. The present policy was chosen on seed "
+            "6000 of that draw's\nsettings. None of the seeds and settings of this draw.",
+        ),
+    )
+}
 # The best rate of the transfer study, and that of Muon on the second test's grid, each for a width of 64.
 TUNED = {"adamw": 0.012, "muon": 0.02}
-MARGIN, KEPT = 0.02, 0.9
-BANDS = ((0.3, 1.0), (1.0, 3.16), (3.16, 10.0))
 
 
-def draw(rng: np.random.Generator) -> dict[str, Any]:
+def setting(rng: np.random.Generator) -> dict[str, Any]:
     """One setting; the rate is a multiple of the tuned one, log-uniform from 0.3 to 10."""
     optimizer = str(rng.choice(["adamw", "muon"], p=[0.7, 0.3]))
     width, times = int(rng.choice([32, 48, 64, 96, 128])), float(10 ** rng.uniform(math.log10(0.3), 1.0))
@@ -66,30 +128,30 @@ def draw(rng: np.random.Generator) -> dict[str, Any]:
     }
 
 
-def drawn() -> list[dict[str, Any]]:
-    """All settings, in the order in which they are run."""
-    rng = np.random.default_rng(SEED)
-    return [draw(rng) for _ in range(SETTINGS)]
+def drawn(test: Draw) -> list[dict[str, Any]]:
+    """All settings of a test, in the order in which they are run."""
+    rng = np.random.default_rng(test.seed)
+    return [setting(rng) for _ in range(SETTINGS)]
 
 
-def config(setting: Mapping[str, Any], arm: str, seed: int) -> RunConfig:
+def config(of: Mapping[str, Any], arm: str, seed: int) -> RunConfig:
     """The configuration of one run."""
-    block: Literal["mha", "mla", "gau"] = setting["block"]
-    heads = 1 if block == "gau" else setting["width"] // 16
+    block: Literal["mha", "mla", "gau"] = of["block"]
+    heads = 1 if block == "gau" else of["width"] // 16
     return RunConfig(
-        model=ModelConfig(d_model=setting["width"], n_layers=setting["blocks"], n_heads=heads, block=block),
-        data=DataConfig(source=setting["text"], context=setting["context"], batch=setting["batch"]),
+        model=ModelConfig(d_model=of["width"], n_layers=of["blocks"], n_heads=heads, block=block),
+        data=DataConfig(source=of["text"], context=of["context"], batch=of["batch"]),
         optim=OptimConfig(
-            name=setting["optimizer"],
-            lr=setting["lr"],
-            schedule=setting["schedule"],
-            weight_decay=setting["weight_decay"],
-            warmup=setting["warmup"],
-            beta2=setting["beta2"],
+            name=of["optimizer"],
+            lr=of["lr"],
+            schedule=of["schedule"],
+            weight_decay=of["weight_decay"],
+            warmup=of["warmup"],
+            beta2=of["beta2"],
         ),
         remedy=arm,
         seed=seed,
-        steps=setting["steps"],
+        steps=of["steps"],
         log_every=10,
         eval_sequences=128,
         checkpoint_every=0,
@@ -98,11 +160,11 @@ def config(setting: Mapping[str, Any], arm: str, seed: int) -> RunConfig:
     )
 
 
-def row_of(i: int, setting: Mapping[str, Any], arm: str, seed: int, place: Path) -> Row:
+def row_of(i: int, of: Mapping[str, Any], arm: str, seed: int, place: Path) -> Row:
     """Trains one run, and returns its line; of a remedy that refuses the model the line has no loss."""
     about = {"setting": i, "arm": arm, "seed": seed, "commit": made_on().get("commit", "")}
     try:
-        done = run(config(setting, arm, seed), place, command="python -m ladder.drawn run")
+        done = run(config(of, arm, seed), place, command="python -m ladder.drawn run")
     except RefusedError as error:
         return {**about, "refused": str(error)[:120], "val_loss": None, "collapsed": None, "touched": None}
     found = done.summary()
@@ -118,34 +180,35 @@ def row_of(i: int, setting: Mapping[str, Any], arm: str, seed: int, place: Path)
     }
 
 
-def run_left(work: Path, results: Path, stop: Stop) -> None:
-    """Runs what is left, both seeds of a setting one after the other."""
-    done = {(r["setting"], r["arm"], r["seed"]) for r in read(FILE, results)}
-    for i, setting in enumerate(read_json(DRAW)["settings"]):
-        for seed in SEEDS:
-            for arm in ARMS:
-                if stop.asked:
-                    return
-                if (i, arm, seed) not in done:
-                    place = work / FILE / f"{i}-{arm.partition(':')[0]}-{seed}"
-                    append(FILE, [row_of(i, setting, arm, seed, place)], results)
-                    shutil.rmtree(place, ignore_errors=True)
-        print(f"drawn: {i + 1} of {SETTINGS}", flush=True)
+def run_left(test: Draw, work: Path, results: Path, stop: Stop, seeds: Sequence[int] = ()) -> None:
+    """Runs what is left, both seeds of a setting one after the other, or only the seeds that are named."""
+    if unknown := sorted(set(seeds).difference(test.seeds)):
+        raise DataError(f"draw {test.number} has the seeds {test.seeds}, got {', '.join(map(str, unknown))}")
+    done = {(r["setting"], r["arm"], r["seed"]) for r in read(test.name, results)}
+    for i, of in enumerate(read_json(test.settings_file)["settings"]):
+        for seed, arm in itertools.product(seeds or test.seeds, test.arms):
+            if stop.asked:
+                return
+            if (i, arm, seed) not in done:
+                place = work / test.name / f"{i}-{test.arms.index(arm)}-{seed}"
+                append(test.name, [row_of(i, of, arm, seed, place)], results)
+                shutil.rmtree(place, ignore_errors=True)
+        print(f"{test.name}: {i + 1} of {SETTINGS}", flush=True)
 
 
-def gap(rows: Sequence[Row]) -> float | None:
+def gap(test: Draw, rows: Sequence[Row]) -> float | None:
     """The autopilot's loss less that of the remedy that is best on the *other* seed, in the mean of both seeds."""
     losses = {(r["arm"], r["seed"]): r["val_loss"] for r in rows if r["val_loss"] is not None}
     gaps = []
-    for seed, other in (SEEDS, SEEDS[::-1]):
-        known = [arm for arm in RIVALS if (arm, other) in losses and (arm, seed) in losses]
+    for seed, other in (test.seeds, test.seeds[::-1]):
+        known = [arm for arm in test.rivals if (arm, other) in losses and (arm, seed) in losses]
         if known and ("autopilot", seed) in losses:
             best = min(known, key=lambda arm: losses[arm, other])
             gaps.append(losses["autopilot", seed] - losses[best, seed])
-    return statistics.fmean(gaps) if len(gaps) == len(SEEDS) else None
+    return statistics.fmean(gaps) if len(gaps) == len(test.seeds) else None
 
 
-def judge(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def judge(test: Draw, rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What came out. Read alike: a goal is reached if its whole interval of 95 % is within it, missed if none of it is.
 
     Kept: of the settings in which a run of none collapses those in which none of the autopilot's does; goal 90 %. Loss:
@@ -153,8 +216,10 @@ def judge(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> dict[st
     Untouched: of the settings in which no run of none collapses those that were left alone; said, no goal.
     """
     by_setting = {i: [r for r in rows if r["setting"] == i] for i in range(len(settings))}
-    whole = {i: own for i, own in by_setting.items() if len(own) == len(ARMS) * len(SEEDS)}
-    lost = {arm: {i: any(r["collapsed"] for r in own if r["arm"] == arm) for i, own in whole.items()} for arm in ARMS}
+    whole = {i: own for i, own in by_setting.items() if len(own) == len(test.arms) * len(test.seeds)}
+    lost = {
+        arm: {i: any(r["collapsed"] for r in own if r["arm"] == arm) for i, own in whole.items()} for arm in test.arms
+    }
     hot = [i for i in whole if lost["none"][i]]
     calm = [i for i in whole if not lost["none"][i]]
     untouched = [i for i in calm if not any(r["touched"] for r in whole[i] if r["arm"] == "autopilot")]
@@ -164,7 +229,9 @@ def judge(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> dict[st
         "untouched": (len(untouched), len(calm)),
     }
     for low, high in BANDS:
-        gaps = [g for i, own in whole.items() if low <= settings[i]["times"] <= high and (g := gap(own)) is not None]
+        gaps = [
+            g for i, own in whole.items() if low <= settings[i]["times"] <= high and (g := gap(test, own)) is not None
+        ]
         if len(gaps) > 5:
             found[f"loss, {low:g} to {high:g} times the tuned rate"] = (
                 len(gaps), statistics.fmean(gaps), *exact_interval(gaps, 0.95)
@@ -172,20 +239,20 @@ def judge(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> dict[st
     return found
 
 
-_HEAD = """# The autopilot on settings drawn at random
+_HEAD = """# The autopilot on settings drawn at random{title}
+
+This page tests {policy}.
 
 The policy of the [autopilot](../docs/guides/autopilot.md) was frozen and tested once on {settings} settings, which
-numpy drew from a stated space with seed {seed}. Each was trained on two seeds with six arms: {runs} runs. The draw, the
-arms and the rule below were committed before the first of these runs, in `ladder/drawn.py`.
+numpy drew from a stated space with seed {seed}. Each was trained on two seeds with {arms} arms: {runs} runs. The draw,
+the arms and the rule below were committed before the first of these runs, in `ladder/drawn.py`.
 
 ```sh
-python -m ladder.drawn run
-python -m ladder.drawn judge
+python -m ladder.drawn run --draw {number}
+python -m ladder.drawn judge --draw {number}
 ```
 
-**What was known before.** The [second test](autopilot.md) and its audit: at rates between healthy and collapsing the
-autopilot had done nothing and had ended 0.051 nats (0.001 to 0.100) behind QK-norm. A trial of this program had shown
-14 rows of settings 0 and 1; nothing was changed after it.
+**What was known before.** {known}
 
 **The space.** Width 32, 48, 64, 96 or 128; 1 to 6 blocks; MHA (70 %), MLA or GAU; context 16 to 128, batch 4 to 16; two
 texts; AdamW (70 %) or Muon; constant, cosine or WSD; weight decay 0 or 0.1; warm-up 0 or 0.1; β₂ 0.95 or 0.99; 100 to
@@ -195,10 +262,25 @@ lab does not train, and SGD, are outside.
 **The rule.** A run has collapsed when its mean attention entropy ends under 0.1 nats, or its loss did not improve. A
 setting collapses if one of its two runs without a remedy does; it is kept if neither run with the autopilot does. The
 *gap* of a setting is the loss of the autopilot less that of the rival, in the mean of both seeds; the rival on one seed
-is the always-on remedy (`qk_norm`, `lalr:tau=0.1`, `qk_clip:threshold=15`) that is best on the other seed. Each goal is
+is the always-on remedy ({rivals}) that is best on the other seed. Each goal is
 read alike: reached if all of its 95 % interval is within it, missed if none of it is, else not decided. Intervals
 of shares are exact binomial ones (Clopper and Pearson), those of means are by subset means (Hartigan), over settings.
 """
+
+
+def head(test: Draw, settings: int, runs: int) -> str:
+    """What a page says before its results."""
+    return _HEAD.format(
+        title="" if test.number == 1 else ": second draw",
+        policy=test.policy,
+        settings=settings,
+        seed=test.seed,
+        arms={6: "six", 7: "seven"}[len(test.arms)],
+        runs=runs,
+        number=test.number,
+        known=test.known,
+        rivals=", ".join(f"`{rival}`" for rival in test.rivals),
+    )
 
 
 def goals(found: Mapping[str, Any]) -> Iterator[str]:
@@ -225,17 +307,17 @@ def goals(found: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def bands(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def bands(test: Draw, rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The loss of each arm less that of none, of frozen_qk and of qk_norm, by the band of the rate."""
     losses = {(r["setting"], r["arm"], r["seed"]): r["val_loss"] for r in rows if r["val_loss"] is not None}
-    yield "| times the tuned rate | less | " + " | ".join(arm for arm in ARMS[2:]) + " |"
-    yield "|---|---|" + "---|" * len(ARMS[2:])
+    yield "| times the tuned rate | less | " + " | ".join(arm for arm in test.arms[2:]) + " |"
+    yield "|---|---|" + "---|" * len(test.arms[2:])
     for low, high in BANDS:
         inside = [i for i, setting in enumerate(settings) if low <= setting["times"] <= high]
-        for base in ARMS[:3]:
+        for base in ("none", "frozen_qk", "qk_norm"):
             cells = []
-            for arm in ARMS[2:]:
-                pairs = [[(losses.get((i, arm, s)), losses.get((i, base, s))) for s in SEEDS] for i in inside]
+            for arm in test.arms[2:]:
+                pairs = [[(losses.get((i, arm, s)), losses.get((i, base, s))) for s in test.seeds] for i in inside]
                 gains = [
                     statistics.fmean(a - b for a, b in own if a is not None and b is not None)
                     for own in pairs
@@ -249,14 +331,14 @@ def bands(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> Iterato
             yield f"| {low:g} to {high:g} | {base} | {' | '.join(cells)} |"
 
 
-def each_setting(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def each_setting(test: Draw, rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A line for each setting, by the multiple of the tuned rate."""
-    yield "| setting | times | collapsed of 2: none, autopilot | touched of 2 | " + " | ".join(ARMS) + " | gap |"
-    yield "|---|---|---|---|" + "---|" * len(ARMS) + "---|"
+    yield "| setting | times | collapsed of 2: none, autopilot | touched of 2 | " + " | ".join(test.arms) + " | gap |"
+    yield "|---|---|---|---|" + "---|" * len(test.arms) + "---|"
     for i, s in sorted(enumerate(settings), key=lambda of: of[1]["times"]):
         own = [r for r in rows if r["setting"] == i]
         cells = []
-        for arm in ARMS:
+        for arm in test.arms:
             mine = [r for r in own if r["arm"] == arm]
             known = [r["val_loss"] for r in mine if r["val_loss"] is not None]
             mark = "\\*" if any(r["collapsed"] for r in mine) else ""
@@ -264,7 +346,7 @@ def each_setting(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> 
             cells.append(f"{statistics.fmean(known):.3f}{mark}" if known else refused)
         lost = {arm: sum(bool(r["collapsed"]) for r in own if r["arm"] == arm) for arm in ("none", "autopilot")}
         touched = sum(bool(r["touched"]) for r in own if r["arm"] == "autopilot")
-        behind = gap(own)
+        behind = gap(test, own)
         words = (
             f"{i}: {s['block']} {s['width']} × {s['blocks']}, {s['text']}, {s['optimizer']}, {s['schedule']}, "
             f"context {s['context']}, batch {s['batch']}, {s['steps']} steps, decay {s['weight_decay']:g}, "
@@ -276,23 +358,23 @@ def each_setting(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> 
         )
 
 
-def page(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> str:
-    """The text of research/autopilot-drawn.md."""
-    done, total = len(rows), len(settings) * len(ARMS) * len(SEEDS)
+def page(test: Draw, rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> str:
+    """The text of a draw's page."""
+    done, total = len(rows), len(settings) * len(test.arms) * len(test.seeds)
     made = ", ".join(sorted({f"commit {r['commit']}, {r['cpu']}, {r['kernels']} kernels" for r in rows if "cpu" in r}))
     hours = sum(r["cpu_seconds"] for r in rows if "cpu_seconds" in r) / 3600
     lines = [
-        _HEAD.format(settings=len(settings), seed=SEED, runs=total),
+        head(test, len(settings), total),
         f"{'All' if done == total else done} of {total} runs are done ({made}; {hours:.1f} core-hours).",
-        *("", "## Goals", "", *goals(judge(rows, settings)), ""),
+        *("", "## Goals", "", *goals(judge(test, rows, settings)), ""),
         *("## Losses by rate", ""),
         "Held-out loss of an arm less that of `none`, of `frozen_qk`, whose query and key weights keep their first",
         "values, and of `qk_norm`: the mean over settings of the mean of both seeds, its 95 % interval, and the number",
         "of settings.",
-        *("", *bands(rows, settings), ""),
+        *("", *bands(test, rows, settings), ""),
         *("## Each setting", ""),
         "Mean held-out loss of both seeds, in nats; \\* marks an arm of which a run collapsed.",
-        *("", *each_setting(rows, settings), ""),
+        *("", *each_setting(test, rows, settings), ""),
     ]
     return "\n".join(lines)
 
@@ -301,22 +383,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what is left, or judges what is there."""
     parser = argparse.ArgumentParser(prog="python -m ladder.drawn", description=__doc__)
     parser.add_argument("what", choices=["run", "judge", "draw"])
+    parser.add_argument("--draw", type=int, choices=list(DRAWS), default=max(DRAWS), help="the test; the last one")
+    parser.add_argument("--seed", nargs="*", type=int, default=(), help="these seeds alone; without it both")
     parser.add_argument("--work", type=Path, default=Path("runs/ladder"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--idle", action="store_true", help="run only when no other process wants the processor")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    test = DRAWS[options.draw]
     if options.what == "draw":
-        write_json(DRAW, {"seed": SEED, "settings": drawn()})
+        write_json(test.settings_file, {"seed": test.seed, "settings": drawn(test)})
     elif options.what == "run":
         check_text("0.13M")
         if options.idle:
             step_aside()
         options.results.mkdir(parents=True, exist_ok=True)
-        run_left(options.work, options.results, Stop())
+        run_left(test, options.work, options.results, Stop(), options.seed)
     else:
-        rows, settings = read(FILE, options.results), read_json(DRAW)["settings"]
-        write_text(PAGE, page(rows, settings))
-        for name, value in judge(rows, settings).items():
+        rows, settings = read(test.name, options.results), read_json(test.settings_file)["settings"]
+        write_text(test.page, page(test, rows, settings))
+        for name, value in judge(test, rows, settings).items():
             print(name, value)
     return 0
 

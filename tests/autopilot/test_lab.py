@@ -36,7 +36,7 @@ def test_a_run_with_an_autopilot_is_recorded_and_resumes_to_the_same_bits(tmp_pa
     events = [[e for e in place.events() if e["event"] != "resumed"] for place in (whole, cut)]
     assert events[0] == events[1]
     actions = [e["action"] for e in events[0] if e["event"] == "decision"]
-    assert {"qk_clip", "lalr"} <= set(actions)
+    assert "qk_clip" in actions
     assert next(e["step"] for e in events[0] if e.get("action") == "qk_clip") < 8
 
 

@@ -14,7 +14,7 @@ from tests.autopilot.runs import EAGER, equal
 
 from qkeel.autopilot import Decision, replay
 
-BOUNDLESS = "ladder:threshold=5,patience=1,tau=0.9,calm=4,allow_new_parameters=true"
+BOUNDLESS = "ladder:threshold=5,patience=1,every=1,calm=4,allow_new_parameters=true"
 ROOT = Path(__file__).parents[2]
 
 
@@ -46,7 +46,7 @@ def test_two_processes_decide_alike_and_keep_equal_weights(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("policy", "stops"), [(EAGER, (1, 6, 24)), (BOUNDLESS, (4, 12, 24))], ids=["clip", "norm"])
+@pytest.mark.parametrize(("policy", "stops"), [(EAGER, (1, 6, 24)), (BOUNDLESS, (2, 8, 24))], ids=["clip", "norm"])
 def test_a_training_that_goes_on_in_another_process_is_the_one_that_was_not_stopped(
     policy: str, stops: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -269,7 +269,7 @@ def ahead(history: History) -> Forecast | None:
     return forecast(history.steps, top, over, rates=history.rates, planned=history.planned)
 
 
-# The default policy: the cheapest action that limits the logits of the heads that need it, and its release.
+# The default policy: the cheapest action that limits the logits of the heads that need it.
 
 # The alarms that trigger an action; their quality is measured in research/alarms.md. Notices do not count, because they
 # also occur in healthy runs.
@@ -285,26 +285,26 @@ RULES: tuple[Rule, ...] = (
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder(Policy):
-    """Escalates per head and site: watch closer, qk_clip, lalr, a calibrated norm, and a request for a lower learning
+    """Escalates per head and site: watch closer, qk_clip or lalr, a calibrated norm, and a request for a lower learning
     rate.
 
-    *Watch closer* measures every `every` steps, during the first `calm` records and while a head's logit is over 8
-    nats, has doubled and is forecast to end above 100. *qk_clip* at `threshold` starts when an alarm of RULES fires; it
-    is applied to the heads that are over the threshold or forecast to end above 500, and to the head that the alarm
-    names. *lalr* follows when the clipped heads of a site stay within a fifth of the threshold for `patience` records,
-    which means that they keep pushing against the clip, or when the site's entropy is below 0.05 nats despite the clip.
-    *Norm*, which is for the whole model and requires `allow_new_parameters`, follows after 2 · `patience` records under
-    lalr if a logit of the site exceeds three times the threshold or its entropy is below 0.05. The last action is the
-    request for a lower rate, with `ask_for_rate`. Actions that a site refuses are skipped; a site with no action left
-    is reported once.
+    *Watch closer* measures every `every` steps, during the first `calm` records and while a head is rising: its logit
+    is over 8 nats, has doubled, and is forecast to end above `limit`. *qk_clip* at `threshold` starts when a head is
+    rising or an alarm of RULES fires. It is applied to the heads that are rising or over the threshold, and to the head
+    that the alarm names. Its steps are matched, except with optimizers that refuse lalr, whose steps cannot be scaled.
+    *lalr* takes its place at sites that refuse qk_clip. *Norm*, which is for the whole model and requires
+    `allow_new_parameters`, follows after 2 · `patience` records if a logit of a site exceeds three times the threshold
+    in spite of the remedy, or its entropy is below 0.05 nats. The last action is the request for a lower rate, with
+    `ask_for_rate`. Actions that a site refuses are skipped; a site with no action left is reported once.
 
-    Actions are released in reverse order. lalr is released if the site stayed below half of the threshold for the last
-    `calm` records and would end below it even if it grew 1/tau times as fast; qk_clip is released per head by the same
-    rule at the current rate of growth. Each release doubles `calm` for that action and site. The norm is never
-    released.
+    lalr is released if the site stayed below half of the threshold for the last `calm` records and would end below it
+    even if it grew 1/tau times as fast; qk_clip with full steps is released per head by the same rule at the current
+    rate of growth. Each release doubles `calm` for that action and site. qk_clip with matched steps and the norm are
+    never released, because the steps that they keep short would be long again.
     """
 
     threshold: Positive = 15.0
+    limit: Positive = thresholds.CLIPS
     tau: Positive = 0.1
     every: Count = 2
     patience: Count = 3
@@ -313,9 +313,7 @@ class Ladder(Policy):
     ask_for_rate: bool = False
 
     name: ClassVar[str] = "ladder"
-    line: ClassVar[str] = (
-        "the cheapest action that limits the logits of the heads that need it, released with hysteresis"
-    )
+    line: ClassVar[str] = "the cheapest action that limits the logits of the heads that need it"
 
     def __post_init__(self) -> None:
         settle(self, "the policy ladder")
@@ -334,14 +332,10 @@ class _Step:
         self.ladder, self.records, self.history = ladder, records, records.history
         self.logits = np.asarray(self.history.series("max_logit"), dtype=np.float64)
         self.held = records.active_actions
-        self.specs = {
-            Action.WATCH: f"watch:every={ladder.every}",
-            Action.CLIP: f"qk_clip:threshold={ladder.threshold:g}",
-            Action.RATES: f"lalr:tau={ladder.tau:g}",
-            Action.NORM: "qk_norm",
-        }
         self.sites = {i: site for i, site in enumerate(records.sites) if not site.unknown}
-        self.normed = (self.specs[Action.NORM], None) in self.held
+        self.rising = growing(self.history, ladder.limit)
+        self.rises = bool(self.sites) and bool(self.rising[list(self.sites)].any())
+        self.normed = any(action is Action.NORM for action, _ in self.held.values())
 
     def decide(self) -> tuple[Decision, ...]:
         """Returns all actions for which there is a reason, or releases if there are no such actions."""
@@ -351,7 +345,17 @@ class _Step:
         # A norm is one change to the whole model, which replaces all other actions.
         return tuple(found or self.releases()) if norm is None else (norm,)
 
-    def of(self, action: Action, site: int | None, rule: str, reason: str, heads: tuple[int, ...] = ()) -> Decision:
+    def spec(self, action: Action, site: str | None) -> str:
+        """Returns the remedy that an action applies at a site, or "" if the action is not a remedy."""
+        matched = "" if self.records.refuses(Action.RATES, site) else ",steps=matched"
+        return {
+            Action.WATCH: f"watch:every={self.ladder.every}",
+            Action.CLIP: f"qk_clip:threshold={self.ladder.threshold:g}{matched}",
+            Action.RATES: f"lalr:tau={self.ladder.tau:g}",
+            Action.NORM: "qk_norm",
+        }.get(action, "")
+
+    def of(self, action: Action, i: int | None, rule: str, reason: str, heads: tuple[int, ...] = ()) -> Decision:
         """Builds a decision for this step."""
         expected = {
             Action.WATCH: "a record every few steps; nothing else changes",
@@ -361,12 +365,13 @@ class _Step:
             Action.RATE: "the logits grow in proportion to the learning rate",
             Action.NONE: "no change; the run continues as it is",
         }[action]
+        site = None if i is None else self.records.sites[i].name
         return Decision(
             step=self.records.step,
             action=action,
-            site=None if site is None else self.records.sites[site].name,
+            site=site,
             heads=heads,
-            remedy=self.specs.get(action, ""),
+            remedy=self.spec(action, site),
             rule=rule,
             forecast=ahead(self.history),
             expected=expected,
@@ -375,24 +380,29 @@ class _Step:
 
     def watch(self) -> list[Decision]:
         """Measures more often at the start, where logits change most, and while they grow; then returns to normal."""
-        spec = self.specs[Action.WATCH]
-        heads = growing(self.history, thresholds.CLIPS)[list(self.sites)] if self.sites else np.zeros(0, dtype=bool)
-        if (spec, None) not in self.held:
-            if not len(heads) or not (heads.any() or len(self.history) == 1):
+        if self._held(Action.WATCH, None) is None:
+            if not self.sites or not (self.rises or len(self.history) == 1):
                 return []
-            grown = f"the logits of {int(heads.sum())} heads have doubled and may end over {thresholds.CLIPS:g}"
-            return [self.of(Action.WATCH, None, "outlook of each head", grown if heads.any() else "the run begins")]
-        if heads.any() or len(self.held) > 1 or self._since(Action.WATCH, None) < self.ladder.calm:
+            why = self._outlook() if self.rises else "the run begins"
+            return [self.of(Action.WATCH, None, "outlook of each head", why)]
+        if self.rises or len(self.held) > 1 or self._since(Action.WATCH, None) < self.ladder.calm:
             return []
-        return [self.off(spec, None, Action.WATCH, (), "nothing grows and no action is active")]
+        return [
+            self.off(self.spec(Action.WATCH, None), None, Action.WATCH, (), "nothing grows and no action is active")
+        ]
+
+    def _outlook(self) -> str:
+        heads = int(self.rising[list(self.sites)].sum())
+        return f"the logits of {heads} heads have doubled and may end over {self.ladder.limit:g}"
 
     def clips(self, alarm: Alarm | None) -> list[Decision]:
-        """Clips the heads that an alarm concerns and, at sites with an active remedy, all heads over the threshold."""
+        """Clips the heads that rise or that an alarm concerns and, at sites with an active remedy, all heads over the
+        threshold."""
         if self.normed:
             return []
+        begins = self.rises or alarm is not None
         with np.errstate(invalid="ignore"):
-            over = self.logits[-1] > self.ladder.threshold
-        wanted = over if alarm is None else over | growing(self.history, thresholds.OUTLOOK)
+            wanted = (self.logits[-1] > self.ladder.threshold) | (self.rising if begins else False)
         found = []
         for i, site in self.sites.items():
             clipped, rated = self._held(Action.CLIP, i), self._held(Action.RATES, i) is not None
@@ -400,38 +410,36 @@ class _Step:
             if alarm is not None and alarm.layer == site.name:
                 heads |= set(range(site.n_heads)) if alarm.head is None else {alarm.head}
             heads -= set(clipped or ())
-            if not heads or (rated and self.records.refuses(Action.CLIP, site.name)):
+            if not heads or rated or not (begins or clipped is not None):
                 continue
             own = f"max logit {float(np.fmax.reduce(self.logits[-1, i])):,.4g}"
             if alarm is not None:
                 elsewhere = f"{own} here, and at {alarm.layer or 'the model'}: {alarm.meaning}"
-                why = alarm.meaning if alarm.layer == site.name else elsewhere
-                found += self.above(None, i, alarm.rule, why, tuple(sorted(heads)))
-            elif clipped is not None or rated:
-                why = f"{own} at a site with an active remedy"
-                found += self.above(None, i, "over the threshold", why, tuple(sorted(heads)))
+                rule, why = alarm.rule, alarm.meaning if alarm.layer == site.name else elsewhere
+            elif self.rises:
+                rule, why = "outlook of each head", f"{own}; {self._outlook()}"
+            else:
+                rule, why = "over the threshold", f"{own} at a site with an active remedy"
+            found += self.above(None, i, rule, why, tuple(sorted(heads)))
         return found
 
     def more(self) -> list[Decision]:
         """Escalates at each site where the active action is not enough."""
         found = []
         for i in [] if self.normed else self.sites:
-            last, why = None, ""
-            if self._held(Action.RATES, i) is not None:
-                last, why = Action.RATES, self._beyond_rates(i)
-            elif self._held(Action.CLIP, i) is not None:
-                last, why = Action.CLIP, self._beyond_clip(i)
-            if why:
+            last = next((a for a in (Action.RATES, Action.CLIP) if self._held(a, i) is not None), None)
+            if last is not None and (why := self._not_enough(last, i)):
                 found += self.above(last, i, "not enough", why)
         return found
 
     def above(self, last: Action | None, i: int, rule: str, reason: str, heads: tuple[int, ...] = ()) -> list[Decision]:
-        """Returns the next action above `last` that is allowed and that the site accepts."""
-        allowed = [Action.CLIP, Action.RATES]
+        """Returns the next action above `last` that is allowed and that the site accepts. lalr only takes the place of
+        a clip: the rates that it sets rise as the clip shrinks the weights, which undoes matched steps."""
+        allowed = [Action.CLIP, Action.RATES] if last is None else []
         allowed += [Action.NORM] if self.ladder.allow_new_parameters else []
         allowed += [Action.RATE] if self.ladder.ask_for_rate else []
         site = self.records.sites[i].name
-        for action in [a for a in allowed if last is None or list(Action).index(a) > list(Action).index(last)]:
+        for action in allowed:
             if not self.records.refuses(action, site):
                 whole = action in (Action.NORM, Action.RATE)
                 asked = action is Action.RATE and any(d.action is Action.RATE for d in self.records.decisions)
@@ -442,23 +450,12 @@ class _Step:
         refusals = [f"{a}: {why}" for a in allowed if (why := self.records.refuses(a, site))]
         return [self.of(Action.NONE, i, rule, "; ".join([f"{reason}, and no other action is allowed", *refusals]))]
 
-    def _beyond_clip(self, i: int) -> str:
-        heads, last = list(self._held(Action.CLIP, i) or ()), self.ladder.patience
-        if self._since(Action.CLIP, i) < last:
-            return ""
-        with np.errstate(invalid="ignore"):
-            push = np.fmax.reduce(self.logits[-last:, i][:, heads], axis=1) >= 0.8 * self.ladder.threshold
-        if push.all():
-            return f"its heads have pushed against the clip for {last} records"
-        return self._low_entropy(i)
-
-    def _beyond_rates(self, i: int) -> str:
-        # Lower rates act more slowly than a clip, so they get twice the patience.
-        if self._since(Action.RATES, i) < 2 * self.ladder.patience:
+    def _not_enough(self, last: Action, i: int) -> str:
+        if self._since(last, i) < 2 * self.ladder.patience:
             return ""
         top = float(np.fmax.reduce(self.logits[-1, i]))
         if top > 3 * self.ladder.threshold:
-            return f"its max logit is {top:.4g} under lalr"
+            return f"its max logit is {top:.4g} under {last}"
         return self._low_entropy(i)
 
     def _low_entropy(self, i: int) -> str:
@@ -469,12 +466,12 @@ class _Step:
         return f"its mean attention entropy is {float(own.mean()):.3g} nats" if low else ""
 
     def releases(self) -> list[Decision]:
-        """Releases actions that are no longer needed; lalr before qk_clip."""
+        """Releases actions that are no longer needed."""
         found = []
         for (spec, site), (action, heads) in self.held.items():
             i = next((i for i, own in self.sites.items() if own.name == site), None)
-            if i is None or (action is Action.CLIP and self._held(Action.RATES, i) is not None):
-                continue  # lalr, the later action, is released first
+            if i is None or "steps=matched" in spec:
+                continue
             calm = self._calm(i, action)
             own = [h for h in heads or range(self.records.sites[i].n_heads) if calm[h]]
             if own and (action is Action.CLIP or len(own) == self.records.sites[i].n_heads):
@@ -521,10 +518,11 @@ class _Step:
         steps = [d.step for d in self.records.decisions if not d.release and (d.action, d.site) == (action, site)]
         return int((self.history.steps > max(steps, default=-1)).sum())
 
-    def _held(self, action: Action, i: int) -> tuple[int, ...] | None:
-        """Returns the heads on which an action is active at a site, () for all heads, or None if it is not active."""
-        found = self.held.get((self.specs[action], self.records.sites[i].name))
-        return None if found is None else found[1]
+    def _held(self, action: Action, i: int | None) -> tuple[int, ...] | None:
+        """Returns the heads on which an action is active at a site (None for the model), () for all heads, or None if
+        it is not active."""
+        site = None if i is None else self.records.sites[i].name
+        return next((heads for (_, s), (a, heads) in self.held.items() if (a, s) == (action, site)), None)
 
 
 POLICIES: dict[str, type[Policy]] = {"ladder": Ladder}

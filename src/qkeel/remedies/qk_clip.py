@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Literal, final
 
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from qkeel.capture.calls import SiteStats, find_maxima
-from qkeel.errors import RefusedError, caution
+from qkeel.errors import InvalidValueError, RefusedError, caution
 from qkeel.functional.bounds import qk_clip_gamma
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, HeadSlice
@@ -23,7 +24,7 @@ from qkeel.patching.modes import FaultGuard
 from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import HeadsBySite, Target
 from qkeel.remedies.head_groups import HeadGroups, HeadView, LogitShare, head_views, logit_shares, stacked
-from qkeel.remedies.head_steps import check_changes_last
+from qkeel.remedies.head_steps import check_changes_last, head_steps
 from qkeel.remedies.head_weights import (
     LOW_PRECISION,
     HeadWeights,
@@ -68,11 +69,20 @@ class QKClip(StepRemedy):
     the run. If a GradScaler skips a step, nothing is clipped and the maxima are carried over to the next step. Float32
     copies of low-precision weights that the optimizer updates or keeps in its state are scaled too. If `heads` is
     given, heads that it does not name are never clipped.
+
+    A clip makes the weights smaller but not the later steps, so each clip makes the weights turn faster.
+    steps="matched" multiplies all later steps of a weight, and of its bias, by c, the product of the factors by which
+    the weight was clipped so far. Without weight decay, the weight is then c times one that takes full steps and is
+    never clipped, so the clip acts like a factor on the logits alone. This is exact for optimizers whose step does not
+    depend on the size of the gradient, such as Muon; Adam's averages adapt to the larger gradients of smaller weights
+    in about 1/(1 - β₂) steps. Decoupled weight decay is scaled too, so that the size at which it balances the steps
+    stays the same. c never grows. The optimizer's step must be proportional to its rate.
     """
 
     threshold: float = 100.0  #: τ, in nats, above 0
     groups: Literal["query", "group"] = "query"
     frozen: Literal["refuse", "scale"] = "refuse"
+    steps: Literal["full", "matched"] = "full"
     heads: HeadsBySite | None = None
 
     name = "qk_clip"
@@ -80,7 +90,7 @@ class QKClip(StepRemedy):
     source = "Kimi K2, arXiv 2507.20534, section 2.1"
     rule = (
         "after each step, per head h: γ_h = min(1, {threshold:g} / S_h); W_Q^h ← √γ_h · W_Q^h, W_K^h ← √γ_h · W_K^h; "
-        "S_h the head's largest logit since the last step (shared keys: groups={groups})"
+        "S_h the head's largest logit since the last step (shared keys: groups={groups}; steps={steps})"
     )
     if_normed = (
         "a norm between the weights of q or of k and the logit undoes their scaling, so clipping both would not lower "
@@ -107,7 +117,8 @@ class QKClip(StepRemedy):
         plan = _ClippedRows(self, target, optimizer)
         check_changes_last(optimizer, self.name, plan.stepped)
         replaced = ReplacementCheck(target.model, self.name, plan.names)
-        clip = _Clip(self, target, plan, optimizer)
+        steps = _MatchedSteps(self, target, optimizer) if self.steps == "matched" else None
+        clip = _Clip(self, target, plan, optimizer, steps)
 
         def before(*_: object) -> None:
             replaced.check()
@@ -119,7 +130,7 @@ class QKClip(StepRemedy):
         ]
 
         def undo() -> None:
-            for hook in hooks:
+            for hook in [*hooks, *([] if steps is None else [steps.handle])]:
                 hook.remove()
             clip.shared.remove()
             clip.tap.remove()
@@ -189,8 +200,15 @@ def _check_frozen(remedy: QKClip, target: Target, s: HeadSlice) -> None:
 class _Clip:
     """One application of qk_clip: the tap that collects the maxima, and the clipping after each step."""
 
-    def __init__(self, remedy: QKClip, target: Target, plan: _ClippedRows, optimizer: Optimizer) -> None:
-        self.remedy, self.sites, self.plan = remedy, target.sites, plan
+    def __init__(
+        self,
+        remedy: QKClip,
+        target: Target,
+        plan: _ClippedRows,
+        optimizer: Optimizer,
+        steps: _MatchedSteps | None,
+    ) -> None:
+        self.remedy, self.sites, self.plan, self.steps = remedy, target.sites, plan, steps
         self.tap = Tap(
             target.model,
             when_training=True,
@@ -264,6 +282,8 @@ class _Clip:
         for group in self._groups.all:
             # Reading factors is cheap on a CPU. Elsewhere, waiting for them would cost more than multiplying by 1.
             group.scale(values, on_host=readable)
+        if self.steps is not None:
+            self.steps.shrink(values)
 
     def _tensors(self, view: HeadView, optimizer: Optimizer) -> list[Tensor]:
         """Returns the view's weight and the copies of it that the optimizer keeps."""
@@ -275,19 +295,76 @@ class _Clip:
         return [weight, *(optimizer.state[weight][name] for name in self._copies.get(id(weight), ()))]
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the maxima that a skipped step carries over to the next one.
+        """Returns the maxima that a skipped step carries over to the next one, and the factors on later steps.
 
         With several processes these are the maxima of all sites, most of them -inf, because whoever reads a checkpoint
         written by many processes must know the names in advance."""
+        found = {} if self.steps is None else self.steps.state()
         if self.kept is None and not self.shared.several:
-            return {}
+            return found
         tops = (self.shared.row({}) if self.kept is None else self.kept).split([site.n_heads for site in self.sites])
-        return {site.name: top.clone() for site, top in zip(self.sites, tops)}
+        return {**{site.name: top.clone() for site, top in zip(self.sites, tops)}, **found}
 
     def load(self, values: dict[str, Tensor]) -> None:
-        """Continues from the maxima of a checkpoint."""
+        """Continues from the maxima and the factors of a checkpoint."""
+        if self.steps is not None:
+            self.steps.load(values)
         row = self.shared.row(values)
         self.kept = None if bool((row == -torch.inf).all()) else row
+
+
+@final
+class _MatchedSteps:
+    """Multiplies the steps of weights and biases by the factors by which they were clipped so far.
+
+    `row` holds the product for each head of each weight, 1 at the start, and again for each bias.
+    """
+
+    def __init__(self, remedy: QKClip, target: Target, optimizer: Optimizer) -> None:
+        weights = HeadWeights.of(target)
+        tables: list[list[Tensor]] = [[] for _ in weights.slices]
+        last, first = 2 * sum(site.n_heads for site in target.sites), 0
+        for site in target.sites:
+            for share in remedy.shares(site) or ():
+                root = last // 2 if share.root else 0
+                tables[weights.place(share.weight)].append(share.heads + first + root)
+            first += site.n_heads
+        # A weight that is never scaled, such as a shared key, has a factor of 1, the last in the row of factors.
+        own = [torch.cat(t, 1) if t else torch.full((n, 1), last) for t, n in zip(tables, weights.counts)]
+        with_biases, owners = weights.with_biases(target, optimizer)
+        self._places = stacked([*own, *(own[i] for i in owners)])
+        self._names, self._counts = weights.unique_names, weights.counts
+        self._owners = torch.cat([torch.arange(sum(self._counts)), *self._heads_of(owners)])
+        steps = head_steps(target, remedy.name, with_biases)
+        self.row = torch.ones(len(self._places), device=with_biases.parameters[0].device)
+        self.handle = steps.scale(lambda ones: ones * self.row.to(ones))
+
+    def _heads_of(self, owners: Sequence[int]) -> list[Tensor]:
+        """Returns the indices of the heads of these weights in the row."""
+        firsts = [0, *itertools.accumulate(self._counts)]
+        return [torch.arange(firsts[i], firsts[i + 1]) for i in owners]
+
+    def shrink(self, factors: Tensor) -> None:
+        """Includes the factors of a clip, in the order of `_ClippedRows`; of several on one head, the smallest."""
+        self._places = self._places.to(factors.device)
+        self.row = self.row.to(factors) * factors[self._places].amin(1)
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns the products of the weights; those of biases are the same."""
+        own = self.row[: sum(self._counts)].split(self._counts)
+        return {f"steps.{name}": part.clone() for name, part in zip(self._names, own)}
+
+    def load(self, values: dict[str, Tensor]) -> None:
+        """Continues from saved products; weights that are not among them take full steps."""
+        ones = [torch.ones(n, device=self.row.device) for n in self._counts]
+        own = [values.get(f"steps.{name}", one).to(one) for name, one in zip(self._names, ones)]
+        for name, part, one in zip(self._names, own, ones):
+            if part.shape != one.shape:
+                raise InvalidValueError(
+                    f"expected the factors of {len(one)} heads for the steps of {name}, got {tuple(part.shape)}; load "
+                    "the state of the same model and remedy"
+                )
+        self.row = torch.cat(own)[self._owners.to(self.row.device)]
 
 
 def _find_largest(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundExtremes | None:

@@ -1,0 +1,199 @@
+"""qk_clip:steps=matched: clipped weights are c times weights that are never clipped, by an independent definition."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import qkeel
+from qkeel.errors import InvalidValueError, RefusedError
+
+from .models import D_MODEL, attention, mla
+
+HEADS, THRESHOLD, RATE = 4, 1.0, 3e-3
+
+
+def signs(gradient: Tensor) -> Tensor:
+    """The signs, and 0 where a gradient is rounding alone, as that of a bias of keys is."""
+    return gradient.sign() * (gradient.abs() > 1e-12)
+
+
+class Sign(Optimizer):
+    """Steps that do not depend on the size of the gradient, for which matched steps are exact."""
+
+    def __init__(self, parameters: object, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * signs(p.grad))
+
+
+def batches(n: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, 7, D_MODEL, generator=generator, dtype=torch.float64) for _ in range(n)]
+
+
+def torch_attention(seed: int) -> nn.MultiheadAttention:
+    torch.manual_seed(seed)
+    module = nn.MultiheadAttention(D_MODEL, HEADS, batch_first=True, dtype=torch.float64)
+    with torch.no_grad():
+        assert module.in_proj_bias is not None
+        module.in_proj_bias.normal_(std=0.3)
+        module.in_proj_weight[:D_MODEL].mul_(
+            torch.tensor([6.0, 1.0, 3.0, 0.5]).repeat_interleave(D_MODEL // HEADS)[:, None]
+        )
+    return module
+
+
+def test_clipped_weights_are_c_times_weights_that_take_full_steps_and_are_never_clipped() -> None:
+    seed = int(torch.randint(1000, (1,)))
+    module = torch_attention(seed)
+    free = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
+    c = torch.ones(HEADS, dtype=torch.float64)  # by head; the same for q and k
+    optimizer = Sign(module.parameters(), RATE)
+    handle = qkeel.apply(
+        f"qk_clip:threshold={THRESHOLD},steps=matched", module, optimizer, example=(batches(1, seed)[0],) * 3
+    )
+    d = D_MODEL // HEADS
+    for x in batches(12, seed + 1):
+        target = x.roll(1, 1)
+        loss = (module(x, x, x, need_weights=False)[0] - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+        # The reference: c multiplies what free weights make, and the free weights take full steps.
+        rows = torch.cat([c.repeat_interleave(d).repeat(2), torch.ones(D_MODEL, dtype=torch.float64)])
+        made = F.linear(x, free["in_proj_weight"] * rows[:, None], free["in_proj_bias"] * rows)
+        q, k, v = (part.unflatten(-1, (HEADS, d)).transpose(1, 2) for part in made.chunk(3, -1))
+        logits = q @ k.mT / math.sqrt(d)
+        out = (logits.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        loss = (F.linear(out, free["out_proj.weight"], free["out_proj.bias"]) - target).square().mean()
+        grads = torch.autograd.grad(loss, list(free.values()))
+        with torch.no_grad():
+            for p, g in zip(free.values(), grads):
+                p.sub_(RATE * signs(g))
+        c = c * (THRESHOLD / logits.detach().amax((0, 2, 3))).clamp(max=1).sqrt()
+        rows = torch.cat([c.repeat_interleave(d).repeat(2), torch.ones(D_MODEL, dtype=torch.float64)])
+        assert torch.allclose(module.in_proj_weight, free["in_proj_weight"] * rows[:, None], rtol=1e-9, atol=1e-12)
+        assert module.in_proj_bias is not None
+        assert torch.allclose(module.in_proj_bias, free["in_proj_bias"] * rows, rtol=1e-9, atol=1e-12)
+    assert float(c.max()) < 0.999
+    assert float(c.min()) > 0.01
+    state = handle.state()
+    found = torch.stack([v for name, v in state.items() if ".steps." in name])
+    assert torch.allclose(found.double(), c.expand_as(found), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_a_step_after_a_clip_is_shortened_by_the_factor_of_the_clip(kv_heads: int) -> None:
+    model = attention(torch.float64, kv_heads, bias=True)
+    with torch.no_grad():
+        model.q_proj.weight.mul_(20)
+    optimizer = Sign(model.parameters(), 0.0)
+    handle = qkeel.apply("qk_clip:threshold=1,steps=matched", model, optimizer)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    x = batches(1, 0)[0]
+    model(x).square().sum().backward()
+    optimizer.step()
+    once = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.param_groups[0]["lr"] = 1e-9  # a step that leaves every logit where it is
+    model.eval()  # no pass counts, so nothing is clipped
+    optimizer.step()
+    for name, p in model.named_parameters():
+        ratio = (once[name] / before[name]).nan_to_num(1.0)
+        assert p.grad is not None
+        ok = signs(p.grad) != 0
+        moved = (p.detach() - once[name]) / (-1e-9 * p.grad.sign())
+        assert torch.allclose(moved[ok], ratio[ok], rtol=1e-4), name
+    if kv_heads < HEADS:
+        assert torch.equal(once["k_proj.weight"], before["k_proj.weight"])
+    assert not torch.equal(once["q_proj.weight"], before["q_proj.weight"])
+    handle.remove()
+
+
+def clipped(
+    steps: int, *, fused: bool = True, seed: int = 0, load: dict[str, Tensor] | None = None
+) -> tuple[nn.Module, qkeel.Handle]:
+    torch.manual_seed(seed)
+    model = attention(torch.float32, 2, bias=True)
+    with torch.no_grad():
+        model.q_proj.weight.mul_(10)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    handle = qkeel.apply("qk_clip:threshold=1,steps=matched", model, optimizer)
+    if load is not None:
+        handle.load(load)
+    for x in batches(steps, seed):
+        model(x.float()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, handle
+
+
+def test_fused_steps_are_the_rescaled_steps() -> None:
+    one, other = clipped(6, fused=True)[0], clipped(6, fused=False)[0]
+    for (name, a), b in zip(one.named_parameters(), other.parameters()):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5), name
+
+
+def test_the_products_of_the_factors_are_saved_and_restored() -> None:
+    _, handle = clipped(4)
+    state = {name: value.clone() for name, value in handle.state().items()}
+    assert set(state) == {"0.steps.q_proj.weight", "0.steps.k_proj.weight"}
+    assert float(state["0.steps.q_proj.weight"].max()) < 0.9
+    assert torch.equal(state["0.steps.k_proj.weight"], torch.ones(2))  # shared keys are never scaled
+    _, again = clipped(0, load=state)
+    assert all(torch.equal(value, state[name]) for name, value in again.state().items())
+    continued = clipped(3, load=state)[1].state()
+    assert (continued["0.steps.q_proj.weight"] <= state["0.steps.q_proj.weight"]).all()
+    with pytest.raises(InvalidValueError, match=r"factors of 4 heads for the steps of q_proj.weight, got \(3,\)"):
+        again.load({**state, "0.steps.q_proj.weight": torch.ones(3)})
+
+
+def test_heads_that_are_not_named_and_heads_under_the_threshold_take_full_steps() -> None:
+    torch.manual_seed(0)
+    model = attention(torch.float64, 4)
+    with torch.no_grad():
+        model.q_proj.weight[: 2 * D_MODEL // HEADS].mul_(30)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    remedy = qkeel.remedies.qk_clip.QKClip(threshold=5.0, steps="matched", heads=(("", (0, 3)),))
+    with qkeel.apply(remedy, model, optimizer) as handle:
+        model(batches(1, 0)[0])
+        optimizer.step()
+        found = handle.state()["0.steps.q_proj.weight"]
+    assert found[0] < 1
+    assert torch.equal(found[1:], torch.ones(3))
+
+
+def test_a_logit_that_is_a_sum_shortens_the_steps_of_each_weight_by_its_own_factor() -> None:
+    model = mla().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with qkeel.apply("qk_clip:threshold=1e-3,steps=matched", model, optimizer) as handle:
+        model(batches(1, 3)[0])
+        optimizer.step()
+        state = {name.partition("steps.")[2]: value for name, value in handle.state().items()}
+    for name, factors in state.items():
+        weight = name.partition("#")[0]
+        ratio = (model.get_parameter(weight) / before[weight]).unflatten(0, (len(factors), -1))
+        expected = factors.to(ratio)
+        if "#" not in name:
+            assert torch.allclose(ratio.flatten(1).mean(1), expected, rtol=1e-6), name
+    assert any(float(v.min()) < 1 for v in state.values())
+
+
+def test_an_optimizer_whose_step_is_not_linear_in_the_rate_is_refused() -> None:
+    model = attention(torch.float32, 4)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    with pytest.raises(RefusedError, match="qk_clip needs an optimizer whose step is proportional"):
+        qkeel.apply("qk_clip:steps=matched", model, optimizer)
+    qkeel.apply("qk_clip", model, optimizer).remove()
