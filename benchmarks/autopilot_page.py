@@ -18,8 +18,9 @@ Run = dict[str, str]
 
 _HEAD = """# The second test of the autopilot
 
-Written from the lines of the runs by the command below; a test compares. A later test, on settings drawn at random, has
-a page of [its own](autopilot-drawn.md). What the autopilot does when:
+Written from the lines of the runs by the command below; a test compares. The policy tested here is the first one, which
+added lalr to a clip with full steps; another has taken its place. Both were tested on settings drawn at random:
+[the first](autopilot-drawn.md), [the present one](autopilot-drawn-2.md). What the autopilot does when:
 [autopilot](../docs/guides/autopilot.md).
 
 ```sh

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ladder.plan import ARMS, LEVEL, QUESTIONS, RUNGS, Question, units
+from ladder.plan import ARMS, AUTOPILOT, FIRST_POLICY, LEVEL, QUESTIONS, RUNGS, Question, units
 from ladder.predict import LEAST, Z
 from ladder.rows import RESULTS, Row, read, values
 from qkeel.metrics import largest_stable_lr
@@ -48,6 +48,11 @@ laws of [logits](results/drift-law.md) and [gains](results/gains.md) predict all
 (`ladder/results/frozen-laws.json`, in the commit of the plan); their intervals are for single runs.
 Over all rungs and questions 84 to 96 % of the intervals are to hold. A difference under 0.01 nats counts as none.
 
+**What was changed.** The autopilot's policy was replaced when 0.13M and 1M were done and no 10M run of it had begun
+([why](autopilot-drawn.md)). All rungs show the present policy, with predictions that were made anew before its first
+run on a rung. Runs of the first policy are in `ladder/results/first-policy.jsonl`; its predictions for 1M (3 of 4 held)
+no longer count.
+
 """
 
 _ANSWERS = """Losses are held-out losses in nats per byte: means over seeds, with intervals of 90 %. For a rung whose
@@ -69,9 +74,11 @@ def plan_table() -> Iterator[str]:
         )
 
 
-def measured(question: Question, rung: str, spread: float | None) -> tuple[str, float | None]:
+def measured(
+    question: Question, rung: str, spread: float | None, rows: Sequence[Row] | None = None
+) -> tuple[str, float | None]:
     """The mean over seeds with its interval of 90 %, and the mean; of one seed by the spread of seeds below."""
-    found = list(values(question, rung, read(rung)).values())
+    found = list(values(question, rung, read(rung) if rows is None else rows).values())
     if not found:
         return "", None
     mean = statistics.fmean(found)
@@ -90,9 +97,10 @@ def written(question: Question, value: float) -> str:
 
 def predicted(rung: str) -> dict[str, list[dict[str, Any]]]:
     """What was written before a rung's first run; of a rung that is not begun, the frozen laws alone."""
-    path = RESULTS / f"predicted-{rung}.json"
-    if path.exists():
-        return {name: own for name, own in read_json(path).items() if isinstance(own, list)}
+    known = [read_json(p) for end in ("", f"-{AUTOPILOT}") if (p := RESULTS / f"predicted-{rung}{end}.json").exists()]
+    if known:
+        own = {q.name: (known[-1] if len(known) > 1 else {}) if q.of_autopilot else known[0] for q in QUESTIONS}
+        return {name: said[name] for name, said in own.items() if name in said}
     return {name: [own] for name, own in read_json(RESULTS / "frozen-laws.json")[rung].items()}
 
 
@@ -153,10 +161,19 @@ def answers(names: Sequence[str]) -> Iterator[str]:
     for text, of in texts.items():
         cells = ["; ".join(filter(None, [measured(asked[one], rung, None)[0] for one in of])) for rung in names]
         yield f"| {text} | {' | '.join(cells)} |"
+    old = [first_policy([asked[one] for one in texts["Autopilot less QK-norm: above; hot"]], rung) for rung in names]
+    yield f"| The same of the first policy | {' | '.join(old)} |"
     yield f"| Largest rate without a collapse, over that of no remedy | {' | '.join(map(stable_ratios, names))} |"
     yield f"| No remedy at the hot rate | {' | '.join(map(lost, names))} |"
     exponents = ["", *[exponent(*pair) for pair in itertools.pairwise(names)]]
     yield f"| Exponent of the largest logit in width since the rung before, tuned | {' | '.join(exponents)} |"
+
+
+def first_policy(questions: Sequence[Question], rung: str) -> str:
+    """What the runs of the autopilot's first policy say, where there are any."""
+    own = [r for r in read(FIRST_POLICY) if r["rung"] == rung]
+    rows = [*own, *(r for r in read(rung) if r["arm"] != AUTOPILOT)]
+    return "; ".join(measured(question, rung, None, rows)[0] for question in questions) if own else ""
 
 
 def stable_ratios(rung: str) -> str:

@@ -22,6 +22,10 @@ ARMS: Mapping[str, str] = {
     "qk_clip": "qk_clip:threshold=30",
     "autopilot": "autopilot",
 }
+# The policy of the autopilot was replaced when 0.13M and 1M were done, and no 10M run of it had begun. All rungs show
+# the present policy. The runs of the first one at 0.13M and 1M are in `FIRST_POLICY`, and predictions made from them do
+# not count; those of the present policy are made anew, before its first run on a rung.
+AUTOPILOT, FIRST_POLICY = "autopilot", "first-policy"
 Role = Literal["tuned", "above", "hot"]
 FIRST_SEED = 5000  # no earlier study has seeds from here on
 CORPUS = "1233677bc7b342c4ce0cad4736fe6d15c55cc2615e07e3a0c54b1a9f59e6a4ad"  # the bytes of CPython 3.11.7's library
@@ -180,6 +184,11 @@ class Question:
     scatter: float
     margin: float
     logits: bool = False
+
+    @property
+    def of_autopilot(self) -> bool:
+        """Whether it is about the autopilot."""
+        return AUTOPILOT in (self.left, self.right)
 
 
 # 0.01 nats per byte: training a run by another path, which rounds otherwise, moves its loss by up to 0.013 at two to

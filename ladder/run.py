@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ladder.plan import CORPUS, FIRST_SEED, RUNGS, Point, units
+from ladder.plan import AUTOPILOT, CORPUS, FIRST_SEED, QUESTIONS, RUNGS, Point, Question, units
 from ladder.predict import predictions
 from ladder.rows import RESULTS, Row, append, number, point, read
 from qkeel.errors import DataError
@@ -95,6 +95,7 @@ def climb(names: Sequence[str], work: Path, results: Path, stop: Stop, seeds: Se
         check_text(rung.name)
         done = {point(r) for r in rows}
         predict_before(name, results, begun=bool(rows))
+        predict_autopilot(name, results, begun=any(r["arm"] == AUTOPILOT for r in rows))
         for unit in units(rung):
             left = [p for p in unit if p not in done and (not seeds or p.seed in seeds)]
             if not left:
@@ -130,18 +131,28 @@ def check_text(name: str) -> None:
 
 def predict_before(name: str, results: Path, *, begun: bool) -> None:
     """Writes what the rungs below say of a rung that has no run yet; raises DataError where one below is not whole."""
-    path = results / f"predicted-{name}.json"
+    _predict(results / f"predicted-{name}.json", QUESTIONS, name, results, begun=begun)
+
+
+def predict_autopilot(name: str, results: Path, *, begun: bool) -> None:
+    """Writes what the present policy's runs on the rungs below say of its runs on a rung, before the first of them."""
+    if name != next(iter(RUNGS)):
+        own = [question for question in QUESTIONS if question.of_autopilot]
+        _predict(results / f"predicted-{name}-{AUTOPILOT}.json", own, name, results, begun=begun)
+
+
+def _predict(path: Path, questions: Sequence[Question], name: str, results: Path, *, begun: bool) -> None:
     if path.exists():
         return
     if begun:
         raise DataError(f"{name} has runs and no prediction: {path} is missing, and would be no prediction now")
-    names = list(RUNGS)
-    below = {other: read(other, results) for other in names[: names.index(name)]}
+    names, arms = list(RUNGS), {arm for question in questions for arm in (question.left, question.right)}
+    below = {other: [r for r in read(other, results) if r["arm"] in arms] for other in names[: names.index(name)]}
     for other, rows in below.items():
-        if len({point(r) for r in rows}) < sum(len(u) for u in units(RUNGS[other])):
+        if len({point(r) for r in rows}) < sum(p.arm in arms for unit in units(RUNGS[other]) for p in unit):
             raise DataError(f"{other} is not finished; the prediction of {name} is made of it")
     found = predictions(name, below)
-    about = {question: [dataclasses.asdict(p) for p in own] for question, own in found.items()}
+    about = {q.name: [dataclasses.asdict(p) for p in found[q.name]] for q in questions if q.name in found}
     write_json(path, {"commit": made_on().get("commit", ""), "rows": {n: len(r) for n, r in below.items()}, **about})
 
 

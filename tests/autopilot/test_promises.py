@@ -43,6 +43,27 @@ def test_until_its_first_action_training_is_plain_to_the_bit_and_then_it_holds_t
     assert effects[0]["after"] < effects[0]["before"]
 
 
+def test_factors_on_steps_outlast_a_change_of_heads() -> None:
+    # A clip of more heads is a new remedy, which goes on with the state of the old one.
+    one, spec = run(policy="ladder:threshold=20,limit=1e9", rate=0.05), "qk_clip:threshold=2,steps=matched"
+    one.train(0, 4)
+    actuator = one.pilot.actuator
+
+    def factors() -> torch.Tensor:
+        return actuator.handles[spec, 0][0].state()["0.steps.q.weight"]
+
+    assert not actuator.set({(spec, ""): (Action.CLIP, (0, 2))}, 0)
+    one.train(4, 8)
+    before = factors().clone()
+    assert (before[[0, 2]] < 1).all()
+    assert (before[[1, 3]] == 1).all()
+    assert not actuator.set({(spec, ""): (Action.CLIP, (0, 1, 2))}, 0)
+    assert torch.equal(factors(), before)
+    one.train(8, 12)
+    assert (factors()[[0, 1, 2]] < before[[0, 1, 2]]).all()
+    one.pilot.remove()
+
+
 def test_decisions_do_not_depend_on_when_numbers_arrive_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     # On the CPU they are there at once; here none is until it is waited for, as on a device that is a step behind.
     at_once, often = run().train(), run(every=1).train()

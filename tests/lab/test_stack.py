@@ -42,6 +42,7 @@ MORE = (
     "qk_norm:kind=layer,over=layer,gain=head_dim",
     "log_n:learned=head",
     "lalr:tau=0.3+qk_clip:threshold=1",
+    "qk_clip:threshold=1,steps=matched",
     "qk_lr:factor=0.1+qk_weight_decay",
 )
 MODELS = (

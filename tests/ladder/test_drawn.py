@@ -13,7 +13,6 @@ from ladder.rows import read
 from qkeel.lab.build_run import check, resolve
 from qkeel.records import read_json
 
-
 FIRST = DRAWS[1]
 each_draw = pytest.mark.parametrize("test", DRAWS.values(), ids=lambda test: test.name)
 

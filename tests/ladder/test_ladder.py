@@ -262,3 +262,26 @@ def test_a_process_runs_its_own_seeds_alone_and_a_seed_that_the_plan_lacks_is_re
     assert set(asked) == {FIRST_SEED + 1}
     with pytest.raises(DataError, match=f"has the seeds {FIRST_SEED} to {FIRST_SEED + 1}, got 7"):
         run.climb(["0.13M"], tmp_path / "a", tmp_path, After(math.inf), [FIRST_SEED, 7])
+
+
+def test_the_autopilot_is_predicted_from_its_own_runs_before_the_first_of_them(
+    small: dict[str, Any], tmp_path: Path
+) -> None:
+    about = {"max_abs_logit": 5.0, "collapsed": False}
+    table = [
+        {**dataclasses.asdict(p), **about, "val_loss": 2.0 + 0.01 * p.seed + (0.5 if p.arm == "autopilot" else 0.0)}
+        for unit in units(small["0.13M"])
+        for p in unit
+        if p.arm in ("none", "qk_norm", "autopilot")
+    ]
+    rows.append("0.13M", table[:-1], tmp_path)
+    with pytest.raises(DataError, match=r"0\.13M is not finished"):
+        run.predict_autopilot("1M", tmp_path, begun=False)
+    rows.append("0.13M", table[-1:], tmp_path)
+    run.predict_autopilot("0.13M", tmp_path, begun=False)
+    run.predict_autopilot("1M", tmp_path, begun=False)
+    (path,) = tmp_path.glob("predicted-*")
+    assert path.name == "predicted-1M-autopilot.json"
+    found = {name: own for name, own in read_json(path).items() if isinstance(own, list)}
+    assert found.keys() == {q.name for q in QUESTIONS if "autopilot" in q.name and q.role != "above"}
+    assert all(own[0]["value"] == pytest.approx(0.5, abs=1e-3) for own in found.values())

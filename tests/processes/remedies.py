@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-_STEPS = ("lalr", "qk_lr", "qk_weight_decay", "qk_clip", "qk_clip by group", "three at once")
+_CLIPS = ("qk_clip", "qk_clip by group", "qk_clip with matched steps")
+_STEPS = ("lalr", "qk_lr", "qk_weight_decay", *_CLIPS, "three at once")
 _ALL = dict.fromkeys((*_STEPS, "spectral_cap", "softcap", "z_loss"), "equal")
 _NEW_PARAMETERS = {"qk_norm before": "equal", "qk_norm after": "refused", "sigma_reparam before": "equal"}
 _PARTS = {"spectral_cap": "refused: needs all rows and columns of a head at once"}

@@ -22,6 +22,7 @@ REMEDIES = (
     "lalr:tau=0.1",
     "qk_lr:factor=0.5",
     "qk_clip:threshold=1",
+    "qk_clip:threshold=1,steps=matched",
     "qk_weight_decay:decay=0.3",
     "spectral_cap:cap=0.3",
     "frozen_qk",

@@ -58,6 +58,7 @@ CALLS = {
     "qk_weight_decay": "qk_weight_decay:decay=1",
     "qk_clip": "qk_clip:threshold=0.02",
     "qk_clip by group": "qk_clip:threshold=0.02,groups=group",
+    "qk_clip with matched steps": "qk_clip:threshold=0.02,steps=matched",
     "three at once": "lalr:tau=0.3,decay=plain+qk_weight_decay:decay=1+qk_clip:threshold=0.03",
     "spectral_cap": "spectral_cap:cap=0.1",
     "softcap": "softcap:cap=0.05",

@@ -197,3 +197,14 @@ def test_an_optimizer_whose_step_is_not_linear_in_the_rate_is_refused() -> None:
     with pytest.raises(RefusedError, match="qk_clip needs an optimizer whose step is proportional"):
         qkeel.apply("qk_clip:steps=matched", model, optimizer)
     qkeel.apply("qk_clip", model, optimizer).remove()
+
+
+@pytest.mark.parametrize("order", [("lalr", "qk_clip:steps=matched"), ("qk_clip:steps=matched", "lalr")])
+def test_lalr_undoes_matched_steps_and_the_pair_is_refused_in_either_order(order: tuple[str, str]) -> None:
+    model = attention(torch.float32, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(RefusedError, match="undoes matched steps"):
+        qkeel.apply("+".join(order), model, optimizer)
+    with qkeel.apply(order[0], model, optimizer), pytest.raises(RefusedError, match="undoes matched steps"):
+        qkeel.apply(order[1], model, optimizer)
+    qkeel.apply("lalr+qk_clip", model, optimizer).remove()

@@ -67,7 +67,8 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qk_clip, "_readable", lambda tensor: False)
 
 
-REMEDIES = ["lalr", "lalr:decay=plain", "qk_lr:factor=0.5", "qk_weight_decay", "qk_clip:threshold=0.001"]
+CLIPS = ["qk_clip:threshold=0.001", "qk_clip:threshold=0.001,steps=matched"]
+REMEDIES = ["lalr", "lalr:decay=plain", "qk_lr:factor=0.5", "qk_weight_decay", *CLIPS]
 
 
 @pytest.mark.parametrize("optimizer", ["fused", "sgd"])

@@ -21,7 +21,7 @@ from qkeel.options import parse as parse_terms
 from qkeel.patching.forward import ForwardPasses, joining, owners, unwrapped
 from qkeel.patching.modes import compile_again, unguarded
 from qkeel.patching.optimizers import StepHooks
-from qkeel.remedies.base import NoRemedy, Remedy, Target, compose_all, where
+from qkeel.remedies.base import NoRemedy, Remedy, Target, active_at, compose_all, where
 from qkeel.remedies.head_weights import check_weights, innermost
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.one_slot import (
@@ -466,7 +466,7 @@ def _check_whole(remedy: Remedy, sites: Sites) -> None:
 def _check_supported(remedy: Remedy, target: Target) -> None:
     """Raises unless the remedy can be applied at every site."""
     for site in target.sites:
-        if remedy.name in _applied(site):
+        if remedy.name in active_at(site):
             raise AlreadyAppliedError(f"{remedy.name} is already applied to {where(site)}; remove() its handle first")
         refusal = remedy.supports(site)
         if refusal is not None:
@@ -541,14 +541,10 @@ def forget(model: nn.Module, folded: Callable[[Remedy], bool]) -> None:
 def _check_others(remedy: Remedy, sites: Iterable[AttentionSite]) -> None:
     """Raises RefusedError if an earlier remedy is no longer valid after this one, so that their order never matters."""
     for site in sites:
-        for other in _applied(site).values():
+        for other in active_at(site).values():
             refusal = other.holds(site)
             if refusal is not None:
                 raise RefusedError(f"{remedy.name} at {where(site)}, where {other.name} is active: {refusal}")
-
-
-def _applied(site: AttentionSite) -> dict[str, Remedy]:
-    return site.module.__dict__.get(APPLIED, {})
 
 
 def _make(term: Term, options: dict[str, float | int | bool | str]) -> Remedy:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from qkeel.capture.example import Arguments, copied, undisturbed
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.handle import Handle, compose
-from qkeel.heads.site import AttentionSite, HeadSlice
+from qkeel.heads.site import APPLIED, AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.options import Bound, annotations, check_bound, checked
 from qkeel.sites.trace import ModelTrace, seen
@@ -189,6 +189,11 @@ def check_heads(remedy: str, value: object) -> None:
             raise InvalidTypeError(
                 f"expected heads of {remedy} by site, as ((site.name, (0, 3)),) with () for all of them, got {value!r}"
             )
+
+
+def active_at(site: AttentionSite) -> dict[str, Remedy]:
+    """Returns the remedies that are active at a site, by name."""
+    return site.module.__dict__.get(APPLIED, {})
 
 
 def where(site: AttentionSite) -> str:

@@ -15,10 +15,12 @@ from qkeel.errors import InvalidValueError
 from qkeel.functional.bounds import spectral_norm
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
-from qkeel.remedies.base import HeadsBySite, Target
+from qkeel.kernels.contract import Refusal
+from qkeel.remedies.base import HeadsBySite, Target, active_at
 from qkeel.remedies.head_groups import frobenius_norm
 from qkeel.remedies.head_steps import head_steps
 from qkeel.remedies.head_weights import HeadWeights, StepRemedy, sites_of
+from qkeel.remedies.qk_clip import UNDOES_MATCHED_STEPS, QKClip
 
 # A term that a weight is part of: the entries of the other weights in the term, the head of each of these weights that
 # each query head uses, and the query heads that use each of the weight's own heads.
@@ -65,6 +67,12 @@ class LALR(StepRemedy):
 
     def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         return sites_of(self.heads, sites, self.name)
+
+    def holds(self, site: AttentionSite) -> Refusal | None:
+        clip = active_at(site).get(QKClip.name)
+        if isinstance(clip, QKClip) and clip.steps == "matched":
+            return UNDOES_MATCHED_STEPS
+        return StepRemedy.holds(self, site)
 
     def apply(self, target: Target) -> Handle:
         weights = HeadWeights.of(target)

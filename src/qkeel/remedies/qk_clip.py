@@ -22,7 +22,7 @@ from qkeel.kernels.statistics import FoundExtremes, find_kernel_rows, find_plain
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.modes import FaultGuard
 from qkeel.patching.optimizers import in_real_steps
-from qkeel.remedies.base import HeadsBySite, Target
+from qkeel.remedies.base import HeadsBySite, Target, active_at
 from qkeel.remedies.head_groups import HeadGroups, HeadView, LogitShare, head_views, logit_shares, stacked
 from qkeel.remedies.head_steps import check_changes_last, head_steps
 from qkeel.remedies.head_weights import (
@@ -39,6 +39,10 @@ from qkeel.remedies.shared_maxima import SharedMaxima
 from qkeel.sites.tap import Tap
 
 Entries = dict[int, tuple[Tensor, list[tuple[int, HeadSlice]]]]  # each tensor, and the slices of it that are scaled
+UNDOES_MATCHED_STEPS = Refusal(
+    "lalr raises the rates as a clip shrinks the weights, which undoes matched steps",
+    "use one of the two, or steps=full",
+)
 _OFF = "qk_clip failed while reading logits and has stopped clipping: {}. Training continues without it"
 
 
@@ -104,6 +108,8 @@ class QKClip(StepRemedy):
 
     def holds(self, site: AttentionSite) -> Refusal | None:
         refusal = StepRemedy.holds(self, site)
+        if refusal is None and self.steps == "matched" and "lalr" in active_at(site):
+            return UNDOES_MATCHED_STEPS
         if refusal is not None or not site.terms or self.shares(site) is not None:
             return refusal
         return Refusal(
