@@ -144,13 +144,28 @@ def counted(judged: Sequence[Judged]) -> str:
     return f"Of {len(theirs)} published claims: {tally(theirs)}. {added}"
 
 
+def fewer_seeds() -> str:
+    """The studies that have fewer seeds than most, in words."""
+    by_seeds: dict[int, list[str]] = {}
+    for name, about in STUDIES.items():
+        if about.seeds != SEEDS:
+            by_seeds.setdefault(about.seeds, []).append(f"`{name}`")
+    lists = [(n, ", ".join(names[:-1]), names[-1]) for n, names in by_seeds.items()]
+    return "; ".join(f"{n} in {before} and {last}" if before else f"{n} in {last}" for n, before, last in lists)
+
+
 def page(results: Results) -> str:
     """The text of research/claims.md: a chart, the claims, what no row judges; then procedure, sources and hashes."""
     judged = judge(results)
     place = {id(one.claim): one for one in judged}
     spent = sum(results[study].get("cpu_seconds", 0) for study in STUDIES if study in results)
-    fewer = ", ".join(f"{about.seeds} in `{name}`" for name, about in STUDIES.items() if about.seeds != SEEDS)
-    read = {"seeds": SEEDS, "fewer": fewer, "minutes": round(spent / 60), "studies": len(STUDIES), "looks": LOOKS}
+    read = {
+        "seeds": SEEDS,
+        "fewer": fewer_seeds(),
+        "minutes": round(spent / 60),
+        "studies": len(STUDIES),
+        "looks": LOOKS,
+    }
     parts = [
         _text("head.md").format(counted=counted([place[id(claim)] for claim in CLAIMS]), chart=_chart(place)),
         *(_claims(heading, [place[id(claim)] for claim in claims]) for heading, claims in SECTIONS.items()),
@@ -286,4 +301,7 @@ def _signed(value: float) -> str:
 
 
 def _times(value: float) -> str:
+    mantissa, _, power = f"{math.exp(min(value, 700)):.2e}".partition("e")
+    if int(power) < -3:
+        return f"{mantissa} · 10⁻{str(-int(power)).translate(str.maketrans('0123456789', '⁰¹²³⁴⁵⁶⁷⁸⁹'))}×"
     return f"{math.exp(value):.3g}×" if value < 700 else "∞"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from claims.claim import Claim
-from claims.judge import HERE, LOOKS, VERDICTS, Judged, Results, counted, judge, short, verdicts
+from claims.judge import HERE, LOOKS, VERDICTS, Judged, Results, counted, fewer_seeds, judge, short, verdicts
 from claims.studies import SEEDS, STUDIES
 from claims.table import CLAIMS, SECTIONS
 
@@ -17,7 +17,6 @@ def site_page(results: Results) -> str:
     judged = judge(results)
     place = {id(one.claim): one for one in judged}
     spent = sum(results[study].get("cpu_seconds", 0) for study in STUDIES if study in results)
-    fewer = ", ".join(f"{about.seeds} in `{name}`" for name, about in STUDIES.items() if about.seeds != SEEDS)
     return (
         (HERE / "found.md")
         .read_text(encoding="utf-8")
@@ -27,7 +26,7 @@ def site_page(results: Results) -> str:
             tables="\n\n".join(_table(heading, claims, place) for heading, claims in SECTIONS.items()),
             looks=LOOKS,
             seeds=SEEDS,
-            fewer=fewer,
+            fewer=fewer_seeds(),
             studies=len(STUDIES),
             minutes=round(spent / 60),
         )

@@ -91,10 +91,10 @@ class QKClip(StepRemedy):
 
     name = "qk_clip"
     line = "after each step, shrinks query and key weights of heads whose largest logit passed the threshold"
-    source = "Kimi K2, arXiv 2507.20534, section 2.1"
+    source = "Kimi K2, arXiv 2507.20534, section 2.1; steps=matched is qkeel's own"
     rule = (
         "after each step, per head h: γ_h = min(1, {threshold:g} / S_h); W_Q^h ← √γ_h · W_Q^h, W_K^h ← √γ_h · W_K^h; "
-        "S_h the head's largest logit since the last step (shared keys: groups={groups}; steps={steps})"
+        "S_h the head's largest logit since the last step (shared keys: groups={groups}; later steps: {steps})"
     )
     if_normed = (
         "a norm between the weights of q or of k and the logit undoes their scaling, so clipping both would not lower "
@@ -133,10 +133,11 @@ class QKClip(StepRemedy):
         hooks = [
             optimizer.register_step_pre_hook(in_real_steps(before)),
             optimizer.register_step_post_hook(in_real_steps(clip.after_step)),
+            *([] if steps is None else [steps.begin()]),
         ]
 
         def undo() -> None:
-            for hook in [*hooks, *([] if steps is None else [steps.handle])]:
+            for hook in hooks:
                 hook.remove()
             clip.shared.remove()
             clip.tap.remove()
@@ -341,9 +342,12 @@ class _MatchedSteps:
         self._places = stacked([*own, *(own[i] for i in owners)])
         self._names, self._counts = weights.unique_names, weights.counts
         self._owners = torch.cat([torch.arange(sum(self._counts)), *self._heads_of(owners)])
-        steps = head_steps(target, remedy.name, with_biases)
         self.row = torch.ones(len(self._places), device=with_biases.parameters[0].device)
-        self.handle = steps.scale(lambda ones: ones * self.row.to(ones))
+        self._steps = head_steps(target, remedy.name, with_biases)
+
+    def begin(self) -> Handle:
+        """Scales all steps until the handle is removed."""
+        return self._steps.scale(lambda ones: ones * self.row.to(ones))
 
     def _heads_of(self, owners: Sequence[int]) -> list[Tensor]:
         """Returns the indices of the heads of these weights in the row."""
