@@ -141,7 +141,7 @@ ladder: $(VENV)/.dev  ## runs of 0.13M to 124M parameters, as far as they are no
 	$(ONE_THREAD) $(BIN)/python -m ladder.run --idle
 	$(BIN)/python -m ladder
 
-drawn: $(VENV)/.dev  ## the autopilot's drawn test: 480 runs, as far as they are not done, in idle time; stop it and start it at will
+drawn: $(VENV)/.dev  ## the autopilot's last drawn test: 560 runs, as far as they are not done, in idle time; stop it and start it at will
 	$(ONE_THREAD) $(BIN)/python -m ladder.drawn run --idle
 	$(BIN)/python -m ladder.drawn judge
 
