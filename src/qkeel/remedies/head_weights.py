@@ -331,6 +331,12 @@ class HeadWeights:
 # Remedies that change optimizer steps, and the sites that they refuse.
 
 
+UNDOES_MATCHED_STEPS = Refusal(
+    "lalr raises the rates as a clip shrinks the weights, which undoes matched steps",
+    "use one of the two, or steps=full",
+)
+
+
 class StepRemedy(Remedy):
     """A remedy that works through hooks on the optimizer, so that a copy of the model does not have it.
 

@@ -19,8 +19,7 @@ from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import HeadsBySite, Target, active_at
 from qkeel.remedies.head_groups import frobenius_norm
 from qkeel.remedies.head_steps import head_steps
-from qkeel.remedies.head_weights import HeadWeights, StepRemedy, sites_of
-from qkeel.remedies.qk_clip import UNDOES_MATCHED_STEPS, QKClip
+from qkeel.remedies.head_weights import UNDOES_MATCHED_STEPS, HeadWeights, StepRemedy, sites_of
 
 # A term that a weight is part of: the entries of the other weights in the term, the head of each of these weights that
 # each query head uses, and the query heads that use each of the weight's own heads.
@@ -69,8 +68,7 @@ class LALR(StepRemedy):
         return sites_of(self.heads, sites, self.name)
 
     def holds(self, site: AttentionSite) -> Refusal | None:
-        clip = active_at(site).get(QKClip.name)
-        if isinstance(clip, QKClip) and clip.steps == "matched":
+        if getattr(active_at(site).get("qk_clip"), "steps", "full") == "matched":
             return UNDOES_MATCHED_STEPS
         return StepRemedy.holds(self, site)
 

@@ -27,6 +27,7 @@ from qkeel.remedies.head_groups import HeadGroups, HeadView, LogitShare, head_vi
 from qkeel.remedies.head_steps import check_changes_last, head_steps
 from qkeel.remedies.head_weights import (
     LOW_PRECISION,
+    UNDOES_MATCHED_STEPS,
     HeadWeights,
     ReplacementCheck,
     StepRemedy,
@@ -39,10 +40,6 @@ from qkeel.remedies.shared_maxima import SharedMaxima
 from qkeel.sites.tap import Tap
 
 Entries = dict[int, tuple[Tensor, list[tuple[int, HeadSlice]]]]  # each tensor, and the slices of it that are scaled
-UNDOES_MATCHED_STEPS = Refusal(
-    "lalr raises the rates as a clip shrinks the weights, which undoes matched steps",
-    "use one of the two, or steps=full",
-)
 _OFF = "qk_clip failed while reading logits and has stopped clipping: {}. Training continues without it"
 
 
