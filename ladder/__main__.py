@@ -48,8 +48,8 @@ laws of [logits](results/drift-law.md) and [gains](results/gains.md) predict all
 (`ladder/results/frozen-laws.json`, in the commit of the plan); their intervals are for single runs.
 Over all rungs and questions 84 to 96 % of the intervals are to hold. A difference under 0.01 nats counts as none.
 
-**What was changed.** The autopilot's policy was replaced when 0.13M and 1M were done and no 10M run of it had begun
-([why](autopilot-drawn.md)). All rungs show the present policy, with predictions that were made anew before its first
+**What was changed.** The autopilot's policy was replaced ([why](autopilot-drawn.md)) when its runs at 0.13M and 1M
+were done and none at 10M had begun. All rungs show the present policy, with predictions that were made anew before its first
 run on a rung. Runs of the first policy are in `ladder/results/first-policy.jsonl`; its predictions for 1M (3 of 4 held)
 no longer count.
 
@@ -97,10 +97,11 @@ def written(question: Question, value: float) -> str:
 
 def predicted(rung: str) -> dict[str, list[dict[str, Any]]]:
     """What was written before a rung's first run; of a rung that is not begun, the frozen laws alone."""
-    known = [read_json(p) for end in ("", f"-{AUTOPILOT}") if (p := RESULTS / f"predicted-{rung}{end}.json").exists()]
-    if known:
-        own = {q.name: (known[-1] if len(known) > 1 else {}) if q.of_autopilot else known[0] for q in QUESTIONS}
-        return {name: said[name] for name, said in own.items() if name in said}
+    path, of_autopilot = (RESULTS / f"predicted-{rung}{end}.json" for end in ("", f"-{AUTOPILOT}"))
+    if path.exists():
+        known, own = read_json(path), read_json(of_autopilot) if of_autopilot.exists() else {}
+        said = {q.name: (own if q.of_autopilot else known).get(q.name) for q in QUESTIONS}
+        return {name: found for name, found in said.items() if found is not None}
     return {name: [own] for name, own in read_json(RESULTS / "frozen-laws.json")[rung].items()}
 
 
@@ -162,7 +163,7 @@ def answers(names: Sequence[str]) -> Iterator[str]:
         cells = ["; ".join(filter(None, [measured(asked[one], rung, None)[0] for one in of])) for rung in names]
         yield f"| {text} | {' | '.join(cells)} |"
     old = [first_policy([asked[one] for one in texts["Autopilot less QK-norm: above; hot"]], rung) for rung in names]
-    yield f"| The same of the first policy | {' | '.join(old)} |"
+    yield f"| The same for the first policy | {' | '.join(old)} |"
     yield f"| Largest rate without a collapse, over that of no remedy | {' | '.join(map(stable_ratios, names))} |"
     yield f"| No remedy at the hot rate | {' | '.join(map(lost, names))} |"
     exponents = ["", *[exponent(*pair) for pair in itertools.pairwise(names)]]

@@ -94,11 +94,11 @@ DRAWS: Mapping[int, Draw] = {
             seed=20261128,
             seeds=(6100, 6101),
             rivals=(*ALWAYS_ON, MATCHED),
-            policy="the present policy: clips with matched steps from the moment at which a head is forecast to end "
-            "above 100",
+            policy="the present policy, which clips with matched steps from the moment a head is forecast to end above "
+            "100",
             known="The [first draw](autopilot-drawn.md), in which the first policy was behind the best\n"
             "always-on remedy by 0.061 nats at 3.16 to 10 times the tuned rate. The present policy was chosen on seed "
-            "6000 of that draw's\nsettings. None of the seeds and settings of this draw.",
+            "6000 of that draw's\nsettings. None of this draw's seeds or settings had been run.",
         ),
     )
 }
@@ -365,7 +365,7 @@ def page(test: Draw, rows: Sequence[Row], settings: Sequence[Mapping[str, Any]])
     hours = sum(r["cpu_seconds"] for r in rows if "cpu_seconds" in r) / 3600
     lines = [
         head(test, len(settings), total),
-        f"{'All' if done == total else done} of {total} runs are done ({made}; {hours:.1f} core-hours).",
+        f"{'All' if done == total else f'{done} of'} {total} runs are done ({made}; {hours:.1f} core-hours).",
         *("", "## Goals", "", *goals(judge(test, rows, settings)), ""),
         *("## Losses by rate", ""),
         "Held-out loss of an arm less that of `none`, of `frozen_qk`, whose query and key weights keep their first",
@@ -383,8 +383,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what is left, or judges what is there."""
     parser = argparse.ArgumentParser(prog="python -m ladder.drawn", description=__doc__)
     parser.add_argument("what", choices=["run", "judge", "draw"])
-    parser.add_argument("--draw", type=int, choices=list(DRAWS), default=max(DRAWS), help="the test; the last one")
-    parser.add_argument("--seed", nargs="*", type=int, default=(), help="these seeds alone; without it both")
+    parser.add_argument(
+        "--draw", type=int, choices=list(DRAWS), default=max(DRAWS), help="which draw (default: the last)"
+    )
+    parser.add_argument("--seed", nargs="*", type=int, default=(), help="only these seeds (default: both)")
     parser.add_argument("--work", type=Path, default=Path("runs/ladder"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--idle", action="store_true", help="run only when no other process wants the processor")

@@ -95,11 +95,12 @@ def climb(names: Sequence[str], work: Path, results: Path, stop: Stop, seeds: Se
         check_text(rung.name)
         done = {point(r) for r in rows}
         predict_before(name, results, begun=bool(rows))
-        predict_autopilot(name, results, begun=any(r["arm"] == AUTOPILOT for r in rows))
         for unit in units(rung):
             left = [p for p in unit if p not in done and (not seeds or p.seed in seeds)]
             if not left:
                 continue
+            if left[0].arm == AUTOPILOT:
+                predict_autopilot(name, results, begun=any(p.arm == AUTOPILOT for p in done))
             places = [folder(work, p) for p in left]
             for path in places:
                 path.mkdir(parents=True, exist_ok=True)

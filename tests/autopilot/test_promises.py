@@ -50,7 +50,7 @@ def test_factors_on_steps_outlast_a_change_of_heads() -> None:
     actuator = one.pilot.actuator
 
     def factors() -> torch.Tensor:
-        return actuator.handles[spec, 0][0].state()["0.steps.q.weight"]
+        return actuator.handles[spec, 0][0].state()["0.steps.q.weight:0"]
 
     assert not actuator.set({(spec, ""): (Action.CLIP, (0, 2))}, 0)
     one.train(4, 8)

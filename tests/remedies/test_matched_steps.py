@@ -148,15 +148,15 @@ def test_fused_steps_are_the_rescaled_steps() -> None:
 def test_the_products_of_the_factors_are_saved_and_restored() -> None:
     _, handle = clipped(4)
     state = {name: value.clone() for name, value in handle.state().items()}
-    assert set(state) == {"0.steps.q_proj.weight", "0.steps.k_proj.weight"}
-    assert float(state["0.steps.q_proj.weight"].max()) < 0.9
-    assert torch.equal(state["0.steps.k_proj.weight"], torch.ones(2))  # shared keys are never scaled
+    assert set(state) == {f"0.steps.{name}:0" for name in ("q_proj.weight", "k_proj.weight", "q_proj.bias")}
+    assert float(state["0.steps.q_proj.weight:0"].max()) < 0.9
+    assert torch.equal(state["0.steps.k_proj.weight:0"], torch.ones(2))  # shared keys are never scaled
     _, again = clipped(0, load=state)
     assert all(torch.equal(value, state[name]) for name, value in again.state().items())
     continued = clipped(3, load=state)[1].state()
-    assert (continued["0.steps.q_proj.weight"] <= state["0.steps.q_proj.weight"]).all()
-    with pytest.raises(InvalidValueError, match=r"factors of 4 heads for the steps of q_proj.weight, got \(3,\)"):
-        again.load({**state, "0.steps.q_proj.weight": torch.ones(3)})
+    assert (continued["0.steps.q_proj.weight:0"] <= state["0.steps.q_proj.weight:0"]).all()
+    with pytest.raises(InvalidValueError, match=r"factors of 4 heads for the steps of q_proj.weight:0, got \(3,\)"):
+        again.load({**state, "0.steps.q_proj.weight:0": torch.ones(3)})
 
 
 def test_heads_that_are_not_named_and_heads_under_the_threshold_take_full_steps() -> None:
@@ -169,7 +169,7 @@ def test_heads_that_are_not_named_and_heads_under_the_threshold_take_full_steps(
     with qkeel.apply(remedy, model, optimizer) as handle:
         model(batches(1, 0)[0])
         optimizer.step()
-        found = handle.state()["0.steps.q_proj.weight"]
+        found = handle.state()["0.steps.q_proj.weight:0"]
     assert found[0] < 1
     assert torch.equal(found[1:], torch.ones(3))
 
@@ -183,10 +183,10 @@ def test_a_logit_that_is_a_sum_shortens_the_steps_of_each_weight_by_its_own_fact
         optimizer.step()
         state = {name.partition("steps.")[2]: value for name, value in handle.state().items()}
     for name, factors in state.items():
-        weight = name.partition("#")[0]
+        weight, _, first = name.partition(":")
         ratio = (model.get_parameter(weight) / before[weight]).unflatten(0, (len(factors), -1))
         expected = factors.to(ratio)
-        if "#" not in name:
+        if first == "0" and sum(other.startswith(weight) for other in state) == 1:
             assert torch.allclose(ratio.flatten(1).mean(1), expected, rtol=1e-6), name
     assert any(float(v.min()) < 1 for v in state.values())
 
@@ -208,3 +208,74 @@ def test_lalr_undoes_matched_steps_and_the_pair_is_refused_in_either_order(order
     with qkeel.apply(order[0], model, optimizer), pytest.raises(RefusedError, match="undoes matched steps"):
         qkeel.apply(order[1], model, optimizer)
     qkeel.apply("lalr+qk_clip", model, optimizer).remove()
+
+
+class Twice(torch.nn.Module):
+    """Two calls of attention on different rows of one fused projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(D_MODEL, 6 * D_MODEL, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).chunk(6, -1)
+        q1, k1, v1, q2, k2, v2 = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+        return F.scaled_dot_product_attention(q1, k1, v1) + F.scaled_dot_product_attention(q2, k2, v2)
+
+
+def test_factors_stay_with_their_rows_when_more_sites_are_clipped() -> None:
+    torch.manual_seed(0)
+    model = Twice()
+    with torch.no_grad():
+        model.qkv.weight[3 * D_MODEL : 4 * D_MODEL].mul_(20)
+    x = batches(1, 0)[0]
+    names = [site.name for site in qkeel.find_sites(model, x)]
+    assert len(names) == 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sites = qkeel.find_sites(model, x)
+
+    def clip(heads: tuple[str, ...]) -> qkeel.Handle:
+        remedy = qkeel.remedies.qk_clip.QKClip(threshold=0.5, steps="matched", heads=tuple((n, ()) for n in heads))
+        return qkeel.apply(remedy, model, optimizer, sites=sites)
+
+    with clip((names[1],)) as handle:
+        model(x)
+        optimizer.step()
+        state = {name: value.clone() for name, value in handle.state().items()}
+    row = f"0.steps.qkv.weight:{3 * D_MODEL}"
+    assert (state[row] < 1).all()
+    with clip(tuple(names)) as handle:
+        handle.load(state)
+        found = handle.state()
+    assert torch.equal(found[row], state[row])
+    assert torch.equal(found["0.steps.qkv.weight:0"], torch.ones(HEADS, dtype=found[row].dtype))
+    assert found[row].dtype == state[row].dtype
+
+
+class Tied(torch.nn.Module):
+    """Two layers that share a weight and have biases of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = attention(torch.float64, HEADS, bias=True), attention(torch.float64, HEADS, bias=True)
+        self.b.q_proj.weight = self.a.q_proj.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(30 * x)
+
+
+def test_layers_that_share_a_weight_shorten_the_steps_of_their_own_biases() -> None:
+    model, x = Tied(), batches(1, 1)[0]
+    with torch.no_grad():
+        for layer in (model.a, model.b):
+            layer.q_proj.bias.normal_()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with qkeel.apply("qk_clip:threshold=0.05,steps=matched", model, optimizer) as handle:
+        model(x)
+        optimizer.step()
+        state = handle.state()
+    for name in ("a.q_proj.weight", "a.q_proj.bias", "b.q_proj.bias", "a.k_proj.weight", "b.k_proj.weight"):
+        ratio = (model.get_parameter(name) / before[name]).unflatten(0, (HEADS, -1)).flatten(1)
+        assert torch.allclose(ratio.mean(1), state[f"0.steps.{name}:0"].double(), rtol=1e-5), name
+    assert not torch.allclose(state["0.steps.a.q_proj.bias:0"], state["0.steps.b.q_proj.bias:0"])

@@ -347,8 +347,12 @@ class RemedyManager:
         """
         handle = self._applied(key, heads)
         fresh = handle.state()
-        clip = self._parsed(key).name == QKClip.name  # its state depends on the step, not on the heads
-        handle.load(state if clip else {name: state.get(name, value) for name, value in fresh.items()})
+        clip = self._parsed(key).name == QKClip.name  # it completes a state that does not contain all of its heads
+        try:
+            handle.load(state if clip else {name: state.get(name, value) for name, value in fresh.items()})
+        except QkeelError:
+            handle.remove()
+            raise
         self.handles[key] = handle, dict(heads)
 
     def _parsed(self, key: RemedyKey) -> QKClip | LALR:

@@ -288,19 +288,20 @@ class Ladder(Policy):
     """Escalates per head and site: watch closer, qk_clip or lalr, a calibrated norm, and a request for a lower learning
     rate.
 
-    *Watch closer* measures every `every` steps, during the first `calm` records and while a head is rising: its logit
-    is over 8 nats, has doubled, and is forecast to end above `limit`. *qk_clip* at `threshold` starts when a head is
-    rising or an alarm of RULES fires. It is applied to the heads that are rising or over the threshold, and to the head
-    that the alarm names. Its steps are matched, except with optimizers that refuse lalr, whose steps cannot be scaled.
-    *lalr* takes its place at sites that refuse qk_clip. *Norm*, which is for the whole model and requires
-    `allow_new_parameters`, follows after 2 · `patience` records if a logit of a site exceeds three times the threshold
-    in spite of the remedy, or its entropy is below 0.05 nats. The last action is the request for a lower rate, with
-    `ask_for_rate`. Actions that a site refuses are skipped; a site with no action left is reported once.
+    *Watch closer* measures every `every` steps, during the first `calm` records, while an action is active, and while a
+    head is rising: its logit is over 8 nats, has doubled, and is forecast to end above `limit`. *qk_clip* at
+    `threshold` starts when a head is rising or an alarm of RULES fires. It is applied to the heads that are rising or
+    over the threshold, and to the head that the alarm names. Its steps are matched, unless the site refuses lalr, as it
+    does if steps cannot be scaled. *lalr* takes its place at sites that refuse qk_clip. *Norm*, which is for the whole
+    model and requires `allow_new_parameters`, follows after 2 · `patience` records if a logit of a site exceeds three
+    times the threshold in spite of the remedy, or its entropy is below 0.05 nats. The last action is the request for a
+    lower rate, with `ask_for_rate`. Actions that a site refuses are skipped; a site with no action left is reported
+    once.
 
     lalr is released if the site stayed below half of the threshold for the last `calm` records and would end below it
     even if it grew 1/tau times as fast; qk_clip with full steps is released per head by the same rule at the current
-    rate of growth. Each release doubles `calm` for that action and site. qk_clip with matched steps and the norm are
-    never released, because the steps that they keep short would be long again.
+    rate of growth. Each release doubles `calm` for that action and site. qk_clip with matched steps is never released,
+    because its steps would become long again; nor is the norm, because the model was trained with it.
     """
 
     threshold: Positive = 15.0
@@ -346,7 +347,10 @@ class _Step:
         return tuple(found or self.releases()) if norm is None else (norm,)
 
     def spec(self, action: Action, site: str | None) -> str:
-        """Returns the remedy that an action applies at a site, or "" if the action is not a remedy."""
+        """Returns the remedy that an action applies at a site, or has applied; "" if the action is not a remedy."""
+        active = next((spec for (spec, place), (own, _) in self.held.items() if (own, place) == (action, site)), "")
+        if active:
+            return active
         matched = "" if self.records.refuses(Action.RATES, site) else ",steps=matched"
         return {
             Action.WATCH: f"watch:every={self.ladder.every}",
@@ -393,11 +397,11 @@ class _Step:
 
     def _outlook(self) -> str:
         heads = int(self.rising[list(self.sites)].sum())
-        return f"the logits of {heads} heads have doubled and may end over {self.ladder.limit:g}"
+        which = "the logit of 1 head has" if heads == 1 else f"the logits of {heads} heads have"
+        return f"{which} doubled and may end over {self.ladder.limit:g}"
 
     def clips(self, alarm: Alarm | None) -> list[Decision]:
-        """Clips the heads that rise or that an alarm concerns and, at sites with an active remedy, all heads over the
-        threshold."""
+        """Clips the heads that rise or that an alarm concerns and, at clipped sites, all heads over the threshold."""
         if self.normed:
             return []
         begins = self.rises or alarm is not None
@@ -419,7 +423,7 @@ class _Step:
             elif self.rises:
                 rule, why = "outlook of each head", f"{own}; {self._outlook()}"
             else:
-                rule, why = "over the threshold", f"{own} at a site with an active remedy"
+                rule, why = "over the threshold", f"{own} at a site that is already clipped"
             found += self.above(None, i, rule, why, tuple(sorted(heads)))
         return found
 

@@ -267,17 +267,10 @@ class HeadWeights:
         plain = self.names
         return [f"{name}#{plain[:i].count(name)}" if plain.count(name) > 1 else name for i, name in enumerate(plain)]
 
-    def with_biases(self, target: Target, optimizer: Optimizer) -> tuple[HeadWeights, list[int]]:
-        """Returns these weights followed by the biases that the optimizer updates, and the entry each bias belongs to.
-
-        A bias that another optimizer updates is left out, because Muon, for example, takes matrices only."""
-        found = [
-            (i, bias, target.parameter(bias.parameter)) for i, s in enumerate(self.slices) if (bias := s.bias_of())
-        ]
-        found = [(i, bias, p) for i, bias, p in found if stepped(optimizer, p) is not None]
-        slices = [*self.slices, *(bias for _, bias, _ in found)]
-        parameters = [*self.parameters, *(p for _, _, p in found)]
-        return HeadWeights(slices=slices, parameters=parameters, _entry=self._entry), [i for i, _, _ in found]
+    def followed_by(self, target: Target, others: Sequence[HeadSlice]) -> HeadWeights:
+        """Returns these entries followed by entries for other slices, such as biases."""
+        slices, parameters = [*self.slices, *others], [target.parameter(s.parameter) for s in others]
+        return HeadWeights(slices=slices, parameters=[*self.parameters, *parameters], _entry=self._entry)
 
     @property
     def counts(self) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Literal, final
 
@@ -35,6 +34,7 @@ from qkeel.remedies.head_weights import (
     found_inf,
     innermost,
     sites_of,
+    stepped,
 )
 from qkeel.remedies.shared_maxima import SharedMaxima
 from qkeel.sites.tap import Tap
@@ -71,13 +71,14 @@ class QKClip(StepRemedy):
     copies of low-precision weights that the optimizer updates or keeps in its state are scaled too. If `heads` is
     given, heads that it does not name are never clipped.
 
-    A clip makes the weights smaller but not the later steps, so each clip makes the weights turn faster.
-    steps="matched" multiplies all later steps of a weight, and of its bias, by c, the product of the factors by which
-    the weight was clipped so far. Without weight decay, the weight is then c times one that takes full steps and is
-    never clipped, so the clip acts like a factor on the logits alone. This is exact for optimizers whose step does not
-    depend on the size of the gradient, such as Muon; Adam's averages adapt to the larger gradients of smaller weights
-    in about 1/(1 - β₂) steps. Decoupled weight decay is scaled too, so that the size at which it balances the steps
-    stays the same. c never grows. The optimizer's step must be proportional to its rate.
+    A clip makes the weights smaller but not the later steps, so the same steps then change the direction of the weights
+    more. steps="matched" multiplies all later steps of a weight, and of its bias, by c, the product of the factors by
+    which it was clipped so far; a bias that another optimizer updates takes full steps. Without weight decay, the
+    weight is then c times one that takes full steps and is never clipped, so the clip acts like a factor on the logits
+    alone. This is exact for optimizers whose step does not depend on the size of the gradient, such as Muon; Adam's
+    averages adapt to the larger gradients of smaller weights in about 1/(1 - β₂) steps. Decoupled weight decay is
+    scaled too, so that decay and steps balance at the same size of the weights as without the clip. c never grows. The
+    optimizer's step must be proportional to its rate.
     """
 
     threshold: float = 100.0  #: τ, in nats, above 0
@@ -321,35 +322,38 @@ class _Clip:
 class _MatchedSteps:
     """Multiplies the steps of weights and biases by the factors by which they were clipped so far.
 
-    `row` holds the product for each head of each weight, 1 at the start, and again for each bias.
+    `row` holds the product for each head of each weight and then of each bias, 1 at the start.
     """
 
     def __init__(self, remedy: QKClip, target: Target, optimizer: Optimizer) -> None:
         weights = HeadWeights.of(target)
         tables: list[list[Tensor]] = [[] for _ in weights.slices]
+        biases: dict[str, tuple[HeadSlice, list[Tensor]]] = {}
         last, first = 2 * sum(site.n_heads for site in target.sites), 0
         for site in target.sites:
             for share in remedy.shares(site) or ():
-                root = last // 2 if share.root else 0
-                tables[weights.place(share.weight)].append(share.heads + first + root)
+                table = share.heads + first + (last // 2 if share.root else 0)
+                tables[weights.place(share.weight)].append(table)
+                bias = share.weight.bias_of()
+                if bias is not None and stepped(optimizer, target.parameter(bias.parameter)) is not None:
+                    biases.setdefault(_name(bias), (bias, []))[1].append(table)
             first += site.n_heads
+        scaled = weights.followed_by(target, [bias for bias, _ in biases.values()])
         # A weight that is never scaled, such as a shared key, has a factor of 1, the last in the row of factors.
-        own = [torch.cat(t, 1) if t else torch.full((n, 1), last) for t, n in zip(tables, weights.counts)]
-        with_biases, owners = weights.with_biases(target, optimizer)
-        self._places = stacked([*own, *(own[i] for i in owners)])
-        self._names, self._counts = weights.unique_names, weights.counts
-        self._owners = torch.cat([torch.arange(sum(self._counts)), *self._heads_of(owners)])
-        self.row = torch.ones(len(self._places), device=with_biases.parameters[0].device)
-        self._steps = head_steps(target, remedy.name, with_biases)
+        tables += [table for _, table in biases.values()]
+        own = [torch.cat(t, 1) if t else torch.full((n, 1), last) for t, n in zip(tables, scaled.counts)]
+        self._places = stacked(own)
+        self._names, self._counts = [_name(s) for s in scaled.slices], scaled.counts
+        self.row = torch.ones(len(self._places), device=scaled.parameters[0].device)
+        self._steps = head_steps(target, remedy.name, scaled)
 
     def begin(self) -> Handle:
         """Scales all steps until the handle is removed."""
-        return self._steps.scale(lambda ones: ones * self.row.to(ones))
+        return self._steps.scale(self._factors)
 
-    def _heads_of(self, owners: Sequence[int]) -> list[Tensor]:
-        """Returns the indices of the heads of these weights in the row."""
-        firsts = [0, *itertools.accumulate(self._counts)]
-        return [torch.arange(firsts[i], firsts[i + 1]) for i in owners]
+    def _factors(self, ones: Tensor) -> Tensor:
+        self.row = self.row.to(ones.device)
+        return ones * self.row.to(ones.dtype)
 
     def shrink(self, factors: Tensor) -> None:
         """Includes the factors of a clip, in the order of `_ClippedRows`; of several on one head, the smallest."""
@@ -357,21 +361,25 @@ class _MatchedSteps:
         self.row = self.row.to(factors) * factors[self._places].amin(1)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the products of the weights; those of biases are the same."""
-        own = self.row[: sum(self._counts)].split(self._counts)
-        return {f"steps.{name}": part.clone() for name, part in zip(self._names, own)}
+        """Returns the products of each weight and bias, by its name and the number of its first row."""
+        return {f"steps.{name}": x.clone() for name, x in zip(self._names, self.row.split(self._counts))}
 
     def load(self, values: dict[str, Tensor]) -> None:
         """Continues from saved products; weights that are not among them take full steps."""
-        ones = [torch.ones(n, device=self.row.device) for n in self._counts]
-        own = [values.get(f"steps.{name}", one).to(one) for name, one in zip(self._names, ones)]
+        ones = self.row.new_ones(len(self.row)).split(self._counts)
+        own = [values.get(f"steps.{name}", one).to(self.row.device) for name, one in zip(self._names, ones)]
         for name, part, one in zip(self._names, own, ones):
             if part.shape != one.shape:
                 raise InvalidValueError(
                     f"expected the factors of {len(one)} heads for the steps of {name}, got {tuple(part.shape)}; load "
                     "the state of the same model and remedy"
                 )
-        self.row = torch.cat(own)[self._owners.to(self.row.device)]
+        self.row = torch.cat(own)
+
+
+def _name(s: HeadSlice) -> str:
+    """A name that does not depend on which other parts of the parameter are clipped."""
+    return f"{s.parameter}:{int(s.index.min())}"
 
 
 def _find_largest(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundExtremes | None:
