@@ -48,9 +48,9 @@ laws of [logits](results/drift-law.md) and [gains](results/gains.md) predict all
 (`ladder/results/frozen-laws.json`, in the commit of the plan); their intervals are for single runs.
 Over all rungs and questions 84 to 96 % of the intervals are to hold. A difference under 0.01 nats counts as none.
 
-**What was changed.** The autopilot's policy was replaced ([why](autopilot-drawn.md)) when its runs at 0.13M and 1M
-were done and none at 10M had begun. All rungs show the present policy, with predictions that were made anew before its
-first run on a rung. Runs of the first policy are in `ladder/results/first-policy.jsonl`; its predictions for 1M (3 of 4 held)
+**What was changed.** The autopilot's policy was replaced ([why](autopilot-drawn.md)) when its runs at 0.13M and 1M were
+done and none at 10M had begun. All rungs show the present policy, with predictions that were made anew before its first
+run on a rung. Runs of the first policy are in `ladder/results/first-policy.jsonl`; its predictions for 1M (3 of 4 held)
 no longer count.
 
 """
