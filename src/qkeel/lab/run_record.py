@@ -336,9 +336,9 @@ class RunRecord:
     Runs that train together in one process share its CPU time equally (`share`).
     """
 
-    def __init__(self, config: RunConfig, place: RunDirectory, watcher: Watcher) -> None:
+    def __init__(self, config: RunConfig, place: RunDirectory, watcher: Watcher, sharing: int = 1) -> None:
         self.config, self.place, self.watcher = config, place, watcher
-        self._clock, self._spent, self._sharing = time.process_time(), 0.0, 1
+        self._clock, self._spent, self._sharing = time.process_time(), 0.0, sharing
         self.state = RunState(config)
         self.step = 0
         self.stopped = False  # True after a loss or gradient that is not finite

@@ -107,8 +107,7 @@ class _Loop:
                 self.live += [] if place.status is RunStatus.DONE else [i]
         for i in list(self.live):
             with self._own(i):
-                self.records[i] = RunRecord(self.configs[i], self.places[i], self.watcher)
-                self.records[i].share(len(self.places))
+                self.records[i] = RunRecord(self.configs[i], self.places[i], self.watcher, len(self.places))
                 self.records[i].prepare(command, stacked=len(self.places))
 
     def train(self) -> list[int]:
