@@ -28,7 +28,9 @@ OWN = "autopilot"
 COLUMNS = ("setting", "lr", "seed", "remedy", "val_loss", "collapsed", "max_logit", "end_entropy", "collapse_step",
            "first_step", "actions", "cpu_seconds")  # fmt: skip
 LALR, CLIP, AT_ONCE = "lalr:tau=0.1", "qk_clip:threshold=15", "autopilot:at_step="
-LATENT = (LALR, f"{LALR}+{CLIP}", AT_ONCE + "3", OWN, "autopilot:patience=1", AT_ONCE + "5")  # of the table of MLA
+MATCHED = f"{CLIP},steps=matched"
+# Of the table of MLA; that of research/autopilot.md has the first six, with the first policy.
+LATENT = (LALR, f"{LALR}+{CLIP}", AT_ONCE + "3", OWN, "autopilot:patience=1", AT_ONCE + "5", "qk_norm", MATCHED)
 Cell = tuple[str, float, int, str]  # a setting, a peak rate, a seed, a remedy
 ALWAYS = ("none", "qk_norm", LALR, CLIP)
 _BASE = RunConfig(steps=100, log_every=2, eval_sequences=64, checkpoint_every=0, device="cpu", dtype="fp32")

@@ -53,6 +53,7 @@ class Draw:
     rivals: tuple[str, ...]  #: remedies that are always on
     policy: str  #: which policy was frozen, for the page
     known: str  #: what was known when it was committed
+    commit: str = ""  #: the commit whose policy was tested, if the policy has been replaced since
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -85,6 +86,7 @@ DRAWS: Mapping[int, Draw] = {
             rivals=ALWAYS_ON,
             policy="the first policy, which added lalr to a clip with full steps. It is no longer part of the package; "
             "the policy that replaced it has [its own test](autopilot-drawn-2.md)",
+            commit="1ab047e3ca7b",
             known="The [second test](autopilot.md) and its audit: at rates between healthy and collapsing the\n"
             "autopilot had done nothing and had ended 0.051 nats (0.001 to 0.100) behind QK-norm. A trial of this "
             "program had shown\n14 rows of settings 0 and 1; nothing was changed after it.",
@@ -248,7 +250,7 @@ numpy drew from a stated space with seed {seed}. Each was trained on two seeds w
 the arms and the rule below were committed before the first of these runs, in `ladder/drawn.py`.
 
 ```sh
-python -m ladder.drawn run --draw {number}
+{run}
 python -m ladder.drawn judge --draw {number}
 ```
 
@@ -275,8 +277,9 @@ def head(test: Draw, settings: int, runs: int) -> str:
         policy=test.policy,
         settings=settings,
         seed=test.seed,
-        arms={6: "six", 7: "seven"}[len(test.arms)],
+        arms=len(test.arms),
         runs=runs,
+        run=f"python -m ladder.drawn run{f'  # at commit {test.commit}' if test.commit else f' --draw {test.number}'}",
         number=test.number,
         known=test.known,
         rivals=", ".join(f"`{rival}`" for rival in test.rivals),
@@ -305,6 +308,18 @@ def goals(found: Mapping[str, Any]) -> Iterator[str]:
                 f"| the gap is at most {MARGIN:g} at {at} | {mean:+.3f} over {n} settings | "
                 f"{low:+.3f} to {high:+.3f} | {read_as} |"
             )
+
+
+def costs(test: Draw, rows: Sequence[Row]) -> str:
+    """The processor time of each arm relative to that of none."""
+    seconds = {(r["setting"], r["arm"], r["seed"]): r["cpu_seconds"] for r in rows if "cpu_seconds" in r}
+    found = []
+    for arm in test.arms[1:]:
+        ratios = [
+            x / seconds[i, "none", s] for (i, a, s), x in seconds.items() if a == arm and (i, "none", s) in seconds
+        ]
+        found += [f"`{arm}` {statistics.median(ratios):.2f}"] if ratios else []
+    return ", ".join(found)
 
 
 def bands(test: Draw, rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -367,6 +382,12 @@ def page(test: Draw, rows: Sequence[Row], settings: Sequence[Mapping[str, Any]])
         head(test, len(settings), total),
         f"{'All' if done == total else f'{done} of'} {total} runs are done ({made}; {hours:.1f} core-hours).",
         *("", "## Goals", "", *goals(judge(test, rows, settings)), ""),
+        *(
+            "## Processor time",
+            "",
+            f"Relative to the same run of `none`, in the median over runs: {costs(test, rows)}.",
+            "",
+        ),
         *("## Losses by rate", ""),
         "Held-out loss of an arm less that of `none`, of `frozen_qk`, whose query and key weights keep their first",
         "values, and of `qk_norm`: the mean over settings of the mean of both seeds, its 95 % interval, and the number",
@@ -395,6 +416,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.what == "draw":
         write_json(test.settings_file, {"seed": test.seed, "settings": drawn(test)})
     elif options.what == "run":
+        if test.commit:
+            raise RefusedError(
+                f"draw {test.number} tested a policy that has been replaced; to repeat it, check out {test.commit} and "
+                "run python -m ladder.drawn run"
+            )
         check_text("0.13M")
         if options.idle:
             step_aside()

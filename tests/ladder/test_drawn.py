@@ -10,6 +10,7 @@ from ladder import drawn
 from ladder.drawn import DRAWS, Draw
 from ladder.rows import read
 
+from qkeel.errors import RefusedError
 from qkeel.lab.build_run import check, resolve
 from qkeel.records import read_json
 
@@ -91,6 +92,12 @@ def test_the_page_says_what_the_rows_say() -> None:
     assert "| 0.3 to 1 | none | -1.500 (-1.500 to -1.500), 8 |" in text
     first = next(line for line in text.splitlines() if line.startswith("| 0:"))
     assert first.endswith("| 2, 0 | 0 | 3.500\\* | 2.000 | 2.000 | 2.000 | 2.000 | 2.500 | +0.500 |")
+
+
+def test_a_draw_of_a_policy_that_is_gone_is_not_run_with_the_present_one(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="check out 1ab047e3ca7b"):
+        drawn.main(["run", "--draw", "1", "--results", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
 
 
 @each_draw

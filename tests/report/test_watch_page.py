@@ -74,6 +74,20 @@ def test_without_an_alarm_the_first_sentence_is_the_largest_logit_and_how_it_gro
     assert findings(read_watched([run]))[0].text == grows
 
 
+@pytest.mark.parametrize(("top", "sentence"), [(84.0, "Healthy: the largest"), (168.0, "are large: up to 168")])
+def test_the_sentence_names_the_head_that_had_the_largest_logit_not_the_one_that_has_it_now(
+    top: float, sentence: str, tmp_path: Path
+):
+    sink = RunDirectorySink(tmp_path / "r")
+    sink.open({"model": "Toy", "sites": [{"name": name, "n_heads": 2} for name in ("a", "b")]})
+    for step, logits in enumerate([[[1.0, 2.0], [1.0, 1.0]], [[3.0, top], [4.0, 5.0]], [[3.0, 4.0], [9.0, 5.0]]]):
+        sink.write(Sample(step=step, layers=("a", "b"), heads={"max_logit": np.array(logits)}))
+    sink.close(complete=True)
+    text = verdict(read_watched([tmp_path / "r"])[0]).text
+    assert sentence in text
+    assert "in a, head 1" in text
+
+
 @pytest.mark.parametrize(
     ("power", "says"), [(-0.5, "falls as step^−0.5"), (0.01, "stays level"), (0.5, "grows as step^0.5")]
 )

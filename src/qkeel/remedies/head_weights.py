@@ -261,12 +261,6 @@ class HeadWeights:
         """The name of each entry's parameter."""
         return [s.parameter for s in self.slices]
 
-    @property
-    def unique_names(self) -> list[str]:
-        """A name for each entry: the parameter's name, with a number if a fused projection holds several entries."""
-        plain = self.names
-        return [f"{name}#{plain[:i].count(name)}" if plain.count(name) > 1 else name for i, name in enumerate(plain)]
-
     def followed_by(self, target: Target, others: Sequence[HeadSlice]) -> HeadWeights:
         """Returns these entries followed by entries for other slices, such as biases."""
         slices, parameters = [*self.slices, *others], [target.parameter(s.parameter) for s in others]

@@ -76,7 +76,7 @@ class LALR(StepRemedy):
         weights = HeadWeights.of(target)
         measure = spectral_norm if self.norm == "spectral" else frobenius_norm
         steps = head_steps(target, self.name, weights, measure=measure, decay=self.decay == "scaled")
-        row, names = steps.sizes(), weights.unique_names
+        row, names = steps.sizes(), _names(weights)
         rates = HeadRates(_uses(target.sites, weights), weights.counts, row)
         start = row.split(weights.counts)
 
@@ -193,3 +193,9 @@ def _acting(heads: Mapping[str, tuple[int, ...]], sites: Sequence[AttentionSite]
             for s in (*term.query, *term.key):
                 found[weights.place(s)] |= torch.isin(site.users(s.n), named).any(1)
     return torch.cat(found)
+
+
+def _names(weights: HeadWeights) -> list[str]:
+    """Returns a name for each weight: the parameter's name, with a number if a fused projection holds several."""
+    plain = [s.parameter for s in weights.slices]
+    return [f"{name}#{plain[:i].count(name)}" if plain.count(name) > 1 else name for i, name in enumerate(plain)]

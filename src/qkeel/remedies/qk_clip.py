@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, final
 
 import torch
@@ -121,7 +121,7 @@ class QKClip(StepRemedy):
         plan = _ClippedRows(self, target, optimizer)
         check_changes_last(optimizer, self.name, plan.stepped)
         replaced = ReplacementCheck(target.model, self.name, plan.names)
-        steps = _MatchedSteps(self, target, optimizer) if self.steps == "matched" else None
+        steps = _MatchedSteps(self, target, plan, optimizer) if self.steps == "matched" else None
         clip = _Clip(self, target, plan, optimizer, steps)
 
         def before(*_: object) -> None:
@@ -156,24 +156,29 @@ class _ClippedRows:
         weights = HeadWeights.of(target)
         self.stepped = weights.of_optimizer(optimizer, remedy.name)
         self.names: list[str] = []
-        self._last = 2 * sum(site.n_heads for site in target.sites)
+        self.last = 2 * sum(site.n_heads for site in target.sites)  # the index of the 1 at the end
         self._places: list[list[Tensor]] = []  # the indices of each entry in that row
         entries: dict[int, list[int]] = {}  # the entries of each slice
         found: Entries = {}
-        first = 0
-        for site in target.sites:
-            for share in remedy.shares(site) or ():
-                s = share.weight
-                if id(s) not in entries:
-                    _check_frozen(remedy, target, s)
-                    entries[id(s)] = self._enter(target, s, self.stepped[weights.place(s)], found)
-                for i in entries[id(s)]:
-                    self._places[i].append(share.heads + first + (self._last // 2 if share.root else 0))
-            first += site.n_heads
+        self.shares = list(self._find_shares(remedy, target.sites))
+        for s, places in self.shares:
+            if id(s) not in entries:
+                _check_frozen(remedy, target, s)
+                entries[id(s)] = self._enter(target, s, self.stepped[weights.place(s)], found)
+            for i in entries[id(s)]:
+                self._places[i].append(places)
         self.views = [view for tensor, shares in found.values() for view in head_views(tensor, shares)]
         self._counts = [tables[0].shape[0] for tables in self._places]
-        one = torch.tensor([[self._last]])
+        one = torch.tensor([[self.last]])
         self._all = stacked([*(torch.cat(tables, 1) for tables in self._places), one])
+
+    def _find_shares(self, remedy: QKClip, sites: Sequence[AttentionSite]) -> Iterator[tuple[HeadSlice, Tensor]]:
+        """Yields each weight that a site's γ scales, and the indices [n places] of its factors in the row."""
+        first = 0
+        for site in sites:
+            for share in remedy.shares(site) or ():
+                yield share.weight, share.heads + first + (self.last // 2 if share.root else 0)
+            first += site.n_heads
 
     def _enter(self, target: Target, s: HeadSlice, copy: Tensor | None, found: Entries) -> list[int]:
         """Adds a slice's weight and bias, and the copy that the optimizer updates in place of the weight.
@@ -325,23 +330,19 @@ class _MatchedSteps:
     `row` holds the product for each head of each weight and then of each bias, 1 at the start.
     """
 
-    def __init__(self, remedy: QKClip, target: Target, optimizer: Optimizer) -> None:
+    def __init__(self, remedy: QKClip, target: Target, plan: _ClippedRows, optimizer: Optimizer) -> None:
         weights = HeadWeights.of(target)
         tables: list[list[Tensor]] = [[] for _ in weights.slices]
         biases: dict[str, tuple[HeadSlice, list[Tensor]]] = {}
-        last, first = 2 * sum(site.n_heads for site in target.sites), 0
-        for site in target.sites:
-            for share in remedy.shares(site) or ():
-                table = share.heads + first + (last // 2 if share.root else 0)
-                tables[weights.place(share.weight)].append(table)
-                bias = share.weight.bias_of()
-                if bias is not None and stepped(optimizer, target.parameter(bias.parameter)) is not None:
-                    biases.setdefault(_name(bias), (bias, []))[1].append(table)
-            first += site.n_heads
-        scaled = weights.followed_by(target, [bias for bias, _ in biases.values()])
-        # A weight that is never scaled, such as a shared key, has a factor of 1, the last in the row of factors.
+        for s, places in plan.shares:
+            tables[weights.place(s)].append(places)
+            bias = s.bias_of()
+            if bias is not None and stepped(optimizer, target.parameter(bias.parameter)) is not None:
+                biases.setdefault(_name(bias), (bias, []))[1].append(places)
         tables += [table for _, table in biases.values()]
-        own = [torch.cat(t, 1) if t else torch.full((n, 1), last) for t, n in zip(tables, scaled.counts)]
+        scaled = weights.followed_by(target, [bias for bias, _ in biases.values()])
+        # A weight that is never scaled, such as a shared key, has the factor 1.
+        own = [torch.cat(t, 1) if t else torch.full((n, 1), plan.last) for t, n in zip(tables, scaled.counts)]
         self._places = stacked(own)
         self._names, self._counts = [_name(s) for s in scaled.slices], scaled.counts
         self.row = torch.ones(len(self._places), device=scaled.parameters[0].device)

@@ -117,12 +117,12 @@ class Watched:
         """True if an autopilot applied a remedy during the run."""
         return any(event.get("event") == "decision" and event.get("remedy") for event in self.interventions)
 
-    def leader(self) -> Leader | None:
-        """Returns the head with the largest logit; None if no head was ever measured."""
+    def leader(self, sample: int = -1) -> Leader | None:
+        """Returns the head with the largest logit in a sample, by default the last; None if no head was measured."""
         values = self.heads.values.get("max_logit")
-        if values is None or not len(values) or np.isnan(values[-1]).all():
+        if values is None or not -len(values) <= sample < len(values) or np.isnan(values[sample]).all():
             return None
-        layer, head = (int(i) for i in np.unravel_index(int(np.nanargmax(values[-1])), values[-1].shape))
+        layer, head = (int(i) for i in np.unravel_index(int(np.nanargmax(values[sample])), values[sample].shape))
         return Leader(layer=layer, head=head, name=self.layers[layer] if self.layers else f"layer {layer}")
 
     def exponent(self) -> float:
@@ -288,7 +288,8 @@ def verdict(run: Watched) -> Verdict:
     span = f"in {h.count(run.steps[-1], 'step')}" if run.steps[-1] else "at the first step"
     grave = [alarm for alarm in run.alarms if alarm.get("severity") != "notice"]
     head = run.leader()
-    where = "" if head is None else f" in {head.name}, head {head.head}"
+    at_peak = run.leader(int(np.nanargmax(values))) if len(known) else None
+    where = "" if at_peak is None else f" in {at_peak.name}, head {at_peak.head}"
     # An alarm is outdated once an autopilot has brought the logits back below the alarm threshold.
     if grave and not (run.acted and now <= ALARM_THRESHOLD):
         first = grave[0]
