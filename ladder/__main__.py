@@ -11,7 +11,7 @@ from typing import Any
 
 from ladder.plan import ARMS, AUTOPILOT, FIRST_POLICY, LEVEL, QUESTIONS, RUNGS, Question, units
 from ladder.predict import LEAST, Z
-from ladder.rows import RESULTS, Row, read, values
+from ladder.rows import AGAIN, RESULTS, Row, point, read, values
 from qkeel.metrics import largest_stable_lr
 from qkeel.records import read_json, write_text
 
@@ -29,9 +29,9 @@ widths 16 to 256. No run of the ladder. Its seeds, from 5000 on, were in no stud
 ## Plan
 
 Bytes of CPython 3.11.7's standard library; at 124M 50,257 byte pairs learned from it, losses per byte all the same.
-No run reads a byte twice. AdamW, fused, warm-up of a tenth, cosine, float32, one thread, compiled kernels. bf16 takes
-0.45 of the time at 10M and 124M on a processor that has it, and was not used, since it would change the arithmetic
-from rung to rung.
+No run reads a byte twice. AdamW, fused, warm-up of a tenth, cosine. Every run is float32, on a GPU too (without TF32):
+bf16 is faster and would change the arithmetic from rung to rung. On a processor a run has one thread and the compiled
+kernels.
 
 """
 _STATEMENT = """
@@ -51,13 +51,19 @@ Over all rungs and questions 84 to 96 % of the intervals are to hold. A differen
 **What was changed.** The autopilot's policy was replaced ([why](autopilot-drawn.md)) when its runs at 0.13M and 1M were
 done and none at 10M had begun. All rungs show the present policy, with predictions that were made anew before its first
 run on a rung. Runs of the first policy are in `ladder/results/first-policy.jsonl`; its predictions for 1M (3 of 4 held)
-no longer count.
+no longer count. 124M was planned with 7 runs of one seed on a processor; before the first of them a GPU could be used,
+and the plan grew to every arm, three rates and {seeds} seeds.
 
 """
 
 _ANSWERS = """Losses are held-out losses in nats per byte: means over seeds, with intervals of 90 %. For a rung whose
 runs are not all done, the table shows what its rows say so far. Depth, context and text change from rung to rung as
 well as width, so the exponent is that of all of them together."""
+
+
+_AGAIN = """Runs of the ladder that were run again elsewhere, processor against GPU: the difference of their held-out
+losses, beside that of seeds (standard deviation at the same arm and rate). A difference between arms that is smaller
+than what the machine makes means nothing."""
 
 
 def plan_table() -> Iterator[str]:
@@ -208,10 +214,47 @@ def exponent(below: str, rung: str) -> str:
     return f"{rise:.2f} ({rise - half:.2f} to {rise + half:.2f})".replace("-", "−")
 
 
+def machine(row: Row) -> str:
+    """What computed a run."""
+    device = str(row.get("device", "cpu"))
+    return f"{row['cpu']}, {row['kernels']} kernels" if device == "cpu" else device
+
+
+def agreement(again: Sequence[Row]) -> Iterator[str]:
+    """By rung and role, how far the losses of the same runs are apart on two machines, and on two seeds."""
+    yield "| rung | rate | runs | root mean square difference | largest | of seeds |"
+    yield "|---|---|---|---|---|---|"
+    for name, rung in RUNGS.items():
+        first = {point(r): r for r in read(name)}
+        for role, lr in rung.roles.items():
+            second = [r for r in again if r["rung"] == name and r["lr"] == lr and r["val_loss"] is not None]
+            pairs = [
+                (first[point(r)], r) for r in second if point(r) in first and first[point(r)]["val_loss"] is not None
+            ]
+            if not pairs:
+                continue
+            apart = [b["val_loss"] - a["val_loss"] for a, b in pairs]
+            largest = max(range(len(pairs)), key=lambda i: abs(apart[i]))
+            losses = [
+                [
+                    r["val_loss"]
+                    for r in first.values()
+                    if r["arm"] == arm and r["lr"] == lr and r["val_loss"] is not None
+                ]
+                for arm in dict.fromkeys(r["arm"] for r in second)
+            ]
+            seeds = [statistics.variance(own) for own in losses if len(own) > 1]
+            yield (
+                f"| {name} | {role} | {len(pairs)} | {math.sqrt(statistics.fmean(x * x for x in apart)):.4f} | "
+                f"{abs(apart[largest]):.4f} ({pairs[largest][0]['arm']}) | "
+                f"{math.sqrt(statistics.fmean(seeds)) if seeds else math.nan:.4f} |"
+            )
+
+
 def page() -> str:
     """The text of research/ladder.md."""
     arms = ", ".join(f"`{remedy}`" for remedy in ARMS.values())
-    lines = [_HEAD + "\n".join(plan_table()), _STATEMENT.format(arms=arms)]
+    lines = [_HEAD + "\n".join(plan_table()), _STATEMENT.format(arms=arms, seeds=RUNGS["124M"].seeds)]
     lines += ["## Answers", "", _ANSWERS, "", *answers([name for name in RUNGS if read(name)]), ""]
     lines += ["## Predictions and results", ""]
     for rung in RUNGS:
@@ -226,9 +269,7 @@ def page() -> str:
         lines += [f"### {rung}: {state}", "", *rung_table(rung), ""]
         if rows:
             counted = statistics.fmean(r["bigrams"] for r in rows)
-            made = sorted(
-                {f"commit {r['commit']}, {r['cpu']}, {r['kernels']} kernels, torch {r['torch']}" for r in rows}
-            )
+            made = sorted({f"commit {r['commit']}, {machine(r)}, torch {r['torch']}" for r in rows})
             hours = sum(r["cpu_seconds"] for r in rows) / 3600
             lines += [
                 f"Held-out loss in the mean, nats per byte. Counted bigrams of what a run reads: {counted:.3f}.",
@@ -242,6 +283,7 @@ def page() -> str:
     if held:
         yes, no = (sum(line.count(word) for line in held) for word in (": yes", "**no**"))
         lines += [f"Of {yes + no} intervals {yes} held ({yes / (yes + no):.0%}; {LEVEL:.0%} are to).", ""]
+    lines += ["## The same runs on another machine", "", _AGAIN, "", *agreement(read(AGAIN)), ""]
     lines += ["**Next:** [Claims](claims.md), or [the law of logits](results/drift-law.md)."]
     return "\n".join(lines) + "\n"
 

@@ -1,11 +1,14 @@
 """`make ladder`: runs what is left of the plan, the smallest size first, and writes rows as runs end.
 
-    python -m ladder.run [--rung 0.13M …] [--seed 5000 …] [--work FOLDER] [--results FOLDER] [--idle]
+    python -m ladder.run [--rung 0.13M …] [--seed 5000 …] [--arm none …] [--work FOLDER] [--results FOLDER] [--idle]
+    python -m ladder.run --save-text library.jsonl
+    python -m ladder.run --device cuda --text library.jsonl
 
 A run that is in the results is never run again. SIGTERM or SIGINT: checkpoints are written and the process ends;
-started again it goes on there, to the same numbers. Several processes can share a rung if each has its own seeds and
-folders; join their rows with `cat`. Before the first run of a rung, the prediction from the rungs below is written next
-to the results, and never changed.
+started again it goes on there, to the same numbers. Several processes can share a rung if each has its own seeds or
+arms, and its own folders; join their rows with `cat`. Before the first run of a rung, the prediction from the rungs
+below is written next to the results, and never changed. A machine with another Python reads the text from a file that
+`--save-text` writes. On a GPU the arithmetic is float32 as well, without TF32.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -20,13 +24,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ladder.plan import AUTOPILOT, CORPUS, FIRST_SEED, QUESTIONS, RUNGS, Point, Question, units
+from ladder.plan import ARMS, AUTOPILOT, CORPUS, FIRST_SEED, QUESTIONS, RUNGS, Point, Question, units
 from ladder.predict import predictions
 from ladder.rows import RESULTS, Row, append, number, point, read
 from qkeel.errors import DataError
-from qkeel.lab.text import load
+from qkeel.lab.config import RunConfig, with_values
+from qkeel.lab.text import load, read_documents
 from qkeel.lab.train_runs import Watcher, train_runs
-from qkeel.records import RunDirectory, write_json
+from qkeel.records import RunDirectory, write_json, write_text
 from qkeel.records.run_directory import made_on
 
 
@@ -72,6 +77,7 @@ def row(of: Point, directory: Path) -> Row:
         "stacked": about.get("stacked", 1),
         "parameters": about["n_parameters"],
         "commit": about.get("commit", ""),
+        "device": about["device"],
         "cpu": about["cpu"],
         "kernels": "compiled" if about["compiled_kernels"] else "torch",
         "torch": about["torch"],
@@ -84,19 +90,44 @@ def folder(work: Path, of: Point) -> Path:
     return work / of.rung / f"{of.arm}-{of.lr:g}-{of.seed}"
 
 
-def climb(names: Sequence[str], work: Path, results: Path, stop: Stop, seeds: Sequence[int] = ()) -> int:
-    """Runs what is left of these rungs, on these seeds alone where any are named."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What of the plan a process runs: these seeds and arms alone where any are named; and where it computes."""
+
+    seeds: Sequence[int] = ()
+    arms: Sequence[str] = ()
+    device: str = "cpu"
+    text: str = "stdlib"
+
+    def has(self, of: Point) -> bool:
+        """Whether a run is one of them."""
+        return (not self.seeds or of.seed in self.seeds) and (not self.arms or of.arm in self.arms)
+
+    def config(self, of: Point) -> RunConfig:
+        """The configuration of a run. Only a processor's cache gains from parts of a step, and on a GPU a run takes
+        less time than a few checkpoints."""
+        found = with_values(of.config, data={"source": self.text})
+        return (
+            found if self.device == "cpu" else with_values(found, device=self.device, accumulate=1, checkpoint_every=0)
+        )
+
+
+EVERYTHING = Share()
+
+
+def climb(names: Sequence[str], work: Path, results: Path, stop: Stop, share: Share = EVERYTHING) -> int:
+    """Runs what is left of these rungs, as far as it is in a share."""
     watcher = Watcher(should_stop=lambda: stop.asked)
     for name in names:
         rung, rows = RUNGS[name], read(name, results)
         own = range(FIRST_SEED, FIRST_SEED + rung.seeds)
-        if unknown := sorted(set(seeds).difference(own)):
+        if unknown := sorted(set(share.seeds).difference(own)):
             raise DataError(f"{name} has the seeds {own[0]} to {own[-1]}, got {', '.join(map(str, unknown))}")
-        check_text(rung.name)
+        check_text(rung.name, share.text)
         done = {point(r) for r in rows}
         predict_before(name, results, begun=bool(rows))
         for unit in units(rung):
-            left = [p for p in unit if p not in done and (not seeds or p.seed in seeds)]
+            left = [p for p in unit if p not in done and share.has(p)]
             if not left:
                 continue
             if left[0].arm == AUTOPILOT:
@@ -105,7 +136,7 @@ def climb(names: Sequence[str], work: Path, results: Path, stop: Stop, seeds: Se
             for path in places:
                 path.mkdir(parents=True, exist_ok=True)
             try:
-                errors = train_runs([p.config for p in left], places, command="make ladder", watcher=watcher)
+                errors = train_runs([share.config(p) for p in left], places, command="make ladder", watcher=watcher)
             except KeyboardInterrupt:
                 print("stopped; started again it goes on", flush=True)
                 return 0
@@ -123,11 +154,20 @@ def climb(names: Sequence[str], work: Path, results: Path, stop: Stop, seeds: Se
     return 0
 
 
-def check_text(name: str) -> None:
-    """Raises DataError where this Python has another text than the plan's."""
-    bytes_alone = dataclasses.replace(RUNGS[name].data, tokens="bytes", vocab_size=None)
+def check_text(name: str, source: str = "stdlib") -> None:
+    """Raises DataError where a text is not the plan's."""
+    bytes_alone = dataclasses.replace(RUNGS[name].data, source=source, tokens="bytes", vocab_size=None)
     if load(bytes_alone).sha256 != CORPUS:
-        raise DataError(f"the ladder is trained on the text of SHA-256 {CORPUS[:12]}…, which CPython 3.11.7 has")
+        raise DataError(
+            f"the ladder is trained on the text of SHA-256 {CORPUS[:12]}…, which CPython 3.11.7 has, and {source} is "
+            "another; let that Python write it (--save-text FILE), and read it here with --text FILE"
+        )
+
+
+def save_text(path: Path) -> None:
+    """Writes the documents of this Python's library, a JSON object a line, for a machine that has another Python."""
+    lines = (json.dumps({"text": text.decode()}) for text in read_documents("stdlib").texts)
+    write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def predict_before(name: str, results: Path, *, begun: bool) -> None:
@@ -162,14 +202,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ladder.run", description=__doc__)
     parser.add_argument("--rung", nargs="*", choices=list(RUNGS), default=list(RUNGS), help="sizes, the smallest first")
     parser.add_argument("--seed", nargs="*", type=int, default=(), help="these seeds alone; without it every seed")
+    parser.add_argument("--arm", nargs="*", choices=list(ARMS), default=(), help="these arms alone")
+    parser.add_argument("--device", default="cpu", help="where runs are computed: cpu, or cuda")
+    parser.add_argument("--text", default="stdlib", help="a file that --save-text has written under CPython 3.11.7")
+    parser.add_argument("--save-text", type=Path, help="write this Python's library to a .jsonl file, and run nothing")
     parser.add_argument("--work", type=Path, default=Path("runs/ladder"), help="folder of runs that are under way")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of rows")
     parser.add_argument("--idle", action="store_true", help="run only when no other process wants the processor")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     if options.idle:
         step_aside()
+    if options.save_text:
+        save_text(options.save_text)
+        return 0
     options.results.mkdir(parents=True, exist_ok=True)
-    return climb(options.rung, options.work, options.results, Stop(), options.seed)
+    share = Share(seeds=options.seed, arms=options.arm, device=options.device, text=options.text)
+    return climb(options.rung, options.work, options.results, Stop(), share)
 
 
 if __name__ == "__main__":

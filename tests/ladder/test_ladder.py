@@ -148,7 +148,7 @@ def test_a_value_is_of_one_rate_by_seed_and_a_diverged_run_is_left_out() -> None
     assert rows.values(question(left="qk_norm", right="none", role="tuned"), "1M", table) == {1: 0.25}
     logits = question(left="none", right=None, role="tuned", logits=True)
     assert rows.values(logits, "1M", table) == {1: 1.0, 2: 1.0}
-    assert rows.values(question(role="above"), "124M", table) == {}
+    assert rows.values(question(role="above"), "1M", table) == {}
 
 
 @pytest.mark.parametrize("name", list(RUNGS))
@@ -159,10 +159,9 @@ def test_the_plan_has_each_run_once_and_every_question_has_its_runs(name: str) -
     assert all(point.seed >= FIRST_SEED for point in points)
     assert set(rung.roles.values()) <= set(rung.lrs)
     assert all(point.config.steps * point.config.data.batch for point in points)
-    if not rung.points:
-        assert len(points) == len(ARMS) * len(rung.lrs) * rung.seeds
-        asked = {(arm, rung.roles[q.role]) for q in QUESTIONS for arm in (q.left, q.right) if arm}
-        assert asked <= {(point.arm, point.lr) for point in points}
+    assert len(points) == len(ARMS) * len(rung.lrs) * rung.seeds
+    asked = {(arm, rung.roles[q.role]) for q in QUESTIONS for arm in (q.left, q.right) if arm}
+    assert asked <= {(point.arm, point.lr) for point in points}
 
 
 @pytest.mark.parametrize(("name", "low", "high"), [("0.13M", 1.2e5, 1.4e5), ("1M", 1e6, 1.1e6), ("10M", 9.9e6, 1.1e7)])
@@ -255,13 +254,13 @@ def test_a_process_runs_its_own_seeds_alone_and_a_seed_that_the_plan_lacks_is_re
     small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(run, "check_text", lambda name: None)
+    monkeypatch.setattr(run, "check_text", lambda name, source: None)
     monkeypatch.setattr(run, "train_runs", lambda configs, *_, **__: asked.extend(c.seed for c in configs) or [None])
     monkeypatch.setattr(run, "row", lambda of, at: dataclasses.asdict(of))
-    run.climb(["0.13M"], tmp_path / "a", tmp_path, After(math.inf), [FIRST_SEED + 1])
+    run.climb(["0.13M"], tmp_path / "a", tmp_path, After(math.inf), run.Share(seeds=[FIRST_SEED + 1]))
     assert set(asked) == {FIRST_SEED + 1}
     with pytest.raises(DataError, match=f"has the seeds {FIRST_SEED} to {FIRST_SEED + 1}, got 7"):
-        run.climb(["0.13M"], tmp_path / "a", tmp_path, After(math.inf), [FIRST_SEED, 7])
+        run.climb(["0.13M"], tmp_path / "a", tmp_path, After(math.inf), run.Share(seeds=[FIRST_SEED, 7]))
 
 
 def test_the_autopilot_is_predicted_from_its_own_runs_before_the_first_of_them(
