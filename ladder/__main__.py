@@ -11,7 +11,7 @@ from typing import Any
 
 from ladder.plan import ARMS, AUTOPILOT, FIRST_POLICY, LEVEL, QUESTIONS, RUNGS, Question, units
 from ladder.predict import LEAST, Z
-from ladder.rows import AGAIN, RESULTS, Row, point, read, values
+from ladder.rows import RESULTS, Row, read, values
 from qkeel.metrics import largest_stable_lr
 from qkeel.records import read_json, write_text
 
@@ -51,19 +51,13 @@ Over all rungs and questions 84 to 96 % of the intervals are to hold. A differen
 **What was changed.** The autopilot's policy was replaced ([why](autopilot-drawn.md)) when its runs at 0.13M and 1M were
 done and none at 10M had begun. All rungs show the present policy, with predictions that were made anew before its first
 run on a rung. Runs of the first policy are in `ladder/results/first-policy.jsonl`; its predictions for 1M (3 of 4 held)
-no longer count. 124M was planned with 7 runs of one seed on a processor; before the first of them a GPU could be used,
-and the plan grew to every arm, three rates and {seeds} seeds.
+no longer count.
 
 """
 
 _ANSWERS = """Losses are held-out losses in nats per byte: means over seeds, with intervals of 90 %. For a rung whose
 runs are not all done, the table shows what its rows say so far. Depth, context and text change from rung to rung as
 well as width, so the exponent is that of all of them together."""
-
-
-_AGAIN = """Runs of the ladder that were run again elsewhere, processor against GPU: the difference of their held-out
-losses, beside that of seeds (standard deviation at the same arm and rate). A difference between arms that is smaller
-than what the machine makes means nothing."""
 
 
 def plan_table() -> Iterator[str]:
@@ -220,41 +214,10 @@ def machine(row: Row) -> str:
     return f"{row['cpu']}, {row['kernels']} kernels" if device == "cpu" else device
 
 
-def agreement(again: Sequence[Row]) -> Iterator[str]:
-    """By rung and role, how far the losses of the same runs are apart on two machines, and on two seeds."""
-    yield "| rung | rate | runs | root mean square difference | largest | of seeds |"
-    yield "|---|---|---|---|---|---|"
-    for name, rung in RUNGS.items():
-        first = {point(r): r for r in read(name)}
-        for role, lr in rung.roles.items():
-            second = [r for r in again if r["rung"] == name and r["lr"] == lr and r["val_loss"] is not None]
-            pairs = [
-                (first[point(r)], r) for r in second if point(r) in first and first[point(r)]["val_loss"] is not None
-            ]
-            if not pairs:
-                continue
-            apart = [b["val_loss"] - a["val_loss"] for a, b in pairs]
-            largest = max(range(len(pairs)), key=lambda i: abs(apart[i]))
-            losses = [
-                [
-                    r["val_loss"]
-                    for r in first.values()
-                    if r["arm"] == arm and r["lr"] == lr and r["val_loss"] is not None
-                ]
-                for arm in dict.fromkeys(r["arm"] for r in second)
-            ]
-            seeds = [statistics.variance(own) for own in losses if len(own) > 1]
-            yield (
-                f"| {name} | {role} | {len(pairs)} | {math.sqrt(statistics.fmean(x * x for x in apart)):.4f} | "
-                f"{abs(apart[largest]):.4f} ({pairs[largest][0]['arm']}) | "
-                f"{math.sqrt(statistics.fmean(seeds)) if seeds else math.nan:.4f} |"
-            )
-
-
 def page() -> str:
     """The text of research/ladder.md."""
     arms = ", ".join(f"`{remedy}`" for remedy in ARMS.values())
-    lines = [_HEAD + "\n".join(plan_table()), _STATEMENT.format(arms=arms, seeds=RUNGS["124M"].seeds)]
+    lines = [_HEAD + "\n".join(plan_table()), _STATEMENT.format(arms=arms)]
     lines += ["## Answers", "", _ANSWERS, "", *answers([name for name in RUNGS if read(name)]), ""]
     lines += ["## Predictions and results", ""]
     for rung in RUNGS:
@@ -283,7 +246,6 @@ def page() -> str:
     if held:
         yes, no = (sum(line.count(word) for line in held) for word in (": yes", "**no**"))
         lines += [f"Of {yes + no} intervals {yes} held ({yes / (yes + no):.0%}; {LEVEL:.0%} are to).", ""]
-    lines += ["## The same runs on another machine", "", _AGAIN, "", *agreement(read(AGAIN)), ""]
     lines += ["**Next:** [Claims](claims.md), or [the law of logits](results/drift-law.md)."]
     return "\n".join(lines) + "\n"
 

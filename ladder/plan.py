@@ -25,9 +25,6 @@ ARMS: Mapping[str, str] = {
 # The policy of the autopilot was replaced when 0.13M and 1M were done, and no 10M run of it had begun. All rungs show
 # the present policy. The runs of the first one at 0.13M and 1M are in `FIRST_POLICY`, and predictions made from them do
 # not count; those of the present policy are made anew, before its first run on a rung.
-#
-# The first plan gave 124M seven runs of one seed, the rate "above" none of them, since a run takes 40 minutes of a
-# core. When a GPU could be used, before the first of them, every arm got three rates and four seeds there.
 AUTOPILOT, FIRST_POLICY = "autopilot", "first-policy"
 Role = Literal["tuned", "above", "hot"]
 FIRST_SEED = 5000  # no earlier study has seeds from here on
@@ -50,6 +47,8 @@ class Rung:
     lrs: tuple[float, ...]
     roles: Mapping[Role, float]
     seeds: int
+    points: tuple[tuple[str, float], ...] = ()
+    """Arms and rates that are run, in this order, where that is not every arm at every rate."""
     accumulate: int = 1
     """Parts that a step is computed in: where products fill a core, four parts take 0.85 of the time of one (measured
     at 10M and 124M), for their numbers stay in the cache. bf16 would take 0.45, on processors that have it alone, and
@@ -125,9 +124,13 @@ RUNGS: Mapping[str, Rung] = {
             model=ModelConfig(d_model=768, n_layers=12, n_heads=12, tied=True),
             data=_data(128, 8, 50257),
             steps=200,
-            lrs=(0.001, 0.003, 0.01),
-            roles={"tuned": 0.001, "above": 0.003, "hot": 0.01},
-            seeds=4,
+            lrs=(0.001, 0.01),
+            roles={"tuned": 0.001, "hot": 0.01},
+            seeds=1,
+            points=(
+                *(("none", 0.01), ("qk_norm", 0.01), ("none", 0.001), ("qk_norm", 0.001)),
+                *(("lalr", 0.01), ("autopilot", 0.01), ("frozen_qk", 0.01)),
+            ),
             accumulate=4,
             checkpoint_every=20,
         ),
@@ -155,6 +158,9 @@ def units(rung: Rung) -> Iterator[list[Point]]:
     seeds = range(FIRST_SEED, FIRST_SEED + rung.seeds)
     for first in seeds[:: rung.together]:
         own = range(first, first + rung.together)
+        if rung.points:
+            yield from ([Point(rung.name, arm, lr, seed)] for seed in own for arm, lr in rung.points)
+            continue
         for arm in ARMS:
             points = [Point(rung.name, arm, lr, seed) for seed in own for lr in rung.lrs]
             yield from ([point] for point in points) if arm == "autopilot" else [points]

@@ -13,7 +13,6 @@ from ladder.plan import RUNGS, Point, Question
 
 Row = Mapping[str, Any]
 RESULTS = Path(__file__).parent / "results"
-AGAIN = "again"  # rows of runs that are in the results already, from another machine
 
 
 def read(rung: str, folder: Path = RESULTS) -> list[Row]:

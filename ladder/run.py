@@ -107,9 +107,9 @@ class Share:
         """The configuration of a run. Only a processor's cache gains from parts of a step, and on a GPU a run takes
         less time than a few checkpoints."""
         found = with_values(of.config, data={"source": self.text})
-        return (
-            found if self.device == "cpu" else with_values(found, device=self.device, accumulate=1, checkpoint_every=0)
-        )
+        if self.device != "cpu":
+            found = with_values(found, device=self.device, accumulate=1, checkpoint_every=0)
+        return found
 
 
 EVERYTHING = Share()
