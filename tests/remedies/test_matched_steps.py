@@ -252,6 +252,31 @@ def test_factors_stay_with_their_rows_when_more_sites_are_clipped() -> None:
     assert found[row].dtype == state[row].dtype
 
 
+def test_initial_norms_of_lalr_stay_with_their_rows_when_it_acts_on_more_sites() -> None:
+    torch.manual_seed(0)
+    model, x = Twice(), batches(1, 0)[0]
+    optimizer, sites = torch.optim.SGD(model.parameters(), lr=0.1), qkeel.find_sites(model, x)
+    names = [site.name for site in sites]
+
+    def lalr(*chosen: str) -> qkeel.Handle:
+        remedy = qkeel.remedies.lalr.LALR(heads=tuple((name, ()) for name in chosen))
+        return qkeel.apply(remedy, model, optimizer, sites=sites)
+
+    with lalr(names[1]) as handle:
+        second = handle.state()
+    assert second.keys() == {f"0.qkv.weight:{row * D_MODEL}" for row in (3, 4)}
+    with torch.no_grad():
+        model.qkv.weight.mul_(3)
+    with lalr(*names) as handle:
+        handle.load({**handle.state(), **second})
+        found = handle.state()
+    assert len(found) == 4
+    for name, norms in found.items():
+        first = int(name.split(":")[1])
+        now = model.qkv.weight.detach()[first : first + D_MODEL].unflatten(0, (HEADS, -1)).flatten(1).norm(dim=1)
+        assert torch.allclose(norms, (now / 3 if name in second else now).to(norms), rtol=1e-6)
+
+
 class Tied(torch.nn.Module):
     """Two layers that share a weight and have biases of their own."""
 

@@ -289,11 +289,11 @@ def test_the_state_is_named_by_weights_and_another_models_is_refused() -> None:
     model = attention(torch.float32)
     handle = qkeel.apply("softcap+lalr", model, torch.optim.SGD(model.parameters(), lr=0.1))
     state = handle.state()
-    assert {k: tuple(v.shape) for k, v in state.items()} == {"1.q_proj.weight": (4,), "1.k_proj.weight": (2,)}
+    assert {k: tuple(v.shape) for k, v in state.items()} == {"1.q_proj.weight:0": (4,), "1.k_proj.weight:0": (2,)}
     with pytest.raises(InvalidValueError, match="load the state of the same model and remedy"):
-        handle.load({"1.q_proj.weight": state["1.q_proj.weight"]})
+        handle.load({"1.q_proj.weight:0": state["1.q_proj.weight:0"]})
     with pytest.raises(InvalidValueError, match=r"have a different shape: ..k_proj.weight"):
-        handle.load({**state, "1.k_proj.weight": torch.ones(3)})
+        handle.load({**state, "1.k_proj.weight:0": torch.ones(3)})
 
 
 @pytest.mark.parametrize("remedy", ["lalr", "qk_lr", "lalr+qk_lr"])
@@ -377,11 +377,17 @@ def attention_of(model: Fused, parts: list[Tensor], axis: int) -> Any:
     return out
 
 
-def test_the_norms_of_a_fused_projection_are_saved_under_numbered_names() -> None:
+def test_the_norms_of_a_fused_projection_are_saved_by_their_first_rows_and_states_of_0_1_load() -> None:
     from qkeel.remedies.lalr import LALR
 
-    _, target, _ = fused_target(0, "blocks")
-    assert set(LALR().apply(target).state()) == {"qkv#0", "qkv#1"}
+    _, target, parts = fused_target(0, "blocks")
+    handle = LALR().apply(target)
+    queries, keys = (f"qkv:{int(index.min())}" for index in parts[:2])
+    norms = {queries: torch.full((HEADS,), 2.0), keys: torch.full((HEADS,), 3.0)}
+    handle.load({"qkv#0": norms[queries], "qkv#1": norms[keys]})
+    found = handle.state()
+    assert found.keys() == norms.keys()
+    assert all(torch.equal(found[name], norms[name].to(found[name])) for name in norms)
 
 
 def test_rows_that_several_slices_own_get_the_smallest_factor_and_rows_of_nobody_one() -> None:

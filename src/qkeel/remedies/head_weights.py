@@ -26,6 +26,11 @@ from qkeel.sites.find import is_normed
 # Weights that are split across processes or quantised: their norms per head over all processes, and what is refused.
 
 
+def slice_name(s: HeadSlice) -> str:
+    """Returns the name of a slice in a saved state: its parameter and first row, whichever other slices there are."""
+    return f"{s.parameter}:{int(s.index.min())}"
+
+
 def has_plain_rows(weight: Tensor) -> bool:
     """True if the rows of a weight, or of this process's part of it, can be read and scaled directly."""
     return weight.is_floating_point() and not is_wrapper(dist.local(weight))

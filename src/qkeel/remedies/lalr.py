@@ -19,7 +19,7 @@ from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import HeadsBySite, Target, active_at
 from qkeel.remedies.head_groups import frobenius_norm
 from qkeel.remedies.head_steps import head_steps
-from qkeel.remedies.head_weights import UNDOES_MATCHED_STEPS, HeadWeights, StepRemedy, sites_of
+from qkeel.remedies.head_weights import UNDOES_MATCHED_STEPS, HeadWeights, StepRemedy, sites_of, slice_name
 
 # A term that a weight is part of: the entries of the other weights in the term, the head of each of these weights that
 # each query head uses, and the query heads that use each of the weight's own heads.
@@ -76,7 +76,7 @@ class LALR(StepRemedy):
         weights = HeadWeights.of(target)
         measure = spectral_norm if self.norm == "spectral" else frobenius_norm
         steps = head_steps(target, self.name, weights, measure=measure, decay=self.decay == "scaled")
-        row, names = steps.sizes(), _names(weights)
+        row, names = steps.sizes(), [slice_name(s) for s in weights.slices]
         rates = HeadRates(_uses(target.sites, weights), weights.counts, row)
         start = row.split(weights.counts)
 
@@ -84,6 +84,8 @@ class LALR(StepRemedy):
             return {name: norm.clone() for name, norm in zip(names, start)}
 
         def load(values: dict[str, Tensor]) -> None:
+            known = dict(zip(_names_of_0_1(weights), names))
+            values = {known.get(name, name): value for name, value in values.items()}
             wrong = [n for n, own in zip(names, start) if n not in values or values[n].shape != own.shape]
             if wrong or len(values) != len(names):
                 raise InvalidValueError(
@@ -195,7 +197,7 @@ def _acting(heads: Mapping[str, tuple[int, ...]], sites: Sequence[AttentionSite]
     return torch.cat(found)
 
 
-def _names(weights: HeadWeights) -> list[str]:
-    """Returns a name for each weight: the parameter's name, with a number if a fused projection holds several."""
-    plain = [s.parameter for s in weights.slices]
+def _names_of_0_1(weights: HeadWeights) -> list[str]:
+    """Returns the names that states of version 0.1 have: with a number if a parameter has several entries."""
+    plain = weights.names
     return [f"{name}#{plain[:i].count(name)}" if plain.count(name) > 1 else name for i, name in enumerate(plain)]

@@ -34,6 +34,7 @@ from qkeel.remedies.head_weights import (
     found_inf,
     innermost,
     sites_of,
+    slice_name,
     stepped,
 )
 from qkeel.remedies.shared_maxima import SharedMaxima
@@ -338,13 +339,13 @@ class _MatchedSteps:
             tables[weights.place(s)].append(places)
             bias = s.bias_of()
             if bias is not None and stepped(optimizer, target.parameter(bias.parameter)) is not None:
-                biases.setdefault(_name(bias), (bias, []))[1].append(places)
+                biases.setdefault(slice_name(bias), (bias, []))[1].append(places)
         tables += [table for _, table in biases.values()]
         scaled = weights.followed_by(target, [bias for bias, _ in biases.values()])
         # A weight that is never scaled, such as a shared key, has the factor 1.
         own = [torch.cat(t, 1) if t else torch.full((n, 1), plan.last) for t, n in zip(tables, scaled.counts)]
         self._places = stacked(own)
-        self._names, self._counts = [_name(s) for s in scaled.slices], scaled.counts
+        self._names, self._counts = [slice_name(s) for s in scaled.slices], scaled.counts
         self.row = torch.ones(len(self._places), device=scaled.parameters[0].device)
         self._steps = head_steps(target, remedy.name, scaled)
 
@@ -376,11 +377,6 @@ class _MatchedSteps:
                     "the state of the same model and remedy"
                 )
         self.row = torch.cat(own)
-
-
-def _name(s: HeadSlice) -> str:
-    """A name that does not depend on which other parts of the parameter are clipped."""
-    return f"{s.parameter}:{int(s.index.min())}"
 
 
 def _find_largest(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundExtremes | None:
