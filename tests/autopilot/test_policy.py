@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,18 @@ import numpy as np
 import pytest
 from tests.autopilot.runs import EAGER, run
 
-from qkeel.autopilot import Action, Decision, DecisionEffect, Ladder, Records, Refused, SiteFacts, policy, replay
+from qkeel.autopilot import (
+    Action,
+    Decision,
+    DecisionEffect,
+    Ladder,
+    Policy,
+    Records,
+    Refused,
+    SiteFacts,
+    policy,
+    replay,
+)
 from qkeel.autopilot.actuator import PolicyRunner
 from qkeel.autopilot.policy import active_actions
 from qkeel.errors import InvalidValueError, RunDirectoryError, UnknownNameError
@@ -42,6 +54,34 @@ def grown(n: int, power: float, top: float = 30.0) -> np.ndarray:
     logits = np.full((n, 2, 2), 3.0)
     logits[:, 1, 1] = 1.0 + top * np.arange(n) ** power
     return logits
+
+
+def clip(step: int, *heads: int, release: bool = False) -> Decision:
+    about = {"rule": "", "expected": "", "reason": "", "remedy": "qk_clip"}
+    return Decision(step=step, action=Action.CLIP, site="a", heads=heads, release=release, **about)  # type: ignore[arg-type]
+
+
+def test_an_action_on_all_heads_stays_on_all_heads_whatever_is_added() -> None:
+    def heads(*decisions: Decision) -> tuple[int, ...] | None:
+        return active_actions(decisions).get(("qk_clip", "a"), (None, None))[1]
+
+    assert heads(clip(1, 0), clip(2, 1)) == (0, 1)
+    assert heads(clip(1, 0), clip(2)) == ()
+    assert heads(clip(1), clip(2, 1)) == ()
+    assert heads(clip(1, 0, 1), clip(2, 1, release=True)) == (0,)
+    assert heads(clip(1), clip(2, release=True)) is None
+
+
+def test_a_release_of_some_heads_of_an_action_on_all_of_them_is_a_fault() -> None:
+    @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+    class Halfway(Policy):
+        name, line = "halfway", "clips all heads, then releases one"
+
+        def decide(self, records: Records) -> tuple[Decision, ...]:
+            return (clip(records.step) if not records.decisions else clip(records.step, 1, release=True),)
+
+    with pytest.raises(InvalidValueError, match="active on all heads of a, so it is released as a whole"):
+        decided(np.ones((2, 2, 2)), Halfway())
 
 
 @pytest.mark.parametrize("quoted", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import warnings
 from typing import Any
@@ -14,6 +15,8 @@ from torch.nn import functional as F
 
 import qkeel
 from qkeel.autopilot import Action, Decision, Policy, Records
+from qkeel.autopilot.policy import active_actions
+from qkeel.errors import InvalidValueError
 from qkeel.monitor import PlannedRates
 from qkeel.monitor.gather import Transfer
 
@@ -50,7 +53,7 @@ def test_factors_on_steps_outlast_a_change_of_heads() -> None:
     actuator = one.pilot.actuator
 
     def factors() -> torch.Tensor:
-        return actuator.handles[spec, 0][0].state()["0.steps.q.weight:0"]
+        return actuator.handles[spec, 0][0].state()["0.steps.q.weight:0/4x8"]
 
     assert not actuator.set({(spec, ""): (Action.CLIP, (0, 2))}, 0)
     one.train(4, 8)
@@ -198,6 +201,94 @@ def test_each_optimizer_gets_what_acts_on_its_own_weights() -> None:
     both.train()
     assert {d.site for d in acted(both)} == {"blocks.1.attention"}
     assert {number for _, number in both.pilot.actuator.handles} == {1}
+
+
+def apart() -> Run:
+    """A model whose queries and keys have an optimizer of their own, which steps before the first one."""
+    model = foreign()
+    own = [*model.q.parameters(), *model.k.parameters()]
+    ids = {id(p) for p in own}
+    first = torch.optim.SGD([p for p in model.parameters() if id(p) not in ids], lr=1e-3)
+    second = torch.optim.AdamW(own, lr=0.5)
+    return Run(model, _Both([second, first]))
+
+
+def pilot_of(one: Run, *optimizers: torch.optim.Optimizer) -> Any:
+    planned = PlannedRates.of([1e-3] * 24)
+    return qkeel.autopilot(
+        one.model, optimizers, policy=EAGER, every=2, planned=planned, example=next(batches())[:, :-1]
+    )
+
+
+def test_a_decision_that_waits_for_the_step_of_another_optimizer_is_saved() -> None:
+    def fresh() -> Run:
+        one = apart()
+        one.pilot = pilot_of(one, *reversed(one.optimizer.optimizers))
+        return one
+
+    one, saved = fresh(), None
+    for step in range(16):
+        one.train(step, step + 1)
+        if saved is None and any(one.pilot.pending):
+            parts = [one.model, *one.optimizer.optimizers, one.pilot]
+            saved = step + 1, copy.deepcopy([part.state_dict() for part in parts])
+    assert saved is not None
+    stop, states = saved
+    again = fresh()
+    for part, state in zip([again.model, *again.optimizer.optimizers, again.pilot], states):
+        part.load_state_dict(state)
+    again.train(stop, 16)
+    for p, q in zip(again.model.parameters(), one.model.parameters()):
+        assert torch.equal(p, q)
+    other = apart()
+    with pytest.raises(InvalidValueError, match="an autopilot of 1 optimizers, got one of 2"):
+        pilot_of(other, other.optimizer.optimizers[0]).load_state_dict(states[-1])
+
+
+def test_an_optimizer_that_is_added_before_the_first_record_is_acted_on() -> None:
+    one = apart()
+    second, first = one.optimizer.optimizers
+    one.pilot = pilot_of(one, first)
+    one.pilot.add_optimizer(second)
+    one.pilot.add_optimizer(second)  # it is there already
+    one.train(0, 12)
+    assert {number for _, number in one.pilot.actuator.handles} == {1}
+    with pytest.raises(InvalidValueError, match="pass all optimizers to the autopilot at once"):
+        one.pilot.add_optimizer(torch.optim.SGD(one.model.parameters(), lr=0.1))
+    one.pilot.remove()
+    assert not any(o._optimizer_step_post_hooks for o in (first, second))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ByPlan(Policy):
+    """Clips one site at the fifth record and another at the eighth."""
+
+    name, line = "by_plan", "clips by plan"
+
+    def decide(self, records: Records) -> tuple[Decision, ...]:
+        site = {5: "blocks.1.attention", 8: "blocks.0.attention"}.get(len(records.history))
+        spec = "qk_clip:threshold=15,steps=matched"
+        about = {"action": Action.CLIP, "remedy": spec, "rule": "", "expected": "", "reason": ""}
+        return () if site is None else (Decision(step=records.step, site=site, **about),)
+
+
+def test_a_refusal_belongs_to_the_decision_that_was_refused() -> None:
+    # The second optimizer steps late, when the policy has decided on another site, and then refuses.
+    model = decoder()
+    second = [p for name, p in model.named_parameters() if name.startswith("blocks.1.")]
+    ids = {id(p) for p in second}
+    first = torch.optim.SGD([p for p in model.parameters() if id(p) not in ids], lr=1e-3)
+    late = torch.optim.SGD(second, lr=1e-3)
+    sites = qkeel.find_sites(model)
+    pilot = qkeel.autopilot(model, [first, late], policy=ByPlan(), every=1)
+    one = Run(model, first, pilot).train(0, 10)
+    with qkeel.apply(qkeel.remedies.lalr.LALR(heads=(("blocks.1.attention", ()),)), model, late, sites=sites):
+        late.step()
+    (refused,) = (r for r in pilot.runner.refused if r.step >= 0)
+    decided = {d.site: d.step for d in pilot.decisions}
+    assert (refused.site, refused.step) == ("blocks.1.attention", decided["blocks.1.attention"])
+    assert {site for _, site in active_actions(pilot.decisions, pilot.runner.refused)} == {"blocks.0.attention"}
+    assert [set(heads) for _, heads in one.pilot.actuator.handles.values()] == [{"blocks.0.attention"}]
 
 
 class _Both:

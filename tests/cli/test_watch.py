@@ -80,6 +80,43 @@ def test_a_script_is_held_by_an_autopilot_and_its_directory_replays_to_the_same_
     assert not unknown.stdout  # the script was not begun
 
 
+NEW_PHASE = """
+torch.manual_seed(0)
+net = Net(2)
+for phase in range(2):
+    opt = torch.optim.AdamW(net.parameters(), lr=0.5)
+    train(net, opt, 16)
+    print(sorted({name for module in net.modules() for name in module.__dict__.get("_qkeel_applied", {})}))
+"""
+
+TWO_GROUPS = """
+torch.manual_seed(0)
+net = Net(2)
+rest = torch.optim.AdamW([p for name, p in net.named_parameters() if "qkv" not in name], lr=0.5)
+own = torch.optim.AdamW([p for name, p in net.named_parameters() if "qkv" in name], lr=0.5)
+for step in range(16):
+    loss(net, batch(step)).backward()
+    rest.step()
+    own.step()
+    rest.zero_grad()
+    own.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("text", [NEW_PHASE, TWO_GROUPS])
+def test_the_autopilot_acts_in_each_phase_and_on_each_optimizer(tmp_path: Path, text: str) -> None:
+    words = ["python", script(tmp_path, text).name]
+    options = ["--every", "2", "--autopilot", "--policy", "ladder:threshold=20,patience=1"]
+    result = watched(words, tmp_path, *options, start=forked.python)
+    assert result.returncode == 0, result.stderr
+    assert "already applied" not in result.stderr
+    assert "does not hold" not in result.stderr
+    assert "deleted the model" not in result.stderr
+    parts = result.stderr.split("qkeel: watching 2 attention layers of Net")[1:]
+    assert len(parts) == 1 + (text is NEW_PHASE)
+    assert all(": qk_clip:threshold=20,steps=matched" in part for part in parts), result.stderr
+
+
 DRIFT = """
 net = Net(2)
 with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
@@ -12,6 +13,8 @@ from torch.optim import Optimizer
 
 import qkeel
 from qkeel.errors import InvalidValueError, RefusedError
+from qkeel.remedies.apply import Asked, AtNextPass, active_remedies
+from qkeel.remedies.head_weights import slice_name
 
 from .models import D_MODEL, attention, mla
 
@@ -148,15 +151,19 @@ def test_fused_steps_are_the_rescaled_steps() -> None:
 def test_the_products_of_the_factors_are_saved_and_restored() -> None:
     _, handle = clipped(4)
     state = {name: value.clone() for name, value in handle.state().items()}
-    assert set(state) == {f"0.steps.{name}:0" for name in ("q_proj.weight", "k_proj.weight", "q_proj.bias")}
-    assert float(state["0.steps.q_proj.weight:0"].max()) < 0.9
-    assert torch.equal(state["0.steps.k_proj.weight:0"], torch.ones(2))  # shared keys are never scaled
+    size = D_MODEL // 4
+    query, key = f"0.steps.q_proj.weight:0/4x{size}", f"0.steps.k_proj.weight:0/2x{size}"
+    assert set(state) == {query, key, f"0.steps.q_proj.bias:0/4x{size}"}
+    assert float(state[query].max()) < 0.9
+    assert torch.equal(state[key], torch.ones(2))  # shared keys are never scaled
     _, again = clipped(0, load=state)
     assert all(torch.equal(value, state[name]) for name, value in again.state().items())
     continued = clipped(3, load=state)[1].state()
-    assert (continued["0.steps.q_proj.weight:0"] <= state["0.steps.q_proj.weight:0"]).all()
-    with pytest.raises(InvalidValueError, match=r"factors of 4 heads for the steps of q_proj.weight:0, got \(3,\)"):
-        again.load({**state, "0.steps.q_proj.weight:0": torch.ones(3)})
+    assert (continued[query] <= state[query]).all()
+    with pytest.raises(InvalidValueError, match=r"factors of 4 heads for the steps of q_proj.weight:0/.*, got \(3,\)"):
+        again.load({**state, query: torch.ones(3)})
+    with pytest.raises(InvalidValueError, match=r"factors of 4 heads for the steps of q_proj.weight:0/.*, got none"):
+        again.load({})  # full steps on clipped weights would be silent
 
 
 def test_heads_that_are_not_named_and_heads_under_the_threshold_take_full_steps() -> None:
@@ -169,7 +176,7 @@ def test_heads_that_are_not_named_and_heads_under_the_threshold_take_full_steps(
     with qkeel.apply(remedy, model, optimizer) as handle:
         model(batches(1, 0)[0])
         optimizer.step()
-        found = handle.state()["0.steps.q_proj.weight:0"]
+        found = handle.state()[f"0.steps.q_proj.weight:0/{HEADS}x{D_MODEL // HEADS}"]
     assert found[0] < 1
     assert torch.equal(found[1:], torch.ones(3))
 
@@ -183,7 +190,7 @@ def test_a_logit_that_is_a_sum_shortens_the_steps_of_each_weight_by_its_own_fact
         optimizer.step()
         state = {name.partition("steps.")[2]: value for name, value in handle.state().items()}
     (site,) = qkeel.find_sites(model, batches(1, 3)[0])
-    slices = {f"{s.parameter}:{int(s.index.min())}": s for term in site.terms for s in (*term.query, *term.key)}
+    slices = {slice_name(s): s for term in site.terms for s in (*term.query, *term.key)}
     assert state.keys() >= slices.keys()
     for name, s in slices.items():
         ratio = s.heads(model.get_parameter(s.parameter)) / s.heads(before[s.parameter])
@@ -242,13 +249,14 @@ def test_factors_stay_with_their_rows_when_more_sites_are_clipped() -> None:
         model(x)
         optimizer.step()
         state = {name: value.clone() for name, value in handle.state().items()}
-    row = f"0.steps.qkv.weight:{3 * D_MODEL}"
+    size = f"{HEADS}x{D_MODEL // HEADS}"
+    row = f"0.steps.qkv.weight:{3 * D_MODEL}/{size}"
     assert (state[row] < 1).all()
     with clip(tuple(names)) as handle:
-        handle.load(state)
+        handle.load({**handle.state(), **state})
         found = handle.state()
     assert torch.equal(found[row], state[row])
-    assert torch.equal(found["0.steps.qkv.weight:0"], torch.ones(HEADS, dtype=found[row].dtype))
+    assert torch.equal(found[f"0.steps.qkv.weight:0/{size}"], torch.ones(HEADS, dtype=found[row].dtype))
     assert found[row].dtype == state[row].dtype
 
 
@@ -264,7 +272,7 @@ def test_initial_norms_of_lalr_stay_with_their_rows_when_it_acts_on_more_sites()
 
     with lalr(names[1]) as handle:
         second = handle.state()
-    assert second.keys() == {f"0.qkv.weight:{row * D_MODEL}" for row in (3, 4)}
+    assert second.keys() == {f"0.qkv.weight:{row * D_MODEL}/{HEADS}x{D_MODEL // HEADS}" for row in (3, 4)}
     with torch.no_grad():
         model.qkv.weight.mul_(3)
     with lalr(*names) as handle:
@@ -272,9 +280,73 @@ def test_initial_norms_of_lalr_stay_with_their_rows_when_it_acts_on_more_sites()
         found = handle.state()
     assert len(found) == 4
     for name, norms in found.items():
-        first = int(name.split(":")[1])
+        first = int(name.split(":")[1].split("/")[0])
         now = model.qkv.weight.detach()[first : first + D_MODEL].unflatten(0, (HEADS, -1)).flatten(1).norm(dim=1)
         assert torch.allclose(norms, (now / 3 if name in second else now).to(norms), rtol=1e-6)
+
+
+class OtherHeads(torch.nn.Module):
+    """Two layers that share their query and key weights, and cut them into different numbers of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(D_MODEL, D_MODEL, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for heads in (HEADS, 2):
+            q, k, v = (layer(x).unflatten(-1, (heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x
+
+
+@pytest.mark.parametrize("spec", ["lalr", "qk_clip:threshold=0.01,steps=matched"])
+def test_layers_that_cut_one_weight_into_other_heads_save_and_restore_both(spec: str) -> None:
+    torch.manual_seed(0)
+    model, x = OtherHeads(), batches(1, 0)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with qkeel.apply(spec, model, optimizer, example=x) as handle:
+        model(x).square().mean().backward()
+        optimizer.step()
+        state = handle.state()
+        weights = [name for name in state if ".weight:" in name]
+        assert len(weights) == 4
+        handle.load(state)
+        assert all(torch.equal(value, state[name]) for name, value in handle.state().items())
+
+
+@pytest.mark.parametrize("spec", ["lalr", "qk_clip:threshold=0.01,steps=matched"])
+def test_a_remedy_on_another_optimizer_continues_from_the_state_of_the_first(spec: str) -> None:
+    torch.manual_seed(0)
+    model = attention(torch.float64, HEADS)
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    one = AtNextPass(spec, model, first, Asked())
+    for x in batches(3, 0):
+        model(x).square().mean().backward()
+        first.step()
+    state = one.state()
+    one.remove()
+    other = AtNextPass(spec, model, second, Asked(), before=state)
+    assert other.state().keys() == state.keys()
+    model(x)
+    found = other.state()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    other.remove()
+    lacks = AtNextPass(spec, model, second, Asked(), before={"0.steps.other": torch.ones(1)})
+    model(x)  # what the state lacks begins anew
+    lacks.remove()
+
+
+@pytest.mark.parametrize("spec", ["lalr", "qk_clip"])
+def test_a_remedy_on_steps_ends_with_its_optimizer(spec: str) -> None:
+    model = attention(torch.float64, HEADS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    qkeel.apply(spec, model, optimizer)
+    assert active_remedies(model) == {spec}
+    del optimizer
+    gc.collect()
+    assert not active_remedies(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    qkeel.apply(spec, model, torch.optim.SGD(model.parameters(), lr=0.1)).remove()
 
 
 class Tied(torch.nn.Module):
@@ -300,7 +372,8 @@ def test_layers_that_share_a_weight_shorten_the_steps_of_their_own_biases() -> N
         model(x)
         optimizer.step()
         state = handle.state()
+    size = f"{HEADS}x{D_MODEL // HEADS}"
     for name in ("a.q_proj.weight", "a.q_proj.bias", "b.q_proj.bias", "a.k_proj.weight", "b.k_proj.weight"):
         ratio = (model.get_parameter(name) / before[name]).unflatten(0, (HEADS, -1)).flatten(1)
-        assert torch.allclose(ratio.mean(1), state[f"0.steps.{name}:0"].double(), rtol=1e-5), name
-    assert not torch.allclose(state["0.steps.a.q_proj.bias:0"], state["0.steps.b.q_proj.bias:0"])
+        assert torch.allclose(ratio.mean(1), state[f"0.steps.{name}:0/{size}"].double(), rtol=1e-5), name
+    assert not torch.allclose(state[f"0.steps.a.q_proj.bias:0/{size}"], state[f"0.steps.b.q_proj.bias:0/{size}"])

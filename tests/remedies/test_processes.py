@@ -133,7 +133,7 @@ def test_sites_are_known_again_by_their_names() -> None:
         qkeel.apply("softcap", model, optimizer, sites=sites)
     assert not optimizer._optimizer_step_pre_hooks
     with qkeel.apply("lalr", model, optimizer, sites=sites) as handle:
-        assert [*handle.state()] == ["0.q_proj.weight:0", "0.k_proj.weight:0"]
+        assert [*handle.state()] == ["0.q_proj.weight:0/4x4", "0.k_proj.weight:0/4x4"]
 
 
 class Engine(nn.Module):

@@ -21,7 +21,7 @@ from qkeel.remedies.head_weights import HeadWeights
 from qkeel.sites import AttentionSite, HeadSlice, QKProduct
 from qkeel.spec import AttentionSpec
 
-from .models import attention, decoder, gradients, mla, snapshot, step_by, train
+from .models import D_MODEL, attention, decoder, gradients, mla, snapshot, step_by, train
 
 
 @pytest.mark.parametrize("size", [1e-4, 1.0, 1e6])
@@ -289,11 +289,12 @@ def test_the_state_is_named_by_weights_and_another_models_is_refused() -> None:
     model = attention(torch.float32)
     handle = qkeel.apply("softcap+lalr", model, torch.optim.SGD(model.parameters(), lr=0.1))
     state = handle.state()
-    assert {k: tuple(v.shape) for k, v in state.items()} == {"1.q_proj.weight:0": (4,), "1.k_proj.weight:0": (2,)}
+    query, key = (f"1.{name}_proj.weight:0/{n}x{D_MODEL // 4}" for name, n in (("q", 4), ("k", 2)))
+    assert {k: tuple(v.shape) for k, v in state.items()} == {query: (4,), key: (2,)}
     with pytest.raises(InvalidValueError, match="load the state of the same model and remedy"):
-        handle.load({"1.q_proj.weight:0": state["1.q_proj.weight:0"]})
+        handle.load({query: state[query]})
     with pytest.raises(InvalidValueError, match=r"have a different shape: ..k_proj.weight"):
-        handle.load({**state, "1.k_proj.weight:0": torch.ones(3)})
+        handle.load({**state, key: torch.ones(3)})
 
 
 @pytest.mark.parametrize("remedy", ["lalr", "qk_lr", "lalr+qk_lr"])
@@ -382,7 +383,7 @@ def test_the_norms_of_a_fused_projection_are_saved_by_their_first_rows_and_state
 
     _, target, parts = fused_target(0, "blocks")
     handle = LALR().apply(target)
-    queries, keys = (f"qkv:{int(index.min())}" for index in parts[:2])
+    queries, keys = (f"qkv:{int(index.min())}/{HEADS}x{SIZE}" for index in parts[:2])
     norms = {queries: torch.full((HEADS,), 2.0), keys: torch.full((HEADS,), 3.0)}
     handle.load({"qkv#0": norms[queries], "qkv#1": norms[keys]})
     found = handle.state()

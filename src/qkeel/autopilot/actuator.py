@@ -20,6 +20,7 @@ from qkeel.autopilot.policy import (
     Records,
     Refused,
     SiteFacts,
+    active_actions,
     policy,
 )
 from qkeel.errors import DamagedFileError, InvalidTypeError, InvalidValueError, QkeelError, RefusedError, caution
@@ -109,6 +110,13 @@ class PolicyRunner:
             )
         if site is not None and one.heads and max(one.heads) >= site.n_heads:
             raise InvalidValueError(f"{one.site} has {site.n_heads} heads, but the policy names head {max(one.heads)}")
+        if one.release and one.heads:
+            active = active_actions(known.decisions, known.refused).get((one.remedy or str(one.action), one.site))
+            if active is not None and not active[1]:
+                raise InvalidValueError(
+                    f"{one.action} is active on all heads of {one.site}, so it is released as a whole: expected no "
+                    f"heads in the release, got {one.heads}"
+                )
 
     def _effect(self, one: Decision, history: History) -> DecisionEffect:
         series = history.series("max_logit")
@@ -346,10 +354,8 @@ class RemedyManager:
             QkeelError: a site refuses; in that case, nothing is changed.
         """
         handle = self._applied(key, heads)
-        fresh = handle.state()
-        clip = self._parsed(key).name == QKClip.name  # it completes a state that does not contain all of its heads
         try:
-            handle.load(state if clip else {name: state.get(name, value) for name, value in fresh.items()})
+            handle.load({**handle.state(), **state})  # heads that are new have no saved state
         except QkeelError:
             handle.remove()
             raise

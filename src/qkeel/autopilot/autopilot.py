@@ -60,6 +60,7 @@ def state(pilot: Autopilot) -> State:
             "handles": [(key, heads) for key, (_, heads) in actuator.handles.items()],
             "norm": "" if actuator.norm is None else actuator.norm[0],
             "closer": pilot.monitor.closer,
+            "pending": pilot.pending,
             "events": pilot.events,
         }
     text = json.dumps(about, default=list).encode()
@@ -88,7 +89,12 @@ def load(pilot: Autopilot, state: State) -> None:
 
 
 def _take_up(pilot: Autopilot, about: Row, state: State) -> None:
-    sites = pilot.known_sites() if about["handles"] or about["norm"] else []
+    pending = about.get("pending", [False] * len(pilot.optimizers))  # states of earlier versions lack it
+    if len(pending) != len(pilot.optimizers):
+        raise InvalidValueError(
+            f"expected the state of an autopilot of {len(pilot.optimizers)} optimizers, got one of {len(pending)}"
+        )
+    sites = pilot.known_sites() if about["handles"] or about["norm"] or any(pending) else []
     known = pilot.start([SiteFacts(**one) for one in about["sites"]], about["missed"], sites)
     known.decisions = [Decision.of(one) for one in about["decisions"]]
     known.refused = [Refused(**one) for one in about["refused"]]
@@ -97,7 +103,7 @@ def _take_up(pilot: Autopilot, about: Row, state: State) -> None:
         heads = {name: np.asarray(x) for name, x in under("coming/", state).items()}
         pilot.carried = Sample(**coming | {"layers": tuple(coming["layers"])}, heads=heads)
     pilot.recording.load({name: np.asarray(x) for name, x in under("records/", state).items()})
-    pilot.events = list(about["events"])
+    pilot.events, pilot.pending = list(about["events"]), list(pending)
     pilot.monitor.closer = about["closer"]
     actuator = pilot.actuator
     assert actuator is not None
@@ -146,13 +152,32 @@ class Autopilot(Handle):
         self.runner: PolicyRunner | None = None
         self.actuator: RemedyManager | None = None
         self.carried: Sample | None = None  # measured before a checkpoint; the decision is made after it
-        self._pending = [False] * len(self.optimizers)
+        # By optimizer: whether decisions wait for its next step, which carries them out.
+        self.pending = [False] * len(self.optimizers)
         self._later = [Handle(lambda: None) for _ in self.optimizers]
         self._guard = FaultGuard(_OFF, self._stop)
         self._stopped = False
-        hooks = [StepHooks(None, lambda o: self._guard(self._after, o), optimizer) for optimizer in self.optimizers]
-        self._hooks = hooks  # kept so that _stop() can remove them
+        self._hooks = [self._follow(optimizer) for optimizer in self.optimizers]  # kept so that _stop() can remove them
         super().__init__(self._take_off, state=lambda: state(self), load=lambda s: load(self, s))
+
+    def _follow(self, optimizer: Optimizer) -> StepHooks:
+        return StepHooks(None, lambda o: self._guard(self._after, o), optimizer)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Adds another optimizer of the model, before the first record.
+
+        Raises:
+            InvalidValueError: the policy has already started.
+        """
+        found = innermost(optimizer)
+        if any(own is found for own in self.optimizers):
+            return
+        if self.runner is not None:
+            raise InvalidValueError("the policy has already started; pass all optimizers to the autopilot at once")
+        self.optimizers.append(found)
+        self.pending.append(False)
+        self._later.append(Handle(lambda: None))
+        self._hooks.append(self._follow(found))
 
     @property
     def decisions(self) -> list[Decision]:
@@ -244,7 +269,7 @@ class Autopilot(Handle):
             return
         # The first record is handled without lag, so that a checkpoint right after it contains the sites.
         sample = self.next_sample(lag=0 if self.runner is None else 1) if number == 0 else None
-        if self._pending[number] or sample is not None:
+        if self.pending[number] or sample is not None:
             act = lambda _: self._guard(self._act, number, sample)  # noqa: E731
             self._later[number] = when_hooks_are_done(optimizer, act)
 
@@ -262,14 +287,15 @@ class Autopilot(Handle):
         elif sample is not None:
             self._see(sample)
         known, actuator = self.runner, self.actuator
-        if not self._pending[number] or known is None or actuator is None:
+        if not self.pending[number] or known is None or actuator is None:
             return
-        self._pending[number] = False
+        self.pending[number] = False
         actuator.compiled = self.monitor.compiled
         for action, site, reason in actuator.set(active_actions(known.decisions, known.refused), number):
-            refused = Refused(step=known.decisions[-1].step, action=str(action), site=site, reason=reason)
+            asked = [d.step for d in known.decisions if (d.action, d.site, d.release) == (action, site, False)]
+            refused = Refused(step=asked[-1], action=str(action), site=site, reason=reason)
             known.refuse(refused)
-            self._pending[number] |= action is Action.NORM  # the other decisions are carried out after the next step
+            self.pending[number] |= action is Action.NORM  # the other decisions are carried out after the next step
             self._note({"event": "refused", **dataclasses.asdict(refused), "text": f"refused {action}: {reason}"})
 
     def _see(self, sample: Sample) -> None:
@@ -286,7 +312,7 @@ class Autopilot(Handle):
             if self.warns and dist.rank() == 0:
                 caution(str(one), AlarmWarning)
         if decisions:
-            self._pending = [True] * len(self.optimizers)
+            self.pending = [True] * len(self.optimizers)
             held = active_actions(known.decisions, known.refused)
             closer = [parse(spec)[0].options for (spec, _), (action, _) in held.items() if action is Action.WATCH]
             self.monitor.closer = int(closer[0]["every"]) if closer else None

@@ -207,12 +207,12 @@ def active_actions(decisions: Sequence[Decision], refused: Sequence[Refused] = (
     found: ActiveActions = {}
     for one in decisions:
         key = (one.remedy or str(one.action), one.site)
-        old = found.get(key, (one.action, ()))[1]
+        old = found.get(key, (one.action, one.heads))[1]
         if not one.release:
             if (one.step, str(one.action), one.site) not in gone:
                 if one.action is Action.NORM:
                     found = {k: held for k, held in found.items() if held[0] not in (Action.CLIP, Action.RATES)}
-                found[key] = one.action, tuple(sorted({*old, *one.heads}))
+                found[key] = one.action, tuple(sorted({*old, *one.heads})) if old and one.heads else ()
         elif left := tuple(h for h in old if one.heads and h not in one.heads):
             found[key] = one.action, left
         else:

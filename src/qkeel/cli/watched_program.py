@@ -30,7 +30,7 @@ from qkeel.autopilot import Autopilot
 from qkeel.autopilot import attach as attach_autopilot
 from qkeel.cli.commands import FAILED, INTERRUPTED, OK, USAGE
 from qkeel.errors import AlarmWarning, DataError, InvalidValueError, NoAttentionError, QkeelError, QkeelWarning, caution
-from qkeel.handle import Handle, compose
+from qkeel.handle import Handle, State, compose
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.monitor import Alarm, Cadence, RunDirectorySink, Sample, Severity, Sink, sample_table
 from qkeel.monitor.monitor import Monitor, watched
@@ -247,6 +247,7 @@ class ModelFinder(Handle):
         start: Callable[[nn.Module, Optimizer], Monitor],
         of_script: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None,
         another: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None,
+        end: Callable[[Monitor], None] = Monitor.close,
     ) -> None:
         """Registers the hooks on optimizers.
 
@@ -254,9 +255,10 @@ class ModelFinder(Handle):
             start: called to start watching a model.
             of_script: called once for each model that the script watches itself.
             another: called for each further optimizer of a model that is already watched.
+            end: called to stop watching a model before another watch of it begins.
         """
         self.optimizers = 0  # number of optimizers created so far
-        self._start, self._of_script, self._another = start, of_script, another
+        self._start, self._of_script, self._another, self._end = start, of_script, another, end
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that the script watches itself
         self._pid = os.getpid()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -297,7 +299,7 @@ class ModelFinder(Handle):
     def _begin(self, chain: list[nn.Module], optimizer: Optimizer) -> None:
         monitor = self._start(chain[0], optimizer)
         monitor.steps = self._steps[optimizer]
-        self._watches.append(_Watch(chain, optimizer, monitor))
+        self._watches.append(_Watch(chain, optimizer, monitor, self._end))
 
     def _before_step(self, optimizer: Optimizer) -> None:
         for watch in self._watches:
@@ -328,9 +330,12 @@ class _Watch:
     """A watched model: the modules that may be the one that is called, from the outermost inwards, with the optimizer
     whose steps are counted and the monitor."""
 
-    def __init__(self, chain: list[nn.Module], optimizer: Optimizer, monitor: Monitor) -> None:
+    def __init__(
+        self, chain: list[nn.Module], optimizer: Optimizer, monitor: Monitor, end: Callable[[Monitor], None]
+    ) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.monitor = weakref.ref(monitor)
+        self._end = end
         self._chain = [weakref.ref(module) for module in chain]
 
     def model(self) -> nn.Module | None:
@@ -351,7 +356,7 @@ class _Watch:
         """Stops watching the model."""
         monitor = self.monitor()
         if monitor is not None:
-            monitor.close()
+            self._end(monitor)
 
 
 def chains(optimizer: Optimizer) -> list[list[nn.Module]]:
@@ -420,13 +425,15 @@ class WatchPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _WatchedModel:
-    """A watched model and its messages; `done` closes its files if the script deletes its optimizer before the end."""
+    """A watched model and its messages; `done` closes its files if the script deletes its optimizer before the end.
+    `over` is true once another phase of training has begun."""
 
     model: str
     message_sink: MessageSink
     monitor: weakref.ref[Monitor]
     pilot: weakref.ref[Autopilot] | None
     done: weakref.finalize
+    over: bool = False
 
     @property
     def used(self) -> bool:
@@ -438,7 +445,7 @@ class _WatchedModel:
 @final
 class _Remedied:
     """The remedies of --apply on one model. Remedies that change its forward pass stay for the lifetime of the model;
-    remedies on optimizer steps move to the optimizer that begins a new phase of training.
+    remedies on optimizer steps move, with their state, to the optimizer that begins a new phase of training.
     """
 
     def __init__(
@@ -466,8 +473,9 @@ class _Remedied:
         """Continues with the optimizer of the next phase; `write` receives a line about parameters that the remedies
         added and this optimizer does not train."""
         if self._steps is not None:
+            before = self._steps.state()
             self._steps.remove()
-            self._steps = self._at_next_pass(self._on_steps, optimizer, refused)
+            self._steps = self._at_next_pass(self._on_steps, optimizer, refused, before)
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         model = self._model()
         own = {} if model is None else {n: p for n, p in model.named_parameters() if n not in self._before}
@@ -479,12 +487,16 @@ class _Remedied:
             )
 
     def _at_next_pass(
-        self, spec: str, optimizer: Optimizer, refused: Callable[[QkeelError], None]
+        self,
+        spec: str,
+        optimizer: Optimizer,
+        refused: Callable[[QkeelError], None],
+        before: State | None = None,
     ) -> AtNextPass | None:
         model = self._model()
         if not spec or model is None:
             return None
-        return AtNextPass(spec, model, optimizer, Asked(partial=True), refused=refused)
+        return AtNextPass(spec, model, optimizer, Asked(partial=True), refused=refused, before=before)
 
 
 @final
@@ -495,8 +507,9 @@ class WatchSession:
         self.plan, self.writer = plan, writer
         self._runs: list[_WatchedModel] = []
         self._applied: dict[nn.Module, _Remedied] = {}  # kept until the process ends
+        self._late: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # found after the autopilot of their model had begun
         self._by_script = False  # the script watches a model itself
-        self._finder = ModelFinder(self._start, self._of_script, self._another)
+        self._finder = ModelFinder(self._start, self._of_script, self._another, self._end)
 
     def _start(self, model: nn.Module, optimizer: Optimizer) -> Monitor:
         name, plan = type(model).__name__, self.plan
@@ -530,6 +543,26 @@ class WatchSession:
     def _another(self, model: nn.Module, optimizer: Optimizer) -> None:
         if model in self._applied:
             self._applied[model].or_with(optimizer)
+        for pilot in self._pilots():
+            if pilot.active and pilot.monitor.model is unwrapped(model):
+                try:
+                    pilot.add_optimizer(optimizer)
+                except QkeelError as error:
+                    if optimizer in self._late:
+                        continue
+                    self._late.add(optimizer)
+                    self.writer(
+                        f"the autopilot does not act on the weights of this {type(optimizer).__name__}: {error}"
+                    )
+
+    def _end(self, monitor: Monitor) -> None:
+        """Closes the autopilot of a monitor, which removes its remedies for optimizer steps, or the monitor alone."""
+        self._runs = [dataclasses.replace(r, over=r.over or r.monitor() is monitor) for r in self._runs]
+        pilot = next((one for one in self._pilots() if one.monitor is monitor), None)
+        (monitor if pilot is None else pilot).close()
+
+    def _pilots(self) -> list[Autopilot]:
+        return [pilot for run in self._runs if run.pilot is not None and (pilot := run.pilot()) is not None]
 
     def _apply(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Applies the remedies of --apply when the model is first called. If they cannot be applied, the script is
@@ -568,11 +601,10 @@ class WatchSession:
         for run in self._runs if complete else ():
             if (monitor := run.monitor()) is not None:
                 monitor.training_over(self.writer)
-            elif (last := run.message_sink.last) is not None:
+            elif not run.over and (last := run.message_sink.last) is not None:
                 self.writer(f"{run.model} is measured up to step {last:,}: the script deleted the model before ending")
         broken = any(monitor.passes and not monitor.active for monitor in seen)
-        pilots = [pilot for run in self._runs if run.pilot is not None and (pilot := run.pilot()) is not None]
-        for one in (*pilots, *seen):  # an autopilot closes its monitor after it has seen the last record
+        for one in (*self._pilots(), *seen):  # an autopilot closes its monitor after it has seen the last record
             one.close(complete=complete)
         for run in self._runs:
             run.done.detach()

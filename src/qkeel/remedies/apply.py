@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -264,6 +265,8 @@ class AtNextPass(Handle):
     """Remedies that are applied when the model's next forward pass begins, with that pass's arguments as the example.
 
     If a remedy is refused, the error is raised in the call of the model, or passed to `refused` if that is given.
+    `before` is the state of the same remedies on an earlier optimizer of the model; they continue from it, as far as it
+    contains their weights.
     """
 
     def __init__(
@@ -274,6 +277,7 @@ class AtNextPass(Handle):
         more: Asked,
         *,
         refused: Callable[[QkeelError], None] | None = None,
+        before: State | None = None,
     ) -> None:
         remedies = parse(named, **more.options)
         check_wrapper(unwrapped(model), remedies)
@@ -282,6 +286,7 @@ class AtNextPass(Handle):
         self._refused = refused
         self._inner: Handle | None = None
         self._carried: State | None = None
+        self._before = before or {}
         self._passes = ForwardPasses(model, self._begin, lambda *_: None, guard=unguarded)
         self._optimizers = [optimizer]
         self._steps = StepHooks(self._refuse_step, lambda _: None, innermost(optimizer))
@@ -311,6 +316,8 @@ class AtNextPass(Handle):
                 raise
             self._refused(error)
             return
+        if self._before:
+            self._inner.load({**self._inner.state(), **self._before})
         if self._carried is not None:
             self._inner.load(self._carried)
 
@@ -351,7 +358,7 @@ class AtNextPass(Handle):
             self._inner.remove()
 
     def _own_state(self) -> State:
-        return self._inner.state() if self._inner is not None else dict(self._carried or {})
+        return self._inner.state() if self._inner is not None else dict(self._carried or self._before)
 
     def _take_state(self, state: State) -> None:
         if self._inner is not None:
@@ -441,7 +448,7 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
         except BaseException:
             inner.remove()
             raise
-        yield _marked(remedy, target.sites, inner)
+        yield _marked(remedy, target, inner)
 
 
 def _check(remedy: Remedy, target: Target, sites: Sites, *, partial: bool, given: bool) -> None:
@@ -475,9 +482,11 @@ def _check_supported(remedy: Remedy, target: Target) -> None:
         check_weights(target, remedy.name, per_head=remedy.on_steps)
 
 
-def _marked(remedy: Remedy, sites: Iterable[AttentionSite], inner: Handle) -> Handle:
-    """Records the active remedy on each site's module. The returned handle removes the record and the change."""
-    modules = {id(site.module): site.module for site in sites}.values()  # a module may have several sites
+def _marked(remedy: Remedy, target: Target, inner: Handle) -> Handle:
+    """Records the active remedy on each site's module. The returned handle removes the record and the change.
+
+    A remedy for steps ends with its optimizer, so its record does too."""
+    modules = {id(site.module): site.module for site in target.sites}.values()  # a module may have several sites
     for module in modules:
         marks = module.__dict__.get(APPLIED)
         module.__dict__[APPLIED] = own = marks if isinstance(marks, _Marks) else _Marks(marks or {})
@@ -486,19 +495,39 @@ def _marked(remedy: Remedy, sites: Iterable[AttentionSite], inner: Handle) -> Ha
     if compiled:
         compile_again()  # code compiled earlier does not detect new hooks
 
+    ends = None
+    if remedy.on_steps and target.optimizer is not None:
+        ends = weakref.finalize(target.optimizer, _unmark, [weakref.ref(module) for module in modules], remedy)
+        ends.atexit = False
+
     def undo() -> None:
+        if ends is not None:
+            ends.detach()
         marks = [(module, module.__dict__.get(APPLIED, {})) for module in modules]
         if any(own.get(remedy.name) is not remedy for _, own in marks):  # already folded into the weights
             return
         inner.remove()
         if compiled:
             compile_again()
-        for module, own in marks:
-            del own[remedy.name]
-            if not own:
-                del module.__dict__[APPLIED]
+        for module, _ in marks:
+            _drop(module, remedy)
 
     return Handle(undo, state=inner.state, load=inner.load)
+
+
+def _drop(module: nn.Module, remedy: Remedy) -> None:
+    """Drops the record of a remedy on a module, if it is there."""
+    own = module.__dict__.get(APPLIED, {})
+    if own.get(remedy.name) is remedy:
+        del own[remedy.name]
+        if not own:
+            del module.__dict__[APPLIED]
+
+
+def _unmark(modules: Sequence[weakref.ref[nn.Module]], remedy: Remedy) -> None:
+    """Drops the records of a remedy whose optimizer no longer exists."""
+    for module in [found for ref in modules if (found := ref()) is not None]:
+        _drop(module, remedy)
 
 
 def _sites(remedy: Remedy, bare: Target) -> tuple[Sites, ModelTrace | None]:

@@ -27,8 +27,14 @@ from qkeel.sites.find import is_normed
 
 
 def slice_name(s: HeadSlice) -> str:
-    """Returns the name of a slice in a saved state: its parameter and first row, whichever other slices there are."""
-    return f"{s.parameter}:{int(s.index.min())}"
+    """Returns the name of a slice in a saved state, whichever other slices there are: the parameter, the first row, and
+    the number of heads with the rows of each.
+
+    >>> slice_name(HeadSlice(parameter="qkv", axis=0, index=torch.arange(8, 16).view(4, 2)))
+    'qkv:8/4x2'
+    """
+    heads, rows = s.index.shape
+    return f"{s.parameter}:{int(s.index.min())}/{heads}x{rows}"
 
 
 def has_plain_rows(weight: Tensor) -> bool:

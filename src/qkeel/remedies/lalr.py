@@ -87,7 +87,7 @@ class LALR(StepRemedy):
             known = dict(zip(_names_of_0_1(weights), names))
             values = {known.get(name, name): value for name, value in values.items()}
             wrong = [n for n, own in zip(names, start) if n not in values or values[n].shape != own.shape]
-            if wrong or len(values) != len(names):
+            if wrong:
                 raise InvalidValueError(
                     f"expected the initial norms of {len(names)} weights, got {len(values)}; these are "
                     f"missing or have a different shape: {wrong}; load the state of the same model and remedy"

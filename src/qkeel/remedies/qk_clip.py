@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Literal, final
 
@@ -138,8 +139,7 @@ class QKClip(StepRemedy):
         def undo() -> None:
             for hook in hooks:
                 hook.remove()
-            clip.shared.remove()
-            clip.tap.remove()
+            clip.remove()
 
         return Handle(undo, state=clip.state, load=clip.load)
 
@@ -220,6 +220,7 @@ class _Clip:
         steps: _MatchedSteps | None,
     ) -> None:
         self.remedy, self.sites, self.plan, self.steps = remedy, target.sites, plan, steps
+        self.shared = SharedMaxima(target, optimizer, self.maxima)  # it may refuse, so it precedes the tap
         self.tap = Tap(
             target.model,
             when_training=True,
@@ -237,7 +238,14 @@ class _Clip:
         self._groups = HeadGroups(plan.table)
         self._spared = _spared(remedy.heads, target.sites)
         self._seen: SiteStats | None = None  # statistics of the passes since the last step, once they have been read
-        self.shared = SharedMaxima(target, optimizer, self.maxima)
+        self._gone = weakref.finalize(optimizer, _stop, weakref.ref(self.tap))
+        self._gone.atexit = False
+
+    def remove(self) -> None:
+        """Stops reading logits."""
+        self._gone.detach()
+        self.shared.remove()
+        self.tap.remove()
 
     def maxima(self) -> dict[str, Tensor]:
         """Returns the largest logits over the passes since the last step, keyed by site."""
@@ -367,16 +375,23 @@ class _MatchedSteps:
         return {f"steps.{name}": x.clone() for name, x in zip(self._names, self.row.split(self._counts))}
 
     def load(self, values: dict[str, Tensor]) -> None:
-        """Continues from saved products; weights that are not among them take full steps."""
-        ones = self.row.new_ones(len(self.row)).split(self._counts)
-        own = [values.get(f"steps.{name}", one).to(self.row.device) for name, one in zip(self._names, ones)]
-        for name, part, one in zip(self._names, own, ones):
-            if part.shape != one.shape:
+        """Continues from saved products. Without them, weights that were clipped would take full steps."""
+        own = [values.get(f"steps.{name}") for name in self._names]
+        for name, part, count in zip(self._names, own, self._counts):
+            if part is None or part.shape != (count,):
+                got = "none" if part is None else str(tuple(part.shape))
                 raise InvalidValueError(
-                    f"expected the factors of {len(one)} heads for the steps of {name}, got {tuple(part.shape)}; load "
-                    "the state of the same model and remedy"
+                    f"expected the factors of {count} heads for the steps of {name}, got {got}; load the state of the "
+                    "same model and remedy"
                 )
-        self.row = torch.cat(own)
+        self.row = torch.cat([part.to(self.row.device) for part in own if part is not None])
+
+
+def _stop(tap: weakref.ref[Tap]) -> None:
+    """Stops a tap whose optimizer no longer exists, so that nothing uses what it reads."""
+    found = tap()
+    if found is not None:
+        found.remove()
 
 
 def _find_largest(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundExtremes | None:
