@@ -18,13 +18,14 @@ from qkeel.records import read_json, write_text
 PAGE = Path(__file__).parents[1] / "research" / "ladder.md"
 _HEAD = """# The ladder: does it hold at 124 million?
 
-Everything on the page of [claims](claims.md) comes from 131,000 parameters. This page asks the same of 1, 10 and 124
-million (GPT-2 small), by a plan that was committed before its first run: `ladder/plan.py`. `make ladder` runs what is
-left of it and writes this page; it can be stopped and started at will, and never runs a run twice. Rungs whose runs
-are not done say so.
+Most results on the page of [claims](claims.md) come from models of 131,000 parameters, and none from a large one. This
+page asks the same questions of models with 1, 10 and 124 million parameters (GPT-2 small), by a plan that was committed
+before its first run: `ladder/plan.py`. `make ladder` trains the runs that are still missing and writes this page; it
+can be stopped and started at will, and never trains a run twice. The heading of each rung says how many of its runs are
+done.
 
 **What was known when the plan was written:** every result of the claims, the laws and their audit, all of them at
-widths 16 to 256. No run of the ladder. Its seeds, from 5000 on, were in no study.
+widths 16 to 256. No run of the ladder had been trained. Its seeds, from 5000 on, were in no study.
 
 ## Plan
 
@@ -39,25 +40,30 @@ _STATEMENT = """
 Rates are fixed here, not chosen on the runs: *tuned* is 0.012 · 64 / width, *above* 2.5 to 3.3 times that, *hot* 8 to
 10 times. Arms: {arms}.
 
-`frozen_qk` leaves q and k at their first values; every gain is given over no remedy and over it.
+`frozen_qk` leaves q and k at their first values; at the tuned and the hot rate, losses are compared with it as well as
+with no remedy. At 124M the plan has seven runs: `none` and `qk_norm` at both rates, and `lalr`, `autopilot` and
+`frozen_qk` at the hot one.
 
-**The statement.** Each difference of losses, and ln of the largest logit, is a + b · ln N, N the number of
-parameters, with a scatter of rungs and of seeds. The rungs below a rung, through `ladder/predict.py`, give its
-predicted mean with an interval of 90 %, which is written next to the results before the rung's first run. The frozen
-laws of [logits](results/drift-law.md) and [gains](results/gains.md) predict all four rungs
+**The statement.** Each difference of losses, and the logarithm of the largest logit, is modelled as a + b · ln N, where
+N is the number of parameters, with a scatter of rungs and of seeds. `ladder/predict.py` predicts the mean of a rung
+from the smaller rungs, with an interval of 90 %, which is written next to the results before the rung's first run. The
+frozen laws of [logits](results/drift-law.md) and [gains](results/gains.md) predict all four rungs
 (`ladder/results/frozen-laws.json`, in the commit of the plan); their intervals are for single runs.
-Over all rungs and questions 84 to 96 % of the intervals are to hold. A difference under 0.01 nats counts as none.
+The plan requires that 84 to 96 % of the measured values, over all rungs and questions, lie in their intervals. A
+difference under 0.01 nats counts as none.
 
-**What was changed.** The autopilot's policy was replaced ([why](autopilot-drawn.md)) when its runs at 0.13M and 1M were
-done and none at 10M had begun. All rungs show the present policy, with predictions that were made anew before its first
-run on a rung. Runs of the first policy are in `ladder/results/first-policy.jsonl`; its predictions for 1M (3 of 4 held)
-no longer count.
+**What was changed.** The autopilot's policy was replaced ([why](autopilot-drawn.md)) when the autopilot's runs at 0.13M
+and 1M were done and its runs at 10M had not begun. All rungs show the present policy, with predictions that were made
+anew before its first run on a rung. Runs of the first policy are in `ladder/results/first-policy.jsonl`. Its
+predictions for 1M, of which 3 of 4 were right, no longer count.
 
 """
 
 _ANSWERS = """Losses are held-out losses in nats per byte: means over seeds, with intervals of 90 %. For a rung whose
 runs are not all done, the table shows what its rows say so far. Depth, context and text change from rung to rung as
-well as width, so the exponent is that of all of them together."""
+well as width, so the exponent is that of all of them together. On the page of claims, attention at a rate of 0.1 ends
+collapsed in all 8 runs of 150 steps of 256 bytes; here, at the same size and rate, it ends collapsed in 1 of 8 runs of
+1,000 steps of 1,024 bytes."""
 
 
 def plan_table() -> Iterator[str]:
@@ -107,9 +113,9 @@ def predicted(rung: str) -> dict[str, list[dict[str, Any]]]:
 
 def rung_table(rung: str) -> Iterator[str]:
     """Prediction beside result, question by question."""
-    yield "| question | frozen law | line through the rungs below | measured, 90 % | in the intervals |"
+    yield "| question | frozen law | fit to the smaller rungs | measured, 90 % | in the intervals |"
     yield "|---|---|---|---|---|"
-    said = predicted(rung)
+    said, planned = predicted(rung), {(p.arm, p.lr) for unit in units(RUNGS[rung]) for p in unit}
     for question in QUESTIONS:
         if question.role not in RUNGS[rung].roles:
             continue
@@ -121,12 +127,19 @@ def rung_table(rung: str) -> Iterator[str]:
             for p in (own.get("frozen law"), own.get("line"))
         ]
         text, mean = measured(question, rung, None)
+        lr = RUNGS[rung].roles[question.role]
+        if any(arm is not None and (arm, lr) not in planned for arm in (question.left, question.right)):
+            text = "not planned"
         held = (
             []
             if mean is None
-            else [f"{s}: {'yes' if p['low'] <= mean <= p['high'] else '**no**'}" for s, p in own.items()]
+            else [
+                f"{'fit' if s == 'line' else s}: {'yes' if p['low'] <= mean <= p['high'] else '**no**'}"
+                for s, p in own.items()
+            ]
         )
-        yield f"| {question.name} | {' | '.join(texts)} | {text} | {', '.join(held)} |"
+        name = question.name.replace("ln z", "largest logit")
+        yield f"| {name} | {' | '.join(texts)} | {text} | {', '.join(held)} |"
 
 
 def stable_table(rows: Sequence[Row], rung: str) -> Iterator[str]:
@@ -235,7 +248,7 @@ def page() -> str:
             made = sorted({f"commit {r['commit']}, {machine(r)}, torch {r['torch']}" for r in rows})
             hours = sum(r["cpu_seconds"] for r in rows) / 3600
             lines += [
-                f"Held-out loss in the mean, nats per byte. Counted bigrams of what a run reads: {counted:.3f}.",
+                f"Mean held-out loss, nats per byte. Bigrams counted in the text that a run reads have {counted:.3f}.",
                 "",
                 *stable_table(rows, rung),
                 "",
@@ -245,7 +258,11 @@ def page() -> str:
     held = [line for rung in RUNGS for line in rung_table(rung) if ": yes" in line or "**no**" in line]
     if held:
         yes, no = (sum(line.count(word) for line in held) for word in (": yes", "**no**"))
-        lines += [f"Of {yes + no} intervals {yes} held ({yes / (yes + no):.0%}; {LEVEL:.0%} are to).", ""]
+        lines += [
+            f"{yes} of {yes + no} intervals of {LEVEL:.0%} contain the measured value ({yes / (yes + no):.0%}); the "
+            "plan requires that 84 to 96 % do.",
+            "",
+        ]
     lines += ["**Next:** [Claims](claims.md), or [the law of logits](results/drift-law.md)."]
     return "\n".join(lines) + "\n"
 

@@ -88,7 +88,7 @@ DRAWS: Mapping[int, Draw] = {
             "the policy that replaced it has [its own test](autopilot-drawn-2.md)",
             commit="1ab047e3ca7b",
             known="The [second test](autopilot.md) and its audit: at rates between healthy and collapsing the\n"
-            "autopilot had done nothing and had ended 0.051 nats (0.001 to 0.100) behind QK-norm. A trial of this "
+            "autopilot had done nothing and had ended 0.051 nats (0.001 to 0.100) behind QK-norm. A trial run of this "
             "program had shown\n14 rows of settings 0 and 1; nothing was changed after it.",
         ),
         Draw(
