@@ -229,7 +229,8 @@ def test_a_decision_that_waits_for_the_step_of_another_optimizer_is_saved() -> N
     one, saved = fresh(), None
     for step in range(16):
         one.train(step, step + 1)
-        if saved is None and any(one.pilot.pending):
+        acts = [d for d in one.pilot.decisions[min(one.pilot.carried_out) :] if d.action in ACTING]
+        if saved is None and acts:
             parts = [one.model, *one.optimizer.optimizers, one.pilot]
             saved = step + 1, copy.deepcopy([part.state_dict() for part in parts])
     assert saved is not None
@@ -261,15 +262,27 @@ def test_an_optimizer_that_is_added_before_the_first_record_is_acted_on() -> Non
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ByPlan(Policy):
-    """Clips one site at the fifth record and another at the eighth."""
+    """Clips one head of a site at the fifth record, another one at the sixth, and another site at the eighth."""
 
     name, line = "by_plan", "clips by plan"
 
     def decide(self, records: Records) -> tuple[Decision, ...]:
-        site = {5: "blocks.1.attention", 8: "blocks.0.attention"}.get(len(records.history))
+        plan = {5: ("blocks.1.attention", (0,)), 6: ("blocks.1.attention", (1,)), 8: ("blocks.0.attention", ())}
+        site, heads = plan.get(len(records.history), (None, ()))
         spec = "qk_clip:threshold=15,steps=matched"
         about = {"action": Action.CLIP, "remedy": spec, "rule": "", "expected": "", "reason": ""}
-        return () if site is None else (Decision(step=records.step, site=site, **about),)
+        return () if site is None else (Decision(step=records.step, site=site, heads=heads, **about),)
+
+
+def test_a_state_that_lacks_a_factor_of_a_clip_is_refused() -> None:
+    one = run(policy="ladder:threshold=20,limit=1e9", example=next(batches())[:, :-1]).train()
+    state = one.pilot.state_dict()
+    factors = [name for name in state if "steps." in name]
+    assert factors
+    del state[factors[0]]
+    again = run(policy="ladder:threshold=20,limit=1e9", example=next(batches())[:, :-1])
+    with pytest.raises(InvalidValueError, match="expected the factors of 4 heads for the steps of"):
+        again.pilot.load_state_dict(state)
 
 
 def test_a_refusal_belongs_to_the_decision_that_was_refused() -> None:
@@ -284,9 +297,9 @@ def test_a_refusal_belongs_to_the_decision_that_was_refused() -> None:
     one = Run(model, first, pilot).train(0, 10)
     with qkeel.apply(qkeel.remedies.lalr.LALR(heads=(("blocks.1.attention", ()),)), model, late, sites=sites):
         late.step()
-    (refused,) = (r for r in pilot.runner.refused if r.step >= 0)
-    decided = {d.site: d.step for d in pilot.decisions}
-    assert (refused.site, refused.step) == ("blocks.1.attention", decided["blocks.1.attention"])
+    refused = [(r.site, r.step) for r in pilot.runner.refused if r.step >= 0]
+    assert refused == [(d.site, d.step) for d in pilot.decisions if d.site == "blocks.1.attention"]
+    assert len(refused) == 2
     assert {site for _, site in active_actions(pilot.decisions, pilot.runner.refused)} == {"blocks.0.attention"}
     assert [set(heads) for _, heads in one.pilot.actuator.handles.values()] == [{"blocks.0.attention"}]
 

@@ -115,6 +115,53 @@ def test_the_autopilot_acts_in_each_phase_and_on_each_optimizer(tmp_path: Path, 
     parts = result.stderr.split("qkeel: watching 2 attention layers of Net")[1:]
     assert len(parts) == 1 + (text is NEW_PHASE)
     assert all(": qk_clip:threshold=20,steps=matched" in part for part in parts), result.stderr
+    assert result.stdout == "['qk_clip']\n" * 2 * (text is NEW_PHASE)
+
+
+UNFREEZES = """
+torch.manual_seed(0)
+net = Net(2)
+first = torch.optim.AdamW(net.layers[0].parameters(), lr=0.5)
+train(net, first, 12)
+second = torch.optim.AdamW(net.layers[1].parameters(), lr=1e-4)
+for step in range(12):
+    loss(net, batch(step)).backward()
+    first.step()
+    second.step()
+    net.zero_grad()
+"""
+
+
+def test_an_optimizer_that_goes_on_beside_a_new_one_keeps_an_autopilot(tmp_path: Path) -> None:
+    words = ["python", script(tmp_path, UNFREEZES).name]
+    options = ["--every", "2", "--autopilot", "--policy", "ladder:threshold=20,patience=1"]
+    result = watched(words, tmp_path, *options, start=forked.python)
+    assert result.returncode == 0, result.stderr
+    *_, second = result.stderr.split("qkeel: watching 2 attention layers of Net")
+    assert "layers.0, heads" in second, result.stderr
+    assert "does not hold" not in second, result.stderr
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_the_state_of_remedies_on_steps_goes_to_a_new_optimizer_unless_weights_were_reset(
+    tmp_path: Path, reset: bool
+) -> None:
+    text = """
+torch.manual_seed(0)
+net = Net(2)
+start = {name: x.clone() for name, x in net.state_dict().items()}
+train(net, torch.optim.SGD(net.parameters(), lr=1.0), 4)
+RESET
+second = torch.optim.SGD(net.parameters(), lr=1.0)
+train(net, second, 1)
+"""
+    text = text.replace("RESET", "net.load_state_dict(start)" if reset else "")
+    words = ["python", script(tmp_path, text).name]
+    result = watched(words, tmp_path, "--apply", "lalr:tau=0.1+softcap:cap=5", start=forked.python)
+    assert result.returncode == 0, result.stderr
+    goes_on = "qkeel: lalr:tau=0.1 continues on the new SGD" in result.stderr
+    anew = "qkeel: lalr:tau=0.1 starts anew, since weights have changed after the last step, on the new SGD"
+    assert (goes_on, anew in result.stderr) == (not reset, reset), result.stderr
 
 
 DRIFT = """

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 import qkeel
 from qkeel.errors import InvalidValueError, RefusedError
+from qkeel.heads.site import HeadSlice
 from qkeel.remedies.apply import Asked, AtNextPass, active_remedies
 from qkeel.remedies.head_weights import slice_name
 
@@ -310,8 +311,18 @@ def test_layers_that_cut_one_weight_into_other_heads_save_and_restore_both(spec:
         state = handle.state()
         weights = [name for name in state if ".weight:" in name]
         assert len(weights) == 4
-        handle.load(state)
-        assert all(torch.equal(value, state[name]) for name, value in handle.state().items())
+        other = {name: torch.rand_like(value) for name, value in state.items()}
+        handle.load(other)
+        assert handle.state().keys() == other.keys()
+        assert all(torch.equal(value, other[name]) for name, value in handle.state().items())
+
+
+def test_slices_of_one_weight_with_other_rows_have_other_names() -> None:
+    blocks = torch.arange(8, 24)
+    cuts = [blocks.view(4, 4), blocks.view(2, 8), blocks.view(4, 4).mT, blocks.view(2, 2, 4).transpose(0, 1).flatten(1)]
+    names = [slice_name(HeadSlice(parameter="w", axis=0, index=index)) for index in cuts]
+    assert len(set(names)) == len(cuts)
+    assert names[0] == "w:8/4x4"
 
 
 @pytest.mark.parametrize("spec", ["lalr", "qk_clip:threshold=0.01,steps=matched"])
@@ -336,17 +347,36 @@ def test_a_remedy_on_another_optimizer_continues_from_the_state_of_the_first(spe
     lacks.remove()
 
 
-@pytest.mark.parametrize("spec", ["lalr", "qk_clip"])
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one, as accelerate makes it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+
+@pytest.mark.parametrize("spec", ["lalr", "qk_clip", "qk_lr", "qk_clip:steps=matched"])
 def test_a_remedy_on_steps_ends_with_its_optimizer(spec: str) -> None:
     model = attention(torch.float64, HEADS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     qkeel.apply(spec, model, optimizer)
-    assert active_remedies(model) == {spec}
     del optimizer
+    qkeel.apply(spec, model, torch.optim.SGD(model.parameters(), lr=0.1))
     gc.collect()
     assert not active_remedies(model)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    qkeel.apply(spec, model, torch.optim.SGD(model.parameters(), lr=0.1)).remove()
+
+
+def test_a_remedy_on_steps_does_not_end_with_a_wrapper_of_its_optimizer() -> None:
+    model = attention(torch.float64, HEADS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = qkeel.apply("lalr", model, Wrapper(optimizer))
+    gc.collect()
+    assert active_remedies(model) == {"lalr"}
+    handle.remove()
+    assert not optimizer._optimizer_step_post_hooks
 
 
 class Tied(torch.nn.Module):

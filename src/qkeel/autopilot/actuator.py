@@ -335,7 +335,7 @@ class RemedyManager:
         if old is not None:
             old.remove()
         try:
-            self.put_on(key, wanted, state)
+            self.put_on(key, wanted, state, more=True)
             return
         except QkeelError:  # at least one site refuses: try the sites one by one
             kept = {site: heads for site, heads in before.items() if site in wanted}
@@ -345,17 +345,17 @@ class RemedyManager:
             else:
                 kept[site] = heads
         if kept:
-            self.put_on(key, kept, state)
+            self.put_on(key, kept, state, more=True)
 
-    def put_on(self, key: RemedyKey, heads: SiteHeads, state: State) -> None:
-        """Applies a remedy to these heads and restores its `state`, as far as it contains these heads.
+    def put_on(self, key: RemedyKey, heads: SiteHeads, state: State, *, more: bool = False) -> None:
+        """Applies a remedy to these heads and restores its `state`; with `more`, some of the heads have no state yet.
 
         Raises:
-            QkeelError: a site refuses; in that case, nothing is changed.
+            QkeelError: a site refuses, or the state lacks a head; in that case, nothing is changed.
         """
         handle = self._applied(key, heads)
         try:
-            handle.load({**handle.state(), **state})  # heads that are new have no saved state
+            handle.load({**handle.state(), **state} if more else state)
         except QkeelError:
             handle.remove()
             raise

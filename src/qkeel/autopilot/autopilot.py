@@ -35,6 +35,8 @@ from qkeel.patching.optimizers import StepHooks, stepping, when_hooks_are_done
 from qkeel.remedies.head_weights import innermost
 from qkeel.sites.find import find_sites
 
+_NEEDS_SITES = (Action.CLIP, Action.RATES, Action.NORM)
+
 # The state dict contains tensors by name, which every checkpoint format can store. Nothing is pickled.
 
 
@@ -60,7 +62,7 @@ def state(pilot: Autopilot) -> State:
             "handles": [(key, heads) for key, (_, heads) in actuator.handles.items()],
             "norm": "" if actuator.norm is None else actuator.norm[0],
             "closer": pilot.monitor.closer,
-            "pending": pilot.pending,
+            "carried_out": pilot.carried_out,
             "events": pilot.events,
         }
     text = json.dumps(about, default=list).encode()
@@ -89,21 +91,23 @@ def load(pilot: Autopilot, state: State) -> None:
 
 
 def _take_up(pilot: Autopilot, about: Row, state: State) -> None:
-    pending = about.get("pending", [False] * len(pilot.optimizers))  # states of earlier versions lack it
-    if len(pending) != len(pilot.optimizers):
+    decisions, refused = [Decision.of(one) for one in about["decisions"]], [Refused(**one) for one in about["refused"]]
+    # States of earlier versions lack it.
+    carried_out = about.get("carried_out", [len(decisions)] * len(pilot.optimizers))
+    if len(carried_out) != len(pilot.optimizers):
         raise InvalidValueError(
-            f"expected the state of an autopilot of {len(pilot.optimizers)} optimizers, got one of {len(pending)}"
+            f"expected the state of an autopilot of {len(pilot.optimizers)} optimizers, got one of {len(carried_out)}"
         )
-    sites = pilot.known_sites() if about["handles"] or about["norm"] or any(pending) else []
+    acting = any(action in _NEEDS_SITES for action, _ in active_actions(decisions, refused).values())
+    sites = pilot.known_sites() if acting or about["handles"] or about["norm"] else []
     known = pilot.start([SiteFacts(**one) for one in about["sites"]], about["missed"], sites)
-    known.decisions = [Decision.of(one) for one in about["decisions"]]
-    known.refused = [Refused(**one) for one in about["refused"]]
+    known.decisions, known.refused = decisions, refused
     known.seen, known.waiting = about["seen"], [(at, number) for at, number in about["waiting"]]
     if (coming := about.get("coming")) is not None:
         heads = {name: np.asarray(x) for name, x in under("coming/", state).items()}
         pilot.carried = Sample(**coming | {"layers": tuple(coming["layers"])}, heads=heads)
     pilot.recording.load({name: np.asarray(x) for name, x in under("records/", state).items()})
-    pilot.events, pilot.pending = list(about["events"]), list(pending)
+    pilot.events, pilot.carried_out = list(about["events"]), list(carried_out)
     pilot.monitor.closer = about["closer"]
     actuator = pilot.actuator
     assert actuator is not None
@@ -152,8 +156,8 @@ class Autopilot(Handle):
         self.runner: PolicyRunner | None = None
         self.actuator: RemedyManager | None = None
         self.carried: Sample | None = None  # measured before a checkpoint; the decision is made after it
-        # By optimizer: whether decisions wait for its next step, which carries them out.
-        self.pending = [False] * len(self.optimizers)
+        # By optimizer: the number of decisions that it has carried out. The others wait for its next step.
+        self.carried_out = [0] * len(self.optimizers)
         self._later = [Handle(lambda: None) for _ in self.optimizers]
         self._guard = FaultGuard(_OFF, self._stop)
         self._stopped = False
@@ -175,7 +179,7 @@ class Autopilot(Handle):
         if self.runner is not None:
             raise InvalidValueError("the policy has already started; pass all optimizers to the autopilot at once")
         self.optimizers.append(found)
-        self.pending.append(False)
+        self.carried_out.append(0)
         self._later.append(Handle(lambda: None))
         self._hooks.append(self._follow(found))
 
@@ -250,8 +254,8 @@ class Autopilot(Handle):
             return list(find_sites(self.monitor.model, *args, **kwargs))
         except RefusedError as error:
             raise RefusedError(
-                "expected an example batch to restore the remedies that were active: pass example=batch to the "
-                "autopilot or the callback, with a batch that the model accepts"
+                "expected an example batch to restore the remedies that were active or decided: pass example=batch to "
+                "the autopilot or the callback, with a batch that the model accepts"
             ) from error
 
     def start(self, facts: Sequence[SiteFacts], missed: Sequence[str], sites: Sequence[AttentionSite]) -> PolicyRunner:
@@ -269,9 +273,13 @@ class Autopilot(Handle):
             return
         # The first record is handled without lag, so that a checkpoint right after it contains the sites.
         sample = self.next_sample(lag=0 if self.runner is None else 1) if number == 0 else None
-        if self.pending[number] or sample is not None:
+        if self._waits(number) or sample is not None:
             act = lambda _: self._guard(self._act, number, sample)  # noqa: E731
             self._later[number] = when_hooks_are_done(optimizer, act)
+
+    def _waits(self, number: int) -> bool:
+        """Returns whether decisions wait for this optimizer."""
+        return self.runner is not None and self.carried_out[number] < len(self.runner.decisions)
 
     def next_sample(self, *, lag: int) -> Sample | None:
         """Returns the next record to decide on, from at least `lag` steps before the last step, or None."""
@@ -287,16 +295,19 @@ class Autopilot(Handle):
         elif sample is not None:
             self._see(sample)
         known, actuator = self.runner, self.actuator
-        if not self.pending[number] or known is None or actuator is None:
+        if not self._waits(number) or known is None or actuator is None:
             return
-        self.pending[number] = False
         actuator.compiled = self.monitor.compiled
+        done, self.carried_out[number] = self.carried_out[number], len(known.decisions)
         for action, site, reason in actuator.set(active_actions(known.decisions, known.refused), number):
-            asked = [d.step for d in known.decisions if (d.action, d.site, d.release) == (action, site, False)]
-            refused = Refused(step=asked[-1], action=str(action), site=site, reason=reason)
-            known.refuse(refused)
-            self.pending[number] |= action is Action.NORM  # the other decisions are carried out after the next step
-            self._note({"event": "refused", **dataclasses.asdict(refused), "text": f"refused {action}: {reason}"})
+            if action is Action.NORM:
+                self.carried_out[number] = done  # the other decisions are carried out after the next step
+            asked = [i for i, d in enumerate(known.decisions) if (d.action, d.site, d.release) == (action, site, False)]
+            # All decisions that waited are refused, or the last one, if a remedy that was active is refused now.
+            for i in [i for i in asked if i >= done] or asked[-1:]:
+                refused = Refused(step=known.decisions[i].step, action=str(action), site=site, reason=reason)
+                known.refuse(refused)
+                self._note({"event": "refused", **dataclasses.asdict(refused), "text": f"refused {action}: {reason}"})
 
     def _see(self, sample: Sample) -> None:
         known = self.runner
@@ -312,7 +323,6 @@ class Autopilot(Handle):
             if self.warns and dist.rank() == 0:
                 caution(str(one), AlarmWarning)
         if decisions:
-            self.pending = [True] * len(self.optimizers)
             held = active_actions(known.decisions, known.refused)
             closer = [parse(spec)[0].options for (spec, _), (action, _) in held.items() if action is Action.WATCH]
             self.monitor.closer = int(closer[0]["every"]) if closer else None

@@ -456,13 +456,14 @@ class _Remedied:
             "+".join(text for text, one in terms if one.on_steps is wanted) for wanted in (False, True)
         )
         self._before = {name for name, _ in model.named_parameters()}
-        self._model = weakref.ref(model)
+        self._model, self._optimizers = weakref.ref(model), [weakref.ref(optimizer)]
         # The hook registered last runs first, so that remedies on steps find the model as the other remedies leave it.
         self._steps = self._at_next_pass(self._on_steps, optimizer, refused)
         self._pass = self._at_next_pass(on_pass, optimizer, refused)
 
     def or_with(self, optimizer: Optimizer) -> None:
         """Adds another optimizer of the model in the same phase; see `AtNextPass.or_with`."""
+        self._optimizers.append(weakref.ref(optimizer))
         for waiting in (self._pass, self._steps):
             if waiting is not None:
                 waiting.or_with(optimizer)
@@ -470,12 +471,21 @@ class _Remedied:
     def begin_phase(
         self, optimizer: Optimizer, refused: Callable[[QkeelError], None], write: Callable[[str], None]
     ) -> None:
-        """Continues with the optimizer of the next phase; `write` receives a line about parameters that the remedies
-        added and this optimizer does not train."""
+        """Continues with the optimizer of the next phase; `write` receives a line about the state of the remedies, and
+        one about parameters that the remedies added and this optimizer does not train.
+
+        If weights were changed in place since the last step, as by `load_state_dict`, the state is not theirs."""
         if self._steps is not None:
-            before = self._steps.state()
+            before, unchanged = self._steps.state(), self._steps.unchanged
             self._steps.remove()
-            self._steps = self._at_next_pass(self._on_steps, optimizer, refused, before)
+            self._steps = steps = self._at_next_pass(self._on_steps, optimizer, refused, before if unchanged else None)
+            if steps is not None:
+                for other in apart(self._optimizers, optimizer):
+                    steps.or_with(other)
+            if before:
+                how = "continues on" if unchanged else "starts anew, since weights have changed after the last step, on"
+                write(f"{self._on_steps} {how} the new {type(optimizer).__name__}")
+        self._optimizers.append(weakref.ref(optimizer))
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         model = self._model()
         own = {} if model is None else {n: p for n, p in model.named_parameters() if n not in self._before}
@@ -496,7 +506,15 @@ class _Remedied:
         model = self._model()
         if not spec or model is None:
             return None
-        return AtNextPass(spec, model, optimizer, Asked(partial=True), refused=refused, before=before)
+        follows = spec == self._on_steps
+        return AtNextPass(spec, model, optimizer, Asked(partial=True), refused=refused, before=before, follows=follows)
+
+
+def apart(earlier: Sequence[weakref.ref[Optimizer]], new: Optimizer) -> list[Optimizer]:
+    """The earlier optimizers that still exist and share no parameter with a new one, so that they may go on."""
+    own = {id(p) for group in new.param_groups for p in group["params"]}
+    alive = [found for ref in earlier if (found := ref()) is not None and found is not new]
+    return [old for old in alive if not own & {id(p) for group in old.param_groups for p in group["params"]}]
 
 
 @final
@@ -507,6 +525,9 @@ class WatchSession:
         self.plan, self.writer = plan, writer
         self._runs: list[_WatchedModel] = []
         self._applied: dict[nn.Module, _Remedied] = {}  # kept until the process ends
+        self._optimizers: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Optimizer]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._late: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # found after the autopilot of their model had begun
         self._by_script = False  # the script watches a model itself
         self._finder = ModelFinder(self._start, self._of_script, self._another, self._end)
@@ -525,7 +546,11 @@ class WatchSession:
         )
         if plan.fix.applied:
             self._apply(model, optimizer)
-        pilot = None if plan.policy is None else weakref.ref(attach_autopilot(monitor, optimizer, policy=plan.policy))
+        pilot = None
+        if plan.policy is not None:
+            optimizers = [optimizer, *apart(self._optimizers.get(model, ()), optimizer)]
+            pilot = weakref.ref(attach_autopilot(monitor, optimizers, policy=plan.policy))
+        self._optimizers.setdefault(model, []).append(weakref.ref(optimizer))
         done = weakref.finalize(optimizer, run.close, True)
         done.atexit = False
         self._runs.append(
@@ -541,6 +566,7 @@ class WatchSession:
             self._apply(model, optimizer)
 
     def _another(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._optimizers.setdefault(model, []).append(weakref.ref(optimizer))
         if model in self._applied:
             self._applied[model].or_with(optimizer)
         for pilot in self._pilots():

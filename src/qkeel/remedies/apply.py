@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -266,7 +267,7 @@ class AtNextPass(Handle):
 
     If a remedy is refused, the error is raised in the call of the model, or passed to `refused` if that is given.
     `before` is the state of the same remedies on an earlier optimizer of the model; they continue from it, as far as it
-    contains their weights.
+    contains their weights. With `follows`, `unchanged` tells whether the weights are as the last step left them.
     """
 
     def __init__(
@@ -278,6 +279,7 @@ class AtNextPass(Handle):
         *,
         refused: Callable[[QkeelError], None] | None = None,
         before: State | None = None,
+        follows: bool = False,
     ) -> None:
         remedies = parse(named, **more.options)
         check_wrapper(unwrapped(model), remedies)
@@ -286,7 +288,9 @@ class AtNextPass(Handle):
         self._refused = refused
         self._inner: Handle | None = None
         self._carried: State | None = None
-        self._before = before or {}
+        self._before, self._follows = before or {}, follows
+        self._after_step: Handle | None = None
+        self._versions: list[int] | None = None
         self._passes = ForwardPasses(model, self._begin, lambda *_: None, guard=unguarded)
         self._optimizers = [optimizer]
         self._steps = StepHooks(self._refuse_step, lambda _: None, innermost(optimizer))
@@ -310,32 +314,46 @@ class AtNextPass(Handle):
         self._wait_no_more()
         try:
             with joining(self._model, args, kwargs):
-                self._inner = self._applied(_Call(args, kwargs))
+                self._inner, optimizer = self._applied(_Call(args, kwargs))
         except QkeelError as error:
             if self._refused is None:
                 raise
             self._refused(error)
             return
+        if self._follows:  # the hook is registered last, so it runs after those of the remedies
+            note = optimizer.register_step_post_hook(lambda *_: self._note())
+            self._after_step = Handle(note.remove)
         if self._before:
             self._inner.load({**self._inner.state(), **self._before})
         if self._carried is not None:
             self._inner.load(self._carried)
 
-    def _applied(self, example: _Call) -> Handle:
+    @property
+    def unchanged(self) -> bool:
+        """Whether no weight has been changed in place since the last step; True before the first one."""
+        return self._versions is None or self._versions == self._now()
+
+    def _now(self) -> list[int]:
+        return [p._version for p in self._model.parameters()]
+
+    def _note(self) -> None:
+        self._versions = self._now()
+
+    def _applied(self, example: _Call) -> tuple[Handle, Optimizer]:
         own = vars(self._model).get("forward")
-        handle = self._with_the_first_that_fits(example)
+        handle, optimizer = self._with_the_first_that_fits(example)
         if vars(self._model).get("forward") is not own:
             handle.remove()
             raise RefusedError(
                 f"{self.about} replaces the model's own forward, which is running now. {_GIVE.format(self.about)}"
             )
-        return handle
+        return handle, optimizer
 
-    def _with_the_first_that_fits(self, example: _Call) -> Handle:
+    def _with_the_first_that_fits(self, example: _Call) -> tuple[Handle, Optimizer]:
         errors: list[RefusedError] = []
         for optimizer in self._optimizers:
             try:
-                return _apply(self._named, self._model, optimizer, self._more, example=example)
+                return _apply(self._named, self._model, optimizer, self._more, example=example), optimizer
             except RefusedError as error:
                 errors.append(error)
         raise errors[0]
@@ -354,6 +372,8 @@ class AtNextPass(Handle):
 
     def _take_off(self) -> None:
         self._wait_no_more()
+        if self._after_step is not None:
+            self._after_step.remove()
         if self._inner is not None:
             self._inner.remove()
 
@@ -473,6 +493,10 @@ def _check_whole(remedy: Remedy, sites: Sites) -> None:
 def _check_supported(remedy: Remedy, target: Target) -> None:
     """Raises unless the remedy can be applied at every site."""
     for site in target.sites:
+        if any(other.on_steps for other in active_at(site).values()) and (
+            remedy.name in active_at(site) or remedy.supports(site) is not None
+        ):
+            gc.collect()  # an optimizer that the script deleted may still exist, and its remedies with it
         if remedy.name in active_at(site):
             raise AlreadyAppliedError(f"{remedy.name} is already applied to {where(site)}; remove() its handle first")
         refusal = remedy.supports(site)
@@ -497,12 +521,15 @@ def _marked(remedy: Remedy, target: Target, inner: Handle) -> Handle:
 
     ends = None
     if remedy.on_steps and target.optimizer is not None:
-        ends = weakref.finalize(target.optimizer, _unmark, [weakref.ref(module) for module in modules], remedy)
+        ends = weakref.finalize(
+            innermost(target.optimizer), _unmark, [weakref.ref(module) for module in modules], remedy
+        )
         ends.atexit = False
 
     def undo() -> None:
-        if ends is not None:
-            ends.detach()
+        if ends is not None and ends.detach() is None:  # its optimizer no longer exists
+            inner.remove()
+            return
         marks = [(module, module.__dict__.get(APPLIED, {})) for module in modules]
         if any(own.get(remedy.name) is not remedy for _, own in marks):  # already folded into the weights
             return

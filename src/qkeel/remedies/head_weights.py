@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
@@ -28,13 +29,17 @@ from qkeel.sites.find import is_normed
 
 def slice_name(s: HeadSlice) -> str:
     """Returns the name of a slice in a saved state, whichever other slices there are: the parameter, the first row, and
-    the number of heads with the rows of each.
+    the number of heads with the rows of each, with a checksum of the rows if they do not follow one another.
 
     >>> slice_name(HeadSlice(parameter="qkv", axis=0, index=torch.arange(8, 16).view(4, 2)))
     'qkv:8/4x2'
+    >>> slice_name(HeadSlice(parameter="qkv", axis=0, index=torch.arange(8, 16).view(2, 4).mT))
+    'qkv:8/4x2-7965d220'
     """
-    heads, rows = s.index.shape
-    return f"{s.parameter}:{int(s.index.min())}/{heads}x{rows}"
+    (heads, rows), first = s.index.shape, int(s.index.min())
+    places = s.index.flatten().tolist()
+    layout = "" if places == [*range(first, first + heads * rows)] else f"-{zlib.crc32(repr(places).encode()):08x}"
+    return f"{s.parameter}:{first}/{heads}x{rows}{layout}"
 
 
 def has_plain_rows(weight: Tensor) -> bool:
