@@ -217,11 +217,11 @@ def fixes(stderr: str) -> tuple[list[str], list[str]]:
 def test_the_command_that_an_alarm_prints_once_runs_as_it_is_and_holds_the_logits(tmp_path: Path) -> None:
     result = watched(["python", script(tmp_path, HOT).name, "--x", "a b"], tmp_path, start=forked.python)
     (command,), _ = fixes(result.stderr)
-    assert command == "watch --apply lalr:tau=0.1+qk_clip:threshold=100 -- python train.py --x 'a b'"
+    assert command == "watch --apply qk_clip:threshold=15,steps=matched -- python train.py --x 'a b'"
     own, _, rest = command.removeprefix("watch ").partition(" -- ")
     again = watched(shlex.split(rest), tmp_path, *shlex.split(own), start=forked.python)
     assert again.returncode == 0, again.stderr
-    assert "with lalr:tau=0.1+qk_clip:threshold=100 applied" in again.stderr.splitlines()[0]
+    assert "with qk_clip:steps=matched,threshold=15 applied" in again.stderr.splitlines()[0]
     logits = [row["max_logit"] for row in RunDirectory(tmp_path / "qkeel-runs" / "train-2").metrics()]
     before = [row["max_logit"] for row in RunDirectory(tmp_path / "qkeel-runs" / "train").metrics()]
     assert logits[0] == before[0] > 1000

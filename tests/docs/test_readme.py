@@ -78,11 +78,12 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
     ),
     (
         r"largest logit at step (\d+) drops from ([\d,]+) to ([\d,]+), "
-        r"and the held-out loss from ([\d.]+) to ([\d.]+)\.",
+        r"and the held-out loss at step (\d+) from ([\d.]+) to ([\d.]+)\.",
         lambda: (
             *found(SCRIPT, r"largest logit at step (\d+) \|"),
             *found(SCRIPT, r"\| `--lr 3e-2` \| [^|]+ \| ([\d,]+) \|"),
             *found(SCRIPT, r"with that `--apply` \| [^|]+ \| ([\d,]+) \|"),
+            *found(SCRIPT, r"held-out loss at step (\d+) \|"),
             *found(SCRIPT, r"\| `--lr 3e-2` \|[^|]+\|[^|]+\|[^|]+\| ([\d.]+) \|"),
             *found(SCRIPT, r"with that `--apply` \|[^|]+\|[^|]+\|[^|]+\| ([\d.]+) \|"),
         ),
@@ -121,9 +122,10 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
         lambda: ratio("training step, certified maximum at every step"),
     ),
     (
-        r"\| ([\d.]+) compiled, ([\d.]+) with PyTorch's operations",
+        r"\| ([\d.]+) and ([\d.]+) compiled, on two CPUs; ([\d.]+) with PyTorch's operations",
         lambda: (
             *found("internals/benchmarks.md", r"AdamW, fused \+ lalr, compiled C\+\+ \| \*\*([\d.]+)\*\*"),
+            *found("internals/benchmarks.md", r"LALR ≤ 1.03 [^|]*\|[^|]*\*\*([\d.]+);"),
             *found("internals/benchmarks.md", r"AdamW, fused \+ lalr, torch's operations \| ([\d.]+)"),
         ),
     ),

@@ -166,10 +166,11 @@ def frozen() -> nn.Module:
 
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "plain": (lambda: qkeel.nn.Attention(8, 2), "lalr:tau=0.1+qk_clip:threshold=100"),
-    "grouped": (lambda: qkeel.nn.Attention(8, 2, n_kv_heads=1), "lalr:tau=0.1+qk_clip:threshold=100"),
-    "torch's": (lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True), "lalr:tau=0.1+qk_clip:threshold=100"),
-    "capped": (lambda: qkeel.nn.Attention(8, 2, spec=qkeel.preset("gemma2")), "lalr:tau=0.1+qk_clip:threshold=100"),
+    "plain": (lambda: qkeel.nn.Attention(8, 2), "qk_clip:threshold=15,steps=matched"),
+    "grouped": (lambda: qkeel.nn.Attention(8, 2, n_kv_heads=1), "qk_clip:threshold=15,steps=matched"),
+    "torch's": (lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True), "qk_clip:threshold=15,steps=matched"),
+    "capped": (lambda: qkeel.nn.Attention(8, 2, spec=qkeel.preset("gemma2")), "qk_clip:threshold=15,steps=matched"),
+    "latent": (lambda: qkeel.nn.MLA(8, 2), "lalr:tau=0.1+qk_clip:threshold=100"),
     "half precision": (lambda: qkeel.nn.Attention(8, 2).bfloat16(), '"qk_clip:threshold=100"'),
     "frozen": (frozen, '"lalr:tau=0.1"'),
     "Qwen3's norms": (lambda: qkeel.nn.Attention(8, 2, spec=qkeel.preset("qwen3")), '"softcap:cap=50"'),

@@ -511,7 +511,7 @@ class _Remedied:
 
 
 def apart(earlier: Sequence[weakref.ref[Optimizer]], new: Optimizer) -> list[Optimizer]:
-    """The earlier optimizers that still exist and share no parameter with a new one, so that they may go on."""
+    """The earlier optimizers that still exist and share no parameter with a new one, so that they may continue."""
     own = {id(p) for group in new.param_groups for p in group["params"]}
     alive = [found for ref in earlier if (found := ref()) is not None and found is not new]
     return [old for old in alive if not own & {id(p) for group in old.param_groups for p in group["params"]}]

@@ -252,11 +252,12 @@ def _replaced(text: str, lines: dict[str, str]) -> str:
 def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     """Returns the line that limits the logits of a model whose attention is `sites`.
 
-    If the weights of every head are known and no norm follows them, the line applies per-head rates and a clip. If
-    weights are in half precision, it applies only the clip, because small steps would be rounded away, and if weights
-    are frozen, as they are below an adapter, only the rates. Otherwise it caps the logits, if every site accepts a cap.
-    If that is not possible either, or if remedies for the steps of these weights are already active, it lowers the
-    learning rate.
+    If the weights of every head are known and no norm follows them, the line applies a clip with matched steps, which
+    was the best remedy on steps in the drawn tests (research/autopilot-drawn-2.md). Where a logit is a sum of products,
+    as in latent attention, per-head rates with a clip were better. If weights are in half precision, the line applies a
+    clip alone, because small steps would be rounded away, and if weights are frozen, as they are below an adapter,
+    per-head rates alone. Otherwise it caps the logits, if every site accepts a cap. If that is not possible either, or
+    if remedies for the steps of these weights are already active, it lowers the learning rate.
     """
     if any({"lalr", "qk_clip"} & set(vars(site.module).get(APPLIED, {})) for site in sites):
         return LOWER_RATE
@@ -274,7 +275,9 @@ def _steps(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     own = [weights[s.parameter] for site in sites for s in (*site.query, *site.key) if s.parameter in weights]
     half = any(weight.dtype in (torch.bfloat16, torch.float16) for weight in own)
     frozen = any(not weight.requires_grad for weight in own)
-    return "+".join([*["lalr:tau=0.1"][half:], *["qk_clip:threshold=100"][frozen:]])
+    if half or frozen or any(len(site.terms) > 1 for site in sites):
+        return "+".join([*["lalr:tau=0.1"][half:], *["qk_clip:threshold=100"][frozen:]])
+    return "qk_clip:threshold=15,steps=matched"
 
 
 def _takes_a_cap(site: AttentionSite) -> bool:

@@ -20,7 +20,7 @@ from qkeel.records import LAYER_TYPES, LINEAR, NON_FINITE, explain_field
 
 # Alarms and rules; a rule is a condition on records and has no state.
 
-HOLD = 'qkeel.apply("lalr:tau=0.1+qk_clip:threshold=100", model, optimizer)'
+HOLD = 'qkeel.apply("qk_clip:threshold=15,steps=matched", model, optimizer)'
 GROWTH = "attention logits have grown too large"  # what most alarms are about
 
 
