@@ -40,7 +40,6 @@ PAGES = [
 OTHERS = {
     *(
         "accelerate launch",
-        "pip install .",
         "attn/max_logit",
         "attn/layer_00/max_logit",
         "per_layer=False",
@@ -300,7 +299,7 @@ def is_target(code: str) -> bool:
     """Whether it is a target of the Makefile, or an install of qkeel with extras that there are."""
     if code.startswith("make "):
         return bool(re.search(rf"^{code.split()[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
-    wanted = re.fullmatch(r'pip install "?qkeel(?:\[(\w+)\])?"?', code)
+    wanted = re.fullmatch(r'pip install "?(?:qkeel|\.)(?:\[(\w+)\])?"?', code)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return bool(wanted) and wanted[1] in (None, *project["optional-dependencies"])
 
