@@ -158,17 +158,6 @@ def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
     return Handle(undo)
 
 
-def times_changed(tensors: Iterable[Tensor]) -> list[int]:
-    """Returns how often each tensor has been changed in place so far.
-
-    >>> x = torch.zeros(1)
-    >>> before = times_changed([x])
-    >>> times_changed([x.add_(1)]) == before
-    False
-    """
-    return [x._version for x in tensors]
-
-
 def when_made(act: Act) -> Handle:
     """Calls `act(optimizer)` at the end of every `Optimizer.__init__`. Several handles may be removed in any order."""
     before, active = Optimizer.__init__, [True]

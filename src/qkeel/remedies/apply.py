@@ -20,9 +20,10 @@ from qkeel.heads.site import APPLIED, AttentionSite, Sites
 from qkeel.nn.attention import SpecModule
 from qkeel.options import Term, build, lookup
 from qkeel.options import parse as parse_terms
+from qkeel.patching.autograd import version_of
 from qkeel.patching.forward import ForwardPasses, joining, owners, unwrapped
 from qkeel.patching.modes import compile_again, unguarded
-from qkeel.patching.optimizers import StepHooks, times_changed
+from qkeel.patching.optimizers import StepHooks
 from qkeel.remedies.base import NoRemedy, Remedy, Target, active_at, compose_all, where
 from qkeel.remedies.head_weights import check_weights, innermost
 from qkeel.remedies.lalr import LALR
@@ -334,7 +335,7 @@ class AtNextPass(Handle):
         return self._versions is None or self._versions == self._now()
 
     def _now(self) -> list[int]:
-        return times_changed(self._model.parameters())
+        return list(map(version_of, self._model.parameters()))
 
     def _note(self) -> None:
         self._versions = self._now()
