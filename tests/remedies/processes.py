@@ -484,6 +484,20 @@ def fails_inside(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) ->
         raise RefusedError("it was not called as often")
 
 
+def fails_at_another_place(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
+    """One process fails at the end of the first remedy, the others when they check the second; each reports it once."""
+    original = LALR.apply
+
+    def failing(*given: Any) -> None:
+        original(*given).remove()
+        raise ValueError("boom")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.rank() == on:
+            patch.setattr(LALR, "apply", failing)
+        qkeel.apply("lalr+lalr:tau=0.5", model, optimizer)
+
+
 MISUSES: tuple[Misuse, ...] = (
     alone_applies,
     thresholds_differ,
@@ -494,6 +508,7 @@ MISUSES: tuple[Misuse, ...] = (
     removed_alone,
     removed_a_step_apart,
     fails_inside,
+    fails_at_another_place,
 )
 WITHOUT_WAITING = MISUSES[1:]
 chosen = random.Random(0)
@@ -558,7 +573,7 @@ def misuses() -> None:
 
 def some_misuses() -> None:
     """Those that do not wait for a silent process, sharded ones: the quick suite runs them."""
-    for act in (thresholds_differ, weights_are_not_finite, removed_alone):
+    for act in (fails_at_another_place, thresholds_differ, weights_are_not_finite, removed_alone):
         misuse("fsdp2", act, on=1)
 
 

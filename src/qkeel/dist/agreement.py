@@ -103,6 +103,7 @@ def ordinal(kind: str) -> int:
 T = TypeVar("T")
 
 _FAILED = "failed: "
+_REPORTED = "_qkeel_reported"  # an attribute of errors that all processes know of
 _ROUND = "qkeel/round"
 _AGREED = ContextVar("qkeel_agreed_collectives", default=False)
 
@@ -143,7 +144,8 @@ def run_on_all(
     except ApartError:
         raise
     except BaseException as error:
-        _report(what, f"{_FAILED}{type(error).__name__}: {error}", PATIENCE)
+        if not vars(error).get(_REPORTED):
+            _report(what, f"{_FAILED}{type(error).__name__}: {error}", PATIENCE)
         raise
     try:
         words = gather_messages(what, word(done), patience=patience)
@@ -189,12 +191,16 @@ def gather_messages(what: str, word: str, *, patience: float | None = None) -> l
 def fail_on_all(what: str, error: Exception) -> None:
     """Reports to the other processes that this one failed in `what`, and returns if all of them report a failure too.
 
+    `run_on_all` does not report this error again: the others may have reported theirs from there, and would take a
+    second report for the answer to their next call.
+
     Raises:
         ApartError: the call failed on some processes but not on all.
     """
     at, words = _report(what, f"{_FAILED}{type(error).__name__}: {error}", PATIENCE)
     if not all(said is not None and said.startswith(f"{what}\n{_FAILED}") for said in words):
         raise ApartError(_fault(at)) from error
+    vars(error)[_REPORTED] = True
 
 
 @contextmanager
