@@ -9,9 +9,12 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
+from ladder.plan import QUESTIONS, RUNGS
+from ladder.rows import read, values
 from tests import forked
 from tests.docs.page_text import loaded
 
@@ -56,7 +59,20 @@ def ratio(row: str) -> tuple[str, ...]:
     return middle, low, high
 
 
+def on_the_ladder(question: str) -> list[str]:
+    """The means of a question over seeds, without their signs, one for each rung that has runs."""
+    (asked,) = (q for q in QUESTIONS if q.name == question)
+    return [f"{abs(fmean(values(asked, rung, rows).values())):.3f}" for rung in RUNGS if (rows := read(rung))]
+
+
+def test_on_the_ladder_lalr_is_behind_qk_norm_everywhere_as_readme_says() -> None:
+    assert "LALR ends behind QK-norm at each of these rates" in README
+    for asked in (q for q in QUESTIONS if (q.left, q.right) == ("lalr", "qk_norm") and q.role in ("tuned", "hot")):
+        assert all(fmean(values(asked, rung, rows).values()) > 0 for rung in RUNGS if (rows := read(rung)))
+
+
 SCRIPT, RETROFIT = "docs/tutorials/your-script.md", "docs/tutorials/retrofit.md"
+LADDER = "research/ladder.md"
 H200 = "benchmarks/results/gpu-nvidia-h200-2026-11-27.md"
 # What README says, by the words around its figures, and where each figure comes from.
 FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
@@ -87,6 +103,22 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
             *found(SCRIPT, r"\| `--lr 3e-2` \|[^|]+\|[^|]+\|[^|]+\| ([\d.]+) \|"),
             *found(SCRIPT, r"with that `--apply` \|[^|]+\|[^|]+\|[^|]+\| ([\d.]+) \|"),
         ),
+    ),
+    (
+        r"models of ([\d.]+), (\d+) and (\d+) million parameters, QK-norm ends ([\d.]+), ([\d.]+) and ([\d.]+) nats "
+        r"ahead of no remedy at the tuned learning rate, and ([\d.]+), ([\d.]+) and ([\d.]+) ahead at (8) to (10) times "
+        r"that rate, where attention without a remedy collapses in (\d+) of (\d+), (\d+) of (\d+) and (\d+) of (\d+) runs",
+        lambda: (
+            *(rung.removesuffix("M") for rung in RUNGS if read(rung)),
+            *on_the_ladder("qk_norm - none, tuned"),
+            *on_the_ladder("qk_norm - none, hot"),
+            *found(LADDER, r"\*hot\* (8) to (10) times"),
+            *found(LADDER, r"remedy at the hot rate" + 3 * r" \| (\d+) of (\d+) collapsed, 0 diverged"),
+        ),
+    ),
+    (
+        r"(\d+) of (\d+) intervals of (90) % contain them",
+        lambda: found(LADDER, r"(\d+) of (\d+) intervals of (90)% contain the measured value"),
     ),
     (
         r"naive insertion: KL ([\d.]+), loss \+([\d.]+) q, k balanced: KL ([\d.]+), loss \+([\d.]+)",
@@ -257,10 +289,10 @@ FOUND: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
     # A test in tests/claims computes these from the tables of gains.
     (r"ranges from a cost of (0.023) to a gain of (0.081)", lambda: ("0.023", "0.081")),
     (
-        r"gains (0.043) nats at the tuned rate and (0.646) at",
+        r"gains (0.021), (0.043) and (0.055) nats at the tuned rate, and (0.43) to (0.65) at",
         lambda: (
-            *found("research/ladder.md", r"### 1M[\s\S]*?qk_norm - none, tuned \|[^|]*\|[^|]*\| −([\d.]+) "),
-            *found("research/ladder.md", r"### 1M[\s\S]*?qk_norm - none, hot \|[^|]*\|[^|]*\| −([\d.]+) "),
+            *on_the_ladder("qk_norm - none, tuned"),
+            *(f"{end(map(float, on_the_ladder('qk_norm - none, hot'))):.2f}" for end in (min, max)),
         ),
     ),
 )
