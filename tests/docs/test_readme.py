@@ -106,8 +106,9 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
     ),
     (
         r"models of ([\d.]+), (\d+) and (\d+) million parameters, QK-norm ends ([\d.]+), ([\d.]+) and ([\d.]+) nats "
-        r"ahead of no remedy at the tuned learning rate, and ([\d.]+), ([\d.]+) and ([\d.]+) ahead at (8) to (10) times "
-        r"that rate, where attention without a remedy collapses in (\d+) of (\d+), (\d+) of (\d+) and (\d+) of (\d+) runs",
+        r"ahead of no remedy at the tuned learning rate, and ([\d.]+), ([\d.]+) and ([\d.]+) ahead at (8) to (10) "
+        r"times that rate, where attention without a remedy collapses in "
+        r"(\d+) of (\d+), (\d+) of (\d+) and (\d+) of (\d+) runs",
         lambda: (
             *(rung.removesuffix("M") for rung in RUNGS if read(rung)),
             *on_the_ladder("qk_norm - none, tuned"),
