@@ -45,6 +45,7 @@ from qkeel.handle import Handle
 from qkeel.monitor.monitor import Monitor
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.patching.modes import process_store
+from qkeel.remedies.apply import Asked, AtNextPass
 from qkeel.remedies.head_weights import HeadWeights
 from qkeel.remedies.lalr import LALR
 
@@ -571,6 +572,27 @@ def misuses() -> None:
         misuse("fsdp2", act, on=1)
 
 
+def a_state_that_one_process_lacks() -> None:
+    """A remedy that moves to another optimizer starts anew everywhere if the weights of one process were changed."""
+    model, first = own("ddp")
+    one = AtNextPass("lalr:tau=0.5", model, first, Asked())
+    for _ in range(3):
+        own_step(model, first)
+    state = one.state()
+    one.remove()
+    assert state
+    second = adamw(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        other = AtNextPass("lalr:tau=0.5", model, second, Asked(), before={} if dist.rank() else state)
+        own_step(model, second)
+    assert any("starts anew, because weights were changed on some processes" in str(w.message) for w in said)
+    assert not any(torch.equal(value, state[name]) for name, value in other.state().items())
+    own_step(model, second)
+    other.remove()
+    alike(weights(model), "a state that one process lacks")
+
+
 def some_misuses() -> None:
     """Those that do not wait for a silent process, sharded ones: the quick suite runs them."""
     for act in (fails_at_another_place, thresholds_differ, weights_are_not_finite, removed_alone):
@@ -686,6 +708,7 @@ FUNCTIONS: tuple[Callable[[], None], ...] = (
     watched_clip,
     misuses,
     some_misuses,
+    a_state_that_one_process_lacks,
     random_misuses,
     refused_before_anything,
     a_late_stage_is_refused,

@@ -478,13 +478,14 @@ class _Remedied:
         if self._steps is not None:
             before, unchanged = self._steps.state(), self._steps.unchanged
             self._steps.remove()
-            self._steps = steps = self._at_next_pass(self._on_steps, optimizer, refused, before if unchanged else None)
+            self._steps = steps = self._at_next_pass(self._on_steps, optimizer, refused, before if unchanged else {})
             if steps is not None:
-                for other in apart(self._optimizers, optimizer):
+                for other in disjoint(self._optimizers, optimizer):
                     steps.or_with(other)
             if before:
-                how = "continues on" if unchanged else "starts anew, since weights have changed after the last step, on"
-                write(f"{self._on_steps} {how} the new {type(optimizer).__name__}")
+                new = f"the new {type(optimizer).__name__}"
+                anew = f"starts anew on {new}, because weights were changed after the last step"
+                write(f"{self._on_steps} {f'keeps its state on {new}' if unchanged else anew}")
         self._optimizers.append(weakref.ref(optimizer))
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         model = self._model()
@@ -510,7 +511,7 @@ class _Remedied:
         return AtNextPass(spec, model, optimizer, Asked(partial=True), refused=refused, before=before, follows=follows)
 
 
-def apart(earlier: Sequence[weakref.ref[Optimizer]], new: Optimizer) -> list[Optimizer]:
+def disjoint(earlier: Sequence[weakref.ref[Optimizer]], new: Optimizer) -> list[Optimizer]:
     """The earlier optimizers that still exist and share no parameter with a new one, so that they may continue."""
     own = {id(p) for group in new.param_groups for p in group["params"]}
     alive = [found for ref in earlier if (found := ref()) is not None and found is not new]
@@ -548,7 +549,7 @@ class WatchSession:
             self._apply(model, optimizer)
         pilot = None
         if plan.policy is not None:
-            optimizers = [optimizer, *apart(self._optimizers.get(model, ()), optimizer)]
+            optimizers = [optimizer, *disjoint(self._optimizers.get(model, ()), optimizer)]
             pilot = weakref.ref(attach_autopilot(monitor, optimizers, policy=plan.policy))
         self._optimizers.setdefault(model, []).append(weakref.ref(optimizer))
         done = weakref.finalize(optimizer, run.close, True)
@@ -573,13 +574,12 @@ class WatchSession:
             if pilot.active and pilot.monitor.model is unwrapped(model):
                 try:
                     pilot.add_optimizer(optimizer)
-                except QkeelError as error:
+                except QkeelError:
                     if optimizer in self._late:
                         continue
                     self._late.add(optimizer)
-                    self.writer(
-                        f"the autopilot does not act on the weights of this {type(optimizer).__name__}: {error}"
-                    )
+                    name = type(optimizer).__name__
+                    self.writer(f"the autopilot does not act on the weights of a later {name}: it had already begun")
 
     def _end(self, monitor: Monitor) -> None:
         """Closes the autopilot of a monitor, which removes its remedies for optimizer steps, or the monitor alone."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.capture.example import Arguments, arguments
-from qkeel.errors import AlreadyAppliedError, InvalidTypeError, QkeelError, RefusedError
+from qkeel.errors import AlreadyAppliedError, InvalidTypeError, QkeelError, RefusedError, caution
 from qkeel.handle import Handle, State
 from qkeel.heads.site import APPLIED, AttentionSite, Sites
 from qkeel.nn.attention import SpecModule
@@ -267,8 +267,9 @@ class AtNextPass(Handle):
     """Remedies that are applied when the model's next forward pass begins, with that pass's arguments as the example.
 
     If a remedy is refused, the error is raised in the call of the model, or passed to `refused` if that is given.
-    `before` is the state of the same remedies on an earlier optimizer of the model; they continue from it, as far as it
-    contains their weights. With `follows`, `unchanged` tells whether the weights are as the last step left them.
+    `before` is the state of the same remedies on an earlier optimizer of the model, {} if the weights have changed
+    since then, or None if there was no such optimizer. If every process has a state, the remedies continue from it, as
+    far as it contains their weights. With `follows`, `unchanged` tells whether the weights are as the last step left them.
     """
 
     def __init__(
@@ -289,7 +290,8 @@ class AtNextPass(Handle):
         self._refused = refused
         self._inner: Handle | None = None
         self._carried: State | None = None
-        self._before, self._follows = before or {}, follows
+        self._before, self._follows = before, follows
+        self._weights = list(model.parameters())
         self._after_step: Handle | None = None
         self._versions: list[int] | None = None
         self._passes = ForwardPasses(model, self._begin, lambda *_: None, guard=unguarded)
@@ -324,10 +326,18 @@ class AtNextPass(Handle):
         if self._follows:  # the hook is registered last, so it runs after those of the remedies
             note = optimizer.register_step_post_hook(lambda *_: self._note())
             self._after_step = Handle(note.remove)
-        if self._before:
+        if self._before is not None and self._everybody_has_a_state():
             self._inner.load({**self._inner.state(), **self._before})
         if self._carried is not None:
             self._inner.load(self._carried)
+
+    def _everybody_has_a_state(self) -> bool:
+        """Whether every process has a state to continue from; with different factors, their weights would diverge."""
+        own = "a state" if self._before else "none"
+        words = [own] if dist.world() == 1 else dist.gather_messages(WHAT, own)
+        if len(set(words)) > 1:
+            caution(f"{self.about} starts anew, because weights were changed on some processes since the last step")
+        return set(words) == {"a state"}
 
     @property
     def unchanged(self) -> bool:
@@ -335,7 +345,7 @@ class AtNextPass(Handle):
         return self._versions is None or self._versions == self._now()
 
     def _now(self) -> list[int]:
-        return list(map(version_of, self._model.parameters()))
+        return list(map(version_of, self._weights))
 
     def _note(self) -> None:
         self._versions = self._now()
@@ -379,7 +389,7 @@ class AtNextPass(Handle):
             self._inner.remove()
 
     def _own_state(self) -> State:
-        return self._inner.state() if self._inner is not None else dict(self._carried or self._before)
+        return self._inner.state() if self._inner is not None else dict(self._carried or self._before or {})
 
     def _take_state(self, state: State) -> None:
         if self._inner is not None:

@@ -371,7 +371,7 @@ class _MatchedSteps:
         self.row = self.row.to(factors) * factors[self._places].amin(1)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the products of each weight and bias, by its name and the number of its first row."""
+        """Returns the products of each weight and bias, by its `slice_name`."""
         return {f"steps.{name}": x.clone() for name, x in zip(self._names, self.row.split(self._counts))}
 
     def load(self, values: dict[str, Tensor]) -> None:
