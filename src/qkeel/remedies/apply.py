@@ -269,7 +269,8 @@ class AtNextPass(Handle):
     If a remedy is refused, the error is raised in the call of the model, or passed to `refused` if that is given.
     `before` is the state of the same remedies on an earlier optimizer of the model, {} if the weights have changed
     since then, or None if there was no such optimizer. If every process has a state, the remedies continue from it, as
-    far as it contains their weights. With `follows`, `unchanged` tells whether the weights are as the last step left them.
+    far as it contains their weights. With `follows`, `unchanged` tells whether the weights are as the last step
+    left them.
     """
 
     def __init__(
