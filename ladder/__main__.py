@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ladder.plan import ARMS, AUTOPILOT, FIRST_POLICY, LEVEL, QUESTIONS, RUNGS, Question, units
-from ladder.predict import LEAST, Z
+from ladder.predict import LEAST
 from ladder.rows import RESULTS, Row, read, values
 from qkeel.metrics import largest_stable_lr
+from qkeel.metrics.paired_effect import quantile
 from qkeel.records import read_json, write_text
 
 PAGE = Path(__file__).parents[1] / "research" / "ladder.md"
@@ -59,11 +60,11 @@ predictions for 1M, of which 3 of 4 were right, no longer count.
 
 """
 
-_ANSWERS = """Losses are held-out losses in nats per byte: means over seeds, with intervals of 90 %. For a rung whose
-runs are not all done, the table shows what its rows say so far. Depth, context and text change from rung to rung as
-well as width, so the exponent is that of all of them together. On the page of claims, attention at a rate of 0.1 ends
-collapsed in all 8 runs of 150 steps of 256 bytes; here, at the same size and rate, it ends collapsed in 1 of 8 runs of
-1,000 steps of 1,024 bytes."""
+_ANSWERS = """Losses are held-out losses in nats per byte: means over seeds, with intervals of 90 % by Student's t. At
+124M, with one seed, the spread of seeds is that of the other rungs, pooled. For a rung whose runs are not all done, the
+table shows what its rows say so far. Depth, context and text change from rung to rung as well as width, so the exponent
+is that of all of them together. On the page of claims, attention at a rate of 0.1 ends collapsed in all 8 runs of 150
+steps of 256 bytes; here, at the same size and rate, it ends collapsed in 1 of 8 runs of 1,000 steps of 1,024 bytes."""
 
 
 def plan_table() -> Iterator[str]:
@@ -80,20 +81,30 @@ def plan_table() -> Iterator[str]:
         )
 
 
-def measured(
-    question: Question, rung: str, spread: float | None, rows: Sequence[Row] | None = None
-) -> tuple[str, float | None]:
-    """The mean over seeds with its interval of 90 %, and the mean; of one seed by the spread of seeds below."""
+def measured(question: Question, rung: str, rows: Sequence[Row] | None = None) -> tuple[str, float | None]:
+    """The mean over seeds with its interval of 90 %, and the mean.
+
+    The interval is that of Student's t. A rung of one seed has no spread of its own: the spread of seeds there is that
+    of all rungs with several seeds, pooled.
+    """
     found = list(values(question, rung, read(rung) if rows is None else rows).values())
     if not found:
         return "", None
     mean = statistics.fmean(found)
-    if len(found) > 1:
-        spread = max(statistics.stdev(found), LEAST)
-    if spread is None:
+    spread, freedom = spread_of_seeds([found])
+    if not freedom:
+        spread, freedom = spread_of_seeds([list(values(question, name, read(name)).values()) for name in RUNGS])
+    if not freedom:
         return written(question, mean), mean
-    half = Z * spread / math.sqrt(len(found))
+    half = quantile(LEVEL, freedom) * max(spread, LEAST) / math.sqrt(len(found))
     return f"{written(question, mean)} ({written(question, mean - half)} to {written(question, mean + half)})", mean
+
+
+def spread_of_seeds(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """The pooled standard deviation within groups, and its degrees of freedom; (0, 0) if no group has two values."""
+    freedom = sum(len(group) - 1 for group in groups if group)
+    squares = sum((x - statistics.fmean(group)) ** 2 for group in groups if group for x in group)
+    return (math.sqrt(squares / freedom), freedom) if freedom else (0.0, 0)
 
 
 def written(question: Question, value: float) -> str:
@@ -126,7 +137,7 @@ def rung_table(rung: str) -> Iterator[str]:
             else f"{written(question, p['value'])} ({written(question, p['low'])} to {written(question, p['high'])})"
             for p in (own.get("frozen law"), own.get("line"))
         ]
-        text, mean = measured(question, rung, None)
+        text, mean = measured(question, rung)
         lr = RUNGS[rung].roles[question.role]
         if any(arm is not None and (arm, lr) not in planned for arm in (question.left, question.right)):
             text = "not planned"
@@ -173,7 +184,7 @@ def answers(names: Sequence[str]) -> Iterator[str]:
         "Autopilot less QK-norm: above; hot": [f"autopilot - qk_norm, {role}" for role in ("above", "hot")],
     }
     for text, of in texts.items():
-        cells = ["; ".join(filter(None, [measured(asked[one], rung, None)[0] for one in of])) for rung in names]
+        cells = ["; ".join(filter(None, [measured(asked[one], rung)[0] for one in of])) for rung in names]
         yield f"| {text} | {' | '.join(cells)} |"
     old = [first_policy([asked[one] for one in texts["Autopilot less QK-norm: above; hot"]], rung) for rung in names]
     yield f"| The same for the first policy | {' | '.join(old)} |"
@@ -187,7 +198,7 @@ def first_policy(questions: Sequence[Question], rung: str) -> str:
     """What the runs of the autopilot's first policy say, where there are any."""
     own = [r for r in read(FIRST_POLICY) if r["rung"] == rung]
     rows = [*own, *(r for r in read(rung) if r["arm"] != AUTOPILOT)]
-    return "; ".join(measured(question, rung, None, rows)[0] for question in questions) if own else ""
+    return "; ".join(measured(question, rung, rows)[0] for question in questions) if own else ""
 
 
 def stable_ratios(rung: str) -> str:
@@ -208,16 +219,26 @@ def lost(rung: str) -> str:
 
 
 def exponent(below: str, rung: str) -> str:
-    """d ln z / d ln width between two rungs, with its interval of 90 % from the seeds of both."""
+    """d ln z / d ln width between two rungs, with its interval of 90 % from the seeds of both, by Welch's t.
+
+    Of a rung of one seed the spread is the pooled one, as in `measured`.
+    """
     question = next(q for q in QUESTIONS if q.logits and q.role == "tuned")
     sides = [list(values(question, name, read(name)).values()) for name in (below, rung)]
     if not all(sides):
         return ""
     apart = math.log(RUNGS[rung].model.d_model / RUNGS[below].model.d_model)
     rise = (statistics.fmean(sides[1]) - statistics.fmean(sides[0])) / apart
-    if min(map(len, sides)) < 2:
+    pooled = spread_of_seeds([list(values(question, name, read(name)).values()) for name in RUNGS])
+    errors = []  # the variance of each mean, and its degrees of freedom
+    for side in sides:
+        spread, freedom = pooled if len(side) == 1 else spread_of_seeds([side])
+        errors.append((spread**2 / len(side), freedom))
+    total = sum(variance for variance, _ in errors)
+    if not total or not all(freedom for _, freedom in errors):
         return f"{rise:.2f}".replace("-", "−")
-    half = Z * math.sqrt(sum(statistics.variance(x) / len(x) for x in sides)) / apart
+    freedom = int(total**2 / sum(variance**2 / freedom for variance, freedom in errors))  # Welch and Satterthwaite
+    half = quantile(LEVEL, freedom) * math.sqrt(total) / apart
     return f"{rise:.2f} ({rise - half:.2f} to {rise + half:.2f})".replace("-", "−")
 
 

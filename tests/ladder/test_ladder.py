@@ -14,6 +14,7 @@ from ladder import __main__ as written
 from ladder import predict, rows, run
 from ladder.__main__ import PAGE, page
 from ladder.plan import ARMS, FIRST_SEED, QUESTIONS, RUNGS, Question, units
+from scipy import stats
 
 from qkeel.errors import DataError
 from qkeel.lab.config import DataConfig, ModelConfig
@@ -227,12 +228,39 @@ def test_an_exponent_between_rungs_is_that_of_the_rows(monkeypatch: pytest.Monke
         ]
         for i, name in enumerate(("0.13M", "1M"))
     }
-    monkeypatch.setattr(written, "read", found.__getitem__)
-    assert written.exponent("0.13M", "1M").startswith("0.70 (")
-    half = written.Z * math.sqrt(2 * math.log(2) ** 2 / 2 / 2) / math.log(ratio)
+    monkeypatch.setattr(written, "read", lambda name: found.get(name, []))
+    # Two seeds a side whose logarithms differ by ln 2: variances of ln² 2 / 4 of both means, so Welch's t has 1 + 1
+    # degrees of freedom.
+    half = stats.t.ppf(0.95, 2) * math.sqrt(2 * math.log(2) ** 2 / 4) / math.log(ratio)
     assert written.exponent("0.13M", "1M") == f"0.70 ({0.7 - half:.2f} to {0.7 + half:.2f})".replace("-", "−")
+    # With one seed its variance is ln² 2 / 2, from the other rung; (1/4 + 1/2)² / (1/16 + 1/4) = 1.8 degrees, rounded
+    # down.
     found["1M"] = found["1M"][:1]
-    assert written.exponent("0.13M", "1M") == f"{0.7 - math.log(2) / 2 / math.log(ratio):.2f}"
+    rise = 0.7 - math.log(2) / 2 / math.log(ratio)
+    half = stats.t.ppf(0.95, 1) * math.sqrt(0.75 * math.log(2) ** 2) / math.log(ratio)
+    assert written.exponent("0.13M", "1M") == f"{rise:.2f} ({rise - half:.2f} to {rise + half:.2f})".replace("-", "−")
+
+
+def test_an_interval_is_scipys_and_that_of_one_seed_has_the_spread_of_the_other_rungs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    random = np.random.default_rng()
+    logits = {name: random.lognormal(5, 1, n) for name, n in (("0.13M", 8), ("1M", 4), ("10M", 2), ("124M", 1))}
+    found = {
+        name: [row(name, RUNGS[name].roles["tuned"], 5000 + i, z) for i, z in enumerate(own)]
+        for name, own in logits.items()
+    }
+    monkeypatch.setattr(written, "read", found.__getitem__)
+    question = next(q for q in QUESTIONS if q.logits and q.role == "tuned")
+    spreads = [np.log(own).var(ddof=1) * (len(own) - 1) for own in logits.values() if len(own) > 1]
+    pooled = math.sqrt(sum(spreads) / 11)
+    for name, own in logits.items():
+        x = np.log(own)
+        freedom, error = (len(x) - 1, stats.sem(x)) if len(x) > 1 else (11, pooled)
+        low, high = stats.t.interval(0.9, freedom, x.mean(), error)
+        text, mean = written.measured(question, name)
+        assert mean == pytest.approx(x.mean())
+        assert text == f"{math.exp(x.mean()):,.3g} ({math.exp(low):,.3g} to {math.exp(high):,.3g})"
 
 
 def test_the_largest_rate_without_a_collapse_is_given_over_that_of_no_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
