@@ -143,19 +143,39 @@ def weights(path: Path, value: float) -> Path:
     return path
 
 
+def checkpoint(folder: Path, value: float, **config: object) -> str:
+    """Heads of 4 with gains of `value`, in a folder with a config."""
+    folder.mkdir()
+    weights(folder / "model.safetensors", value)
+    (folder / "config.json").write_text(json.dumps({"num_attention_heads": 2, **config}))
+    return str(folder)
+
+
 def test_a_checkpoint_is_judged_by_what_its_weights_allow(tmp_path: Path, capsys: Capture) -> None:
     """Norms over heads of 4 with gains g: no logit is over g² · 4 / √4 = 2 g²."""
-    heads = ["--n-heads", "2", "--n-kv-heads", "2"]
-    assert main(["check", str(weights(tmp_path / "a.safetensors", 1.0)), *heads]) == 0
+    assert main(["check", checkpoint(tmp_path / "a", 1.0, model_type="qwen3")]) == 0
     assert "healthy: no input can produce a logit over 2 (h.0.attn); the threshold is 1,000" in capsys.readouterr().out
-    large = str(weights(tmp_path / "b.safetensors", 30.0))
-    assert main(["check", large, *heads]) == 0
+    large = checkpoint(tmp_path / "b", 30.0, model_type="qwen3")
+    assert main(["check", large]) == 0
     assert (
         "not known: weights allow logits up to 1,800 (h.0.attn), and the threshold is 1,000" in capsys.readouterr().out
     )
-    assert main(["check", large, *heads, "--strict"]) == 1
-    assert main(["check", str(weights(tmp_path / "c.safetensors", float("nan"))), *heads]) == 1
+    assert main(["check", large, "--strict"]) == 1
+    assert main(["check", checkpoint(tmp_path / "c", float("nan"), model_type="qwen3")]) == 1
     assert "not healthy: NaN or infinite weights in h.0.attn." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [({}, "no model_type"), ({"model_type": "qwen99"}, "the bounds of the model type qwen99 have not been compared")],
+)
+def test_conventions_alone_do_not_make_a_checkpoint_healthy(
+    config: dict[str, object], why: str, tmp_path: Path, capsys: Capture
+) -> None:
+    folder = checkpoint(tmp_path / "a", 1.0, **config)
+    assert main(["check", folder]) == 0
+    assert f"not known: weights allow logits up to 2 (h.0.attn), by conventions alone: {why}" in capsys.readouterr().out
+    assert main(["check", folder, "--strict"]) == 1
 
 
 def test_wrong_usage_is_exit_code_2(tmp_path: Path, capsys: Capture) -> None:

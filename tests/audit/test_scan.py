@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -153,7 +154,7 @@ def test_without_config_the_heads_come_from_flags_or_the_site_is_unknown(tmp_pat
     assert all("--n-heads" in unknown.reason for unknown in found.unknown)
     flagged = scan(tmp_path, flags=Geometry(n_heads=4, n_kv_heads=2)).sites
     assert [s.interaction_spectral for s in flagged] == [s.interaction_spectral for s in with_config]
-    assert "1 + w" in flagged[0].notes[0]
+    assert "1 + w" in flagged[0].assumed[0]
 
 
 def test_a_fused_weight_whose_order_nobody_says_is_not_guessed(tmp_path: Path) -> None:
@@ -283,3 +284,96 @@ def test_many_layers_of_odd_heads_are_each_measured_as_themselves(tmp_path: Path
         torch.testing.assert_close(_matrix(site.interaction_spectral), expected, rtol=1e-9, atol=0)
     for tensor in found.tensors:
         assert tensor.frobenius == pytest.approx(float(stored[tensor.name].double().norm()), rel=1e-6)
+
+
+def _scanned(folder: Path, tensors: dict[str, torch.Tensor], **config: object) -> Scan:
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"num_attention_heads": 4, **config}))
+    return scan(folder)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_torchs_own_layers_get_no_bound_from_a_norm_that_may_follow_attention(first: bool, tmp_path: Path) -> None:
+    layer = torch.nn.TransformerDecoderLayer(32, 4, 64, norm_first=first)
+    found = _scanned(tmp_path, {n: p.detach().contiguous() for n, p in layer.state_dict().items()})
+    assert len(found.sites) == 2
+    assert all(torch.isnan(_matrix(site.logit_bound)).all() for site in found.sites)
+    (own,) = (site for site in found.sites if site.name == "self_attn")
+    assert any("norm1 precedes attention in some models and follows it in others" in note for note in own.notes)
+
+
+@pytest.mark.parametrize("name", ["multihead_attn", "attn2", "encoder_attn", "src_attn"])
+def test_attention_to_another_sequence_is_known_by_its_name(name: str, tmp_path: Path) -> None:
+    weights = {f"layers.0.{name}.{one}_proj.weight": torch.eye(32) for one in "qk"}
+    (site,) = _scanned(tmp_path, {**weights, "layers.0.input_layernorm.weight": torch.ones(32)}).sites
+    assert torch.isnan(_matrix(site.logit_bound)).all()
+
+
+def test_a_norm_of_another_width_than_the_projection_is_not_its_norm(tmp_path: Path) -> None:
+    weights = {"attn.q_proj.weight": torch.eye(32), "attn.k_proj.weight": torch.ones(32, 48)}
+    (site,) = _scanned(tmp_path, {**weights, "input_layernorm.weight": torch.ones(32)}).sites
+    assert torch.isnan(_matrix(site.logit_bound)).all()
+
+
+def test_yarn_of_one_type_of_layers_counts(tmp_path: Path) -> None:
+    """YaRN by a factor of 8 multiplies cos and sin by 0.1 ln 8 + 1."""
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    weights = {f"attn.{one}_proj.weight": torch.eye(32) for one in "qk"} | {"input_layernorm.weight": torch.ones(32)}
+    plain, nested = (
+        _scanned(tmp_path / f"{i}", weights, rope_parameters=rope).sites[0].logit_bound[0]
+        for i, rope in enumerate(({"rope_type": "default"}, {"sliding": {"rope_type": "default"}, "full": yarn}))
+    )
+    assert nested == pytest.approx(plain * (0.1 * math.log(8) + 1) ** 2)
+
+
+@pytest.mark.parametrize(("newer", "layout"), [(False, "q, k, v per key head"), (True, "[q | k | v]")])
+def test_the_two_layouts_of_chatglm_are_told_apart(newer: bool, layout: str, tmp_path: Path) -> None:
+    config = {"multi_query_attention": False} if newer else {}
+    weights = {"attention.query_key_value.weight": torch.randn(96, 32)}
+    assert _scanned(tmp_path, weights, model_type="chatglm", **config).sites[0].layout == layout
+
+
+@pytest.mark.parametrize("name", ["scale_weight", "weight_scale", "scale"])
+def test_8_bit_weights_with_a_scale_beside_them_are_listed(name: str, tmp_path: Path) -> None:
+    weights = {f"attn.{one}_proj.weight": torch.eye(32).to(torch.float8_e4m3fn) for one in "qk"}
+    (unknown,) = _scanned(tmp_path, {**weights, f"attn.q_proj.{name}": torch.ones(())}).unknown
+    assert f"quantised (scales in attn.q_proj.{name})" in unknown.reason
+
+
+def test_the_bias_of_a_bare_gain_is_read(tmp_path: Path) -> None:
+    """A LayerNorm over heads of 8 with gain 1 and bias of length 5: no side is longer than √8 + 5."""
+    bias = 5 * torch.eye(8)[0]
+    weights = {f"attn.{one}_proj.weight": torch.eye(32) for one in "qk"}
+    weights |= {f"attn.{one}_norm": torch.ones(8) for one in "qk"} | {
+        f"attn.{one}_norm_bias": bias.clone() for one in "qk"
+    }
+    (site,) = _scanned(tmp_path, weights).sites
+    assert site.gain_bound[0] == pytest.approx((8**0.5 + 5) ** 2 / 8**0.5)
+
+
+def test_a_fused_weight_of_a_width_that_heads_do_not_fill_is_not_cut(tmp_path: Path) -> None:
+    weights = {"attention.query_key_value.weight": torch.randn(96, 32)}
+    found = _scanned(tmp_path, weights, model_type="gpt_neox", num_key_value_heads=2)
+    assert "96 x 32, which does not fit 4 heads and 2 key heads" in found.unknown[0].reason
+
+
+@pytest.mark.parametrize("kinds", [(torch.float32, torch.bfloat16), (torch.float16, torch.float64)])
+def test_q_and_k_may_have_different_precision(kinds: tuple[torch.dtype, torch.dtype], tmp_path: Path) -> None:
+    weights = {f"attn.{one}_proj.weight": 2 * torch.eye(32, dtype=kind) for one, kind in zip("qk", kinds)}
+    assert _scanned(tmp_path, weights).sites[0].interaction_spectral == pytest.approx([4.0] * 4)
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (32, 0)])
+def test_an_empty_weight_is_unknown(shape: tuple[int, int], tmp_path: Path) -> None:
+    weights = {f"attn.{one}_proj.weight": torch.ones(shape) for one in "qk"}
+    assert "expected a matrix" in _scanned(tmp_path, weights).unknown[0].reason
+
+
+def test_normed_q_and_k_without_gains_have_no_bound(tmp_path: Path) -> None:
+    """Llama 4 norms q and k without parameters, which leaves no trace but a flag."""
+    weights = {f"attn.{one}_proj.weight": 0.01 * torch.eye(32) for one in "qk"}
+    weights["input_layernorm.weight"] = torch.ones(32)
+    (site,) = _scanned(tmp_path, weights, use_qk_norm=True).sites
+    assert torch.isnan(_matrix(site.logit_bound)).all()
+    assert "q and k are normed" in site.notes[0]

@@ -152,6 +152,16 @@ def test_old_configs_without_rope_parameters_are_understood(tmp_path: Path) -> N
     assert (loaded(TOKENS).logits - model(TOKENS).logits).abs().max() <= 1e-6
 
 
+@pytest.mark.parametrize("eps", [None, "1e-6", True])
+def test_an_eps_that_is_no_number_is_one_clear_error(eps: object, tmp_path: Path) -> None:
+    _, weights, config = before("llama")
+    source = stored(tmp_path / "in", weights, config)
+    old = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**old, "rms_norm_eps": eps}))
+    with pytest.raises(QkeelError, match="expected a number"):
+        convert(source, "qwen3", tmp_path / "out")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_another_eps_of_the_norm_goes_into_the_weights_where_that_is_exact(dtype: torch.dtype, tmp_path: Path) -> None:
     model, weights, config = before("llama")

@@ -308,6 +308,8 @@ def test_what_is_normed_already_or_has_nothing_to_fit_is_refused_and_left_alone(
     for given in ([], "batch", None):
         with pytest.raises(InvalidTypeError, match="list of one or more batches"):
             retrofit(llama, "qk_norm", given)  # type: ignore[arg-type]
+    with pytest.raises(InvalidTypeError, match="the arguments of one batch or several batches"):
+        retrofit(llama, "qk_norm", (batches[0], torch.ones_like(batches[0])))
     with pytest.raises(InvalidTypeError, match=r"torch\.nn\.Module"):
         retrofit("llama", "qk_norm", batches)  # type: ignore[arg-type]
     for options in (
@@ -379,6 +381,32 @@ def test_an_export_is_what_the_model_computes_or_is_refused(
     with pytest.raises(RefusedError, match="over all heads"):
         qkeel.export(model, "olmo2", tmp_path / "c")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["b"]
+
+
+def test_a_model_whose_head_is_its_embedding_without_a_word_in_the_config_is_exported(
+    batches: list[Tensor], tmp_path: Path
+) -> None:
+    model = trained(0)
+    model.lm_head.weight = model.model.embed_tokens.weight  # type: ignore[union-attr]
+    retrofit(model, "qk_norm", batches[:1], fitting=RetrofitConfig(iterations=0))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(qkeel.export(model, "qwen3", tmp_path / "out"))
+    assert (loaded.eval()(batches[0]).logits - model(batches[0]).logits).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("names", [("attention_mask", "position_ids", "input_ids"), ("input_ids", "attention_mask")])
+def test_the_loss_is_that_of_the_tokens_in_whatever_order_arguments_come(
+    names: tuple[str, ...], llama: nn.Module, batches: list[Tensor]
+) -> None:
+    tokens = batches[0]
+    known = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    known["position_ids"] = torch.arange(LENGTH).expand_as(tokens)
+    batch = {name: known[name] for name in names}
+    with torch.no_grad():
+        logits = llama(**batch).logits.double()
+    loss = -logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).mean()
+    assert retrofit(copy.deepcopy(llama), "qk_norm", batch, fitting=RetrofitConfig(iterations=0)).report.old_loss == (
+        pytest.approx(float(loss), rel=1e-5)
+    )
 
 
 def test_a_llama_reordered_and_normed_over_all_heads_is_an_olmo_2(batches: list[Tensor], tmp_path: Path) -> None:

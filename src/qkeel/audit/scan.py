@@ -15,7 +15,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from qkeel.audit.tensor_heads import FUSED, SEPARATE, Geometry, SitePlan, Slice, Unknown, read_geometry, recognise
+from qkeel.audit.tensor_heads import (
+    FUSED,
+    SEPARATE,
+    VERIFIED,
+    Geometry,
+    SitePlan,
+    Slice,
+    Unknown,
+    read_geometry,
+    recognise,
+)
 from qkeel.errors import InvalidValueError, UnknownNameError
 from qkeel.functional.bounds import gram_interaction_norms, gram_spectral_norm
 from qkeel.metrics import text_table
@@ -58,7 +68,8 @@ class SiteReport:
     query_gain_max: float | None = None  #: largest magnitude of the gain of q's norm; None if there is none
     key_gain_max: float | None = None  #: largest magnitude of the gain of k's norm; None if there is none
     outlier: tuple[bool, ...] = ()
-    notes: tuple[str, ...] = ()  #: assumptions and gaps of the bounds
+    notes: tuple[str, ...] = ()  #: gaps of the bounds, with their reasons
+    assumed: tuple[str, ...] = ()  #: conventions that the bounds rest on, and that nothing in the checkpoint confirms
 
 
 def grams(weight: Tensor, part: Slice) -> Tensor:
@@ -85,6 +96,8 @@ def measure(plan: SitePlan, gram: Mapping[Slice, Tensor], load: Load, geometry: 
     share = plan.n_heads // plan.n_kv_heads
     a = gram[plan.query]
     b = gram[plan.key].repeat_interleave(share, 0)
+    wide = torch.promote_types(a.dtype, b.dtype)  # a checkpoint may store q and k with different precision
+    a, b = a.to(wide), b.to(wide)
     fine = a.isfinite().all(-1).all(-1) & b.isfinite().all(-1).all(-1)
     a, b = (torch.where(fine[:, None, None], x, 0) for x in (a, b))
     frobenius, spectral = gram_interaction_norms(a, b)
@@ -115,6 +128,7 @@ def measure(plan: SitePlan, gram: Mapping[Slice, Tensor], load: Load, geometry: 
         query_gain_max=bounds.gain_max(plan.query_gain),
         key_gain_max=bounds.gain_max(plan.key_gain),
         notes=(*plan.notes, *bounds.notes(), *(() if fine.all() else ("some weights are NaN or infinite",))),
+        assumed=(*plan.assumed, *bounds.assumed()),
     )
 
 
@@ -214,17 +228,24 @@ class _Bounds:
         return found.double()
 
     def _offset(self, gain: str, like: Tensor) -> Tensor:
-        bias = self.load(gain.removesuffix("weight") + "bias") if gain.endswith(".weight") else None
+        bias = self.load(gain.removesuffix("weight") + "bias" if gain.endswith(".weight") else f"{gain}_bias")
         return like.new_zeros(()) if bias is None else bias.to(like.dtype)
 
+    def assumed(self) -> list[str]:
+        """Returns the conventions that the bounds rest on."""
+        plan, kind = self.plan, self.geometry.model_type
+        if kind in VERIFIED or not (plan.query_input or plan.query_gain or plan.key_gain):
+            return []
+        if kind is None:
+            return ["no model_type: gains read as w, not 1 + w, and logits assumed to be divided by √head_dim"]
+        return [f"the bounds of the model type {kind} have not been compared with the logits of its code"]
+
     def notes(self) -> list[str]:
-        """Returns the assumptions made, and the reasons for missing bounds."""
+        """Returns the reasons for missing bounds."""
         plan = self.plan
         found = []
-        if self.geometry.model_type is None and (plan.query_input or plan.query_gain or plan.key_gain):
-            found.append("no model_type: gains read as w, not 1 + w, and logits assumed to be divided by √head_dim")
         missing = [plan.query_input, plan.key_input, *([plan.rope_input] if plan.query_rope else [])]
-        if not (plan.query_gain and plan.key_gain) and None in missing:
+        if not plan.notes and not (plan.query_gain and plan.key_gain) and None in missing:
             found.append("no norm found before the projections: weights alone give no logit bound")
         if plan.query_rope is not None and (plan.query_gain or plan.key_gain):
             found.append("q/k norm on MLA: no bound is computed")
@@ -534,7 +555,7 @@ def _notes(scan: Scan) -> list[str]:
     """Returns each note once, with its layers."""
     where: dict[str, list[str]] = {}
     for site in scan.sites:
-        for note in site.notes:
+        for note in (*site.notes, *site.assumed):
             where.setdefault(note, []).append(site.name)
     total = len(scan.sites)
     return [

@@ -15,6 +15,11 @@ from qkeel.safetensors_io import StoredTensor
 
 ConfigMapping = Mapping[str, Any]  # config.json, or a part of it: whatever JSON holds
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Keys of config.json by meaning; the first one present counts.
 N_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads")
 N_KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
@@ -30,12 +35,29 @@ SECTIONS = (
     ("thinker_config", ("",)),
     ("model", ("",)),  # a qkeel run
 )
-# Model types whose norms multiply by 1 + w (transformers 5.23, modeling files).
-ONE_PLUS = ("gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "vaultgemma", "t5gemma", "t5gemma2")
-ONE_PLUS += ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen4_exp", "minimax_m3_vl", "muse_glimmer")
-ONE_PLUS += ("muse_spark", "nemotron", "step3p7")
+# Model types whose norms multiply by 1 + w (transformers 5.23, modeling files). A part of a composite model has a type
+# of its own.
+ONE_PLUS = ("gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "vaultgemma", "t5gemma", "t5_gemma_module")
+ONE_PLUS += ("t5gemma2", "t5gemma2_text", "t5gemma2_encoder", "t5gemma2_decoder", "qwen3_next", "qwen3_5")
+ONE_PLUS += ("qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text", "minimax_m3_vl")
+ONE_PLUS += ("minimax_m3_vl_text", "muse_glimmer", "muse_glimmer_text", "muse_spark", "nemotron", "step3p5", "step3p7")
 # Model types that do not divide logits by √head_dim (transformers 5.23, modeling files).
-UNSCALED = frozenset(["t5", "mt5", "umt5", "longt5", "switch_transformers", "pop2piano", "udop", "gpt_neo"])
+UNSCALED = _words(
+    """
+    t5 mt5 umt5 longt5 switch_transformers pop2piano udop gpt_neo gemma3n gemma3n_text gemma4 gemma4_text
+    gemma4_vision gemma4_unified gemma4_unified_text diffusion_gemma diffusion_gemma_text embedding_gemma2
+    embedding_gemma2_text dia dia_encoder dia_decoder pix2struct_text_model pix2struct_vision_model
+    """
+)
+# Model types whose logits tests/audit/test_conventions.py compares with the bounds, in the code of transformers 5.23.
+# The bounds of any other type rest on what names usually mean.
+VERIFIED = _words(
+    """
+    cohere2 deepseek_v2 deepseek_v3 exaone4 falcon_h1 gemma gemma2 gemma3_text gemma3n_text gemma4_text glm4 gpt2
+    gpt_bigcode gpt_neox gpt_oss granite llama ministral3 mistral nemotron olmo2 olmo3 persimmon phi phi3 qwen2
+    qwen3 qwen3_5_moe_text qwen3_5_text qwen3_next smollm3 starcoder2
+    """
+)
 
 
 @final
@@ -53,6 +75,8 @@ class Geometry:
     scale: float | None = None
     rope_factor: float = 1.0  #: factor above 1 on cos and sin (YaRN, LongRoPE)
     model_type: str | None = None  #: as in config.json; decides whether norms multiply by w or 1 + w
+    normed: bool = False  #: config.json says that q and k are normed
+    norm_after: bool = False  #: config.json says that the block's norms follow attention
     layout: str | None = None  #: fused weight: "blocks" for [q | k | v], or "groups" for q, k, v per key head
 
     @property
@@ -77,11 +101,27 @@ def read_geometry(config: ConfigMapping, tensor: str, flags: Geometry) -> Geomet
         nope_dim=_first(part, ("qk_nope_head_dim",)),
         rope_dim=_first(part, ("qk_rope_head_dim",)),
         value_dim=_first(part, ("v_head_dim",)),
-        scale=_scale(part),
+        scale=_scale(part, tensor),
+        rope_factor=_rope_factor(part),
         model_type=part.get("model_type", config.get("model_type")),
+        normed=any(part.get(key) is True for key in ("use_qk_norm", "qk_layernorm", "qk_norm")),
+        norm_after=any(part.get(key) is True for key in ("swin_norm", "norm_after")),
+        layout=_layout(part),
     )
-    said = {name: value for name, value in dataclasses.asdict(flags).items() if value is not None}
-    return dataclasses.replace(found, **{**said, "rope_factor": _rope_factor(part)})
+    given = {field.name: getattr(flags, field.name) for field in dataclasses.fields(flags)}
+    said = {name: value for name, value in given.items() if value is not None and value != getattr(_NO_FLAGS, name)}
+    return dataclasses.replace(found, **said)
+
+
+_NO_FLAGS = Geometry()
+
+
+def _layout(config: ConfigMapping) -> str | None:
+    """Returns the layout of a fused weight where the versions of a model type differ: ChatGLM-6B interleaves q, k and v
+    per head, and its successors have blocks."""
+    if config.get("model_type") != "chatglm":
+        return None
+    return "blocks" if "multi_query_attention" in config else "groups"
 
 
 def section(config: ConfigMapping, tensor: str) -> ConfigMapping:
@@ -115,21 +155,55 @@ def _kv_heads(config: ConfigMapping) -> int | None:
     return _first(config, N_HEADS)  # models without grouped keys omit the field
 
 
-def _scale(config: ConfigMapping) -> float | None:
-    """Returns the scale, or None for 1/√head_dim. DeepSeek's YaRN multiplies that by (0.1·m·ln s + 1)²."""
+def _scale(config: ConfigMapping, tensor: str) -> float | None:
+    """Returns the scale of the named tensor's layer, or None for 1/√head_dim.
+
+    DeepSeek's YaRN multiplies that by (0.1·m·ln s + 1)². Falcon-H1 multiplies the layer's input by one number and the
+    keys by another one. Ministral 3 multiplies q by 1 + β ln(1 + ⌊position / L⌋), which is largest at the last
+    position.
+    """
+    nested = config.get("attn_config")
+    if isinstance(nested, Mapping) and (given := _positive(nested, "softmax_scale")):
+        return given
     if config.get("model_type") in UNSCALED or config.get("scale_attn_weights") is False:
         return 1.0
     if scalar := _positive(config, "query_pre_attn_scalar"):
         return scalar**-0.5
     if multiplier := _positive(config, "attention_multiplier"):
         return multiplier
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    number = re.search(r"\.(\d+)\.", tensor)
+    if config.get("scale_attn_by_inverse_layer_idx") is True and number:
+        return _usual_scale(config) / (int(number[1]) + 1)
+    keys, inputs = _positive(config, "key_multiplier"), _positive(config, "attention_in_multiplier")
+    if keys or inputs:
+        # A bias is not multiplied with the input, so a multiplier below 1 gives no smaller bound.
+        return _usual_scale(config) * (keys or 1.0) * max(1.0, inputs or 1.0) ** 2
     width = (_first(config, ("qk_nope_head_dim",)) or 0) + (_first(config, ("qk_rope_head_dim",)) or 0)
-    if isinstance(rope, Mapping) and width:
+    for rope in _ropes(config):
         over, factor = _positive(rope, "mscale_all_dim"), _positive(rope, "factor") or 1.0
-        if over and factor > 1:
+        if width and over and factor > 1:
             return width**-0.5 * (0.1 * over * math.log(factor) + 1) ** 2
+        beta, before = _positive(rope, "llama_4_scaling_beta"), _positive(rope, "original_max_position_embeddings")
+        last = _positive(config, "max_position_embeddings")
+        if beta and before and last:
+            return _usual_scale(config) * (1 + beta * math.log(1 + (last - 1) // before))
     return None
+
+
+def _usual_scale(config: ConfigMapping) -> float:
+    """Returns 1/√head_dim, NaN if the config does not give the size of a head."""
+    size, heads = _first(config, HEAD_DIM), _first(config, N_HEADS)
+    if size is None and heads and (width := _first(config, ("hidden_size", "n_embd", "d_model"))):
+        size = width // heads
+    return size**-0.5 if size else math.nan
+
+
+def _ropes(config: ConfigMapping) -> list[ConfigMapping]:
+    """Returns the rotary options of a config: one mapping, or one for each type of layer."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        return []
+    return [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
 
 
 def _positive(config: ConfigMapping, key: str) -> float | None:
@@ -149,26 +223,27 @@ def _positive(config: ConfigMapping, key: str) -> float | None:
 
 
 def _rope_factor(config: ConfigMapping) -> float:
-    """Returns the factor on cos and sin, at least 1.
+    """Returns the largest factor on cos and sin over the types of layers, at least 1.
 
     YaRN: 0.1 m ln s + 1 (Peng et al. 2023, arXiv 2309.00071, equation 22; m, m_all as in DeepSeek's config).
     LongRoPE: √(1 + ln s / ln L) (Ding et al. 2024, arXiv 2402.13753, as in transformers 5.23).
     """
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
-    if not isinstance(rope, Mapping):
-        return 1.0
+    return max([1.0, *(_one_rope_factor(rope, config) for rope in _ropes(config))])
+
+
+def _one_rope_factor(rope: ConfigMapping, config: ConfigMapping) -> float:
     kind = rope.get("rope_type", rope.get("type"))
     factor = _positive(rope, "factor") or 1.0
-    if attention_factor := _positive(rope, "attention_factor"):
-        return max(1.0, attention_factor)
+    if given := [x for key in ("attention_factor", "long_mscale", "short_mscale") if (x := _positive(rope, key))]:
+        return max(given)
     if kind == "yarn" and factor > 1:
         m, over = _positive(rope, "mscale"), _positive(rope, "mscale_all_dim")
         top = 0.1 * (m if m and over else 1.0) * math.log(factor) + 1
-        return max(1.0, top / (0.1 * over * math.log(factor) + 1) if m and over else top)
+        return top / (0.1 * over * math.log(factor) + 1) if m and over else top
     before = _positive(rope, name := "original_max_position_embeddings") or _positive(config, name)
     after = _positive(config, "max_position_embeddings")
     if kind == "longrope" and before and before > 1 and after:
-        return max(1.0, math.sqrt(1 + math.log(max(after / before, 1.0)) / math.log(before)))
+        return math.sqrt(1 + math.log(max(after / before, 1.0)) / math.log(before))
     return 1.0
 
 
@@ -189,7 +264,7 @@ SEPARATE = (
     ("q", "k"),
 )
 # Query, key and value in one weight. blocks: [q | k | v]; groups: for each key head its queries, its key, its value
-# (with as many key heads as heads: q, k, v interleaved per head); None: the name leaves it open, see GROUPED, BLOCKS.
+# (with as many key heads as heads: q, k, v interleaved per head); None: the name leaves it open, see GROUPED.
 FUSED: dict[str, str | None] = {
     "qkv": "blocks",
     "qkv_proj": "blocks",
@@ -202,10 +277,9 @@ FUSED: dict[str, str | None] = {
 }
 # Model types that override the table above (transformers 5.23, modeling files).
 GROUPED = frozenset(["gpt_neox", "gpt_neox_japanese", "bloom", "falcon", "persimmon", "internlm2", "gpt_bigcode"])
-BLOCKS = frozenset(["chatglm"])
 OTHER = {"codegen": "its qkv_proj is cut into 4 parts of [q | v | k] (a relic of its training on TPUs)"}
 # Model types whose q_proj holds, per head, the query and a gate of the same width.
-GATED = frozenset(["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"])
+GATED = frozenset(["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"])
 # Gains of a q/k norm next to the projections: (query, key).
 GAINS = (
     ("q_norm", "k_norm"),
@@ -216,13 +290,55 @@ GAINS = (
     ("q_ln", "k_ln"),
 )
 # The norm whose output the projections read, next to the attention module or one or two levels up.
-INPUT_NORMS = ("input_layernorm", "ln_1", "attention_norm", "attn_norm", "layernorm_before", "layer_norm1", "norm1")
-INPUT_NORMS += ("ln1", "ln_attn", "self_attn_layer_norm", "pre_attention_layernorm")
+INPUT_NORMS = ("input_layernorm", "attention_norm", "attn_norm", "layernorm_before", "pre_attention_layernorm")
 # Model types in which the norm of such a name follows attention.
-NOT_BEFORE = frozenset(["swinv2", "opt", "bart", "mbart", "marian"])
+NOT_BEFORE = frozenset(["swinv2", "swin2sr"])
+# Names of norms that precede attention in some models and follow it in others, with the model types in which they
+# precede it (transformers 5.23, modeling files). In all other types such a norm gives no bound.
+EITHER_NORM: Mapping[str, frozenset[str]] = {
+    "ln_1": _words(
+        """
+        bridgetower bridgetower_text_model bridgetower_vision_model codegen decision_transformer gpt2
+        gpt_bigcode gpt_neo gptj imagegpt
+        """
+    ),
+    "layer_norm1": _words(
+        """
+        altclip altclip_text_model altclip_vision_model blip blip-2 blip_2_vision_model blip_text_model
+        blip_vision_model chinese_clip chinese_clip_vision_model clip clip_text_model clip_vision_model git
+        git_vision_model groupvit groupvit_text_model groupvit_vision_model idefics2 idefics2_vision idefics3
+        idefics3_vision instructblip instructblip_vision_model instructblipvideo instructblipvideo_vision_model
+        janus janus_vision_model kosmos-2 kosmos_2_vision_model metaclip_2 metaclip_2_text_model
+        metaclip_2_vision_model mlcd_vision_model owlv2 owlv2_text_model owlv2_vision_model owlvit
+        owlvit_text_model owlvit_vision_model phi4_multimodal_vision siglip siglip2 siglip2_text_model
+        siglip2_vision_model siglip_text_model siglip_vision_model smolvlm smolvlm_vision video_llama_3_vision
+        """
+    ),
+    "norm1": _words(
+        """
+        cohere_compass_vision dinov2 dinov2_with_registers dinov3_vit eomt eomt_dinov3 ernie4_5_vl_moe_vision
+        exaone4_5_vision glm4v_moe_vision glm4v_vision glm_image_vision glm_ocr_vision kimi_k25_vision mgp-str
+        qwen2_5_omni_vision_encoder qwen2_5_vl_vision qwen2_vl_vision qwen3_5_moe_vision qwen3_5_vision
+        qwen3_omni_moe_vision_encoder qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision radio sapiens2
+        tipsv2_vision_model videomt vitdet vjepa2
+        """
+    ),
+    "self_attn_layer_norm": _words(
+        """
+        audioflamingo3_encoder bigbird_pegasus biogpt blenderbot kosmos-2 kosmos-2.5 kosmos_2_5_text_model
+        kosmos_2_text_model m2m_100 mbart musicgen_decoder musicgen_melody_decoder nllb-moe pegasus pegasus_x
+        qwen2_5_omni_audio_encoder qwen2_audio_encoder qwen3_asr_encoder qwen3_omni_moe_audio_encoder
+        seamless_m4t speech_to_text table-transformer voxtral_encoder voxtral_realtime_encoder wav2vec2-bert
+        wav2vec2-conformer whisper xglm
+        """
+    ),
+    "ln1": frozenset(),
+    "ln_attn": frozenset(["falcon"]),
+}
 _ATTENTION = re.compile(r"^(.*?\b\w*(?:attn|attention)\w*)\.", re.IGNORECASE)
-_CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
+_CROSS = re.compile(r"cross|xattn|encoder_attn|enc_attn|src_attn|encdec|multihead_attn|attn2", re.IGNORECASE)
 _SCALES = ("_scale_inv", "_scale", ".SCB", ".absmax")
+_SCALES_OF_8_BITS = ("scale_weight", "weight_scale", "scale")  # beside an 8-bit weight
 
 Tensors = Mapping[str, StoredTensor]
 
@@ -260,6 +376,7 @@ class SitePlan:
     key_input: str | None = None
     rope_input: str | None = None
     notes: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
 
     def slices(self) -> list[Slice]:
         """Returns the parts that exist."""
@@ -321,7 +438,10 @@ def _site(
 def _readable(tensors: Tensors, plan: SitePlan) -> SitePlan | Unknown:
     for part in plan.slices():
         tensor = tensors[part.tensor]
-        scale = next((part.tensor + s for s in _SCALES if part.tensor + s in tensors), None)
+        known = [part.tensor + end for end in _SCALES]
+        if tensor.dtype.startswith("F8"):
+            known += [f"{part.tensor.removesuffix('weight')}{name}" for name in _SCALES_OF_8_BITS]
+        scale = next((name for name in known if name in tensors), None)
         if not tensor.floating or scale:
             why = f"scales in {scale}" if scale else f"stored as {tensor.dtype}"
             return Unknown(plan.name, f"{part.tensor} is quantised ({why}); scan the checkpoint before quantisation")
@@ -330,8 +450,9 @@ def _readable(tensors: Tensors, plan: SitePlan) -> SitePlan | Unknown:
 
 def _separate(tensors: Tensors, at: str, q: str, k: str, geometry: Geometry) -> SitePlan | Unknown:
     query, key = tensors[f"{at}{q}.weight"], tensors[f"{at}{k}.weight"]
-    if len(query.shape) != 2 or len(key.shape) != 2:
-        return Unknown("", f"{q} has shape {list(query.shape)}, expected a matrix")
+    for name, tensor in ((q, query), (k, key)):
+        if len(tensor.shape) != 2 or 0 in tensor.shape:
+            return Unknown("", f"{name} has shape {list(tensor.shape)}, expected a matrix")
     heads = geometry.n_heads
     if heads is None:
         return Unknown("", f"the number of heads is not known; give --n-heads ({q} has {query.shape[0]} rows)")
@@ -378,10 +499,10 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
     name = f"{at}{leaf}" if bare else f"{at}{leaf}.weight"
     bias = f"{at}in_proj_bias" if bare else f"{at}{leaf}.bias"
     shape, heads, kind = tensors[name].shape, geometry.n_heads, geometry.model_type
-    layout = geometry.layout or ("groups" if kind in GROUPED else "blocks" if kind in BLOCKS else FUSED[leaf])
+    layout = geometry.layout or ("groups" if kind in GROUPED else FUSED[leaf])
     if kind in OTHER and not geometry.layout:
         return Unknown("", f"{OTHER[kind]}: not read")
-    if len(shape) != 2 or shape[0] == shape[1]:
+    if len(shape) != 2 or shape[0] == shape[1] or 0 in shape:
         return Unknown("", f"{leaf} has shape {list(shape)}, expected a matrix that is not square")
     if heads is None:
         return Unknown("", f"the number of heads is not known; give --n-heads ({leaf} is {shape[0]} x {shape[1]})")
@@ -395,7 +516,7 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
     width = _width(shape, heads, groups, geometry.head_dim)
     if not width or heads % groups:
         size = f"{shape[0]} x {shape[1]}"
-        return Unknown("", f"{leaf} is {size}, which does not fit {heads} heads and {groups} key heads")
+        return Unknown("", f"{leaf} is {size}, which does not fit {heads} heads and {groups} key heads of one width")
     q, k = _starts(layout, heads, groups, width)
     axis = 0 if shape[0] == width * (heads + 2 * groups) else 1
     own = bias if bias in tensors else None
@@ -408,7 +529,7 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
         head_dim=width,
         query=Slice(tensor=name, axis=axis, starts=q, rows=width, bias=own),
         key=Slice(tensor=name, axis=axis, starts=k, rows=width, bias=own),
-        notes=() if said else (f"order of q, k, v taken from the convention for {leaf}",),
+        assumed=() if said else (f"order of q, k, v taken from the convention for {leaf}",),
     )
 
 
@@ -418,8 +539,9 @@ def _width(shape: tuple[int, ...], heads: int, groups: int, head_dim: int | None
     fits = [n // parts for n in shape if n % parts == 0]
     if head_dim is not None:
         return head_dim if head_dim in fits else 0
-    usual = [n // heads for n in shape if n // heads in fits]  # the input is usually as wide as all heads together
-    return min(usual or fits, default=0) if len(set(fits)) > 1 else max(fits, default=0)
+    # Without head_dim, the input is as wide as all heads together.
+    usual = [n // parts for n, inputs in (shape, shape[::-1]) if n % parts == 0 and n // parts * heads == inputs]
+    return min(usual, default=0)
 
 
 def _starts(layout: str, heads: int, groups: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -490,7 +612,8 @@ def _own_latent(tensors: Tensors, at: str, geometry: Geometry) -> SitePlan | Unk
 
 def _present(tensors: Tensors, module: str) -> str | None:
     """Returns the name of a norm's gain, `module.weight` or the bare parameter `module`; None if neither exists."""
-    return next((name for name in (f"{module}.weight", module) if name in tensors), None)
+    names = (f"{module}.weight", module)
+    return next((name for name in names if name in tensors and 0 not in tensors[name].shape), None)
 
 
 def _with_norms(tensors: Tensors, plan: SitePlan, geometry: Geometry) -> SitePlan:
@@ -498,28 +621,53 @@ def _with_norms(tensors: Tensors, plan: SitePlan, geometry: Geometry) -> SitePla
     at = f"{plan.name}." if plan.name else ""
     gains = [(_present(tensors, at + q), _present(tensors, at + k)) for q, k in GAINS]
     query, key = next((pair for pair in gains if pair[0] or pair[1]), (None, None))
-    before = None if geometry.model_type in NOT_BEFORE else _norm_before(tensors, plan.name)
     mla = plan.query_rope is not None
+    before, why = _norm_before(tensors, plan.name, geometry)
+    if geometry.normed and not (query or key or mla):
+        before, why = None, "config.json says that q and k are normed, and their gains were not found: no bound"
     # Queries without their own latent (DeepSeek-V2-Lite) are projected from the module's input.
     own_query = f"{at}q_up.weight" == plan.query.tensor and f"{at}q_down.weight" not in tensors
     latent = mla and not own_query and not plan.query.tensor.endswith("q_proj.weight")
+
+    def input_of(part: Slice | None) -> str | None:
+        """The norm before attention, unless its width is not that of what the weight reads."""
+        if before is None or part is None:
+            return None
+        width = tensors[part.tensor].shape[1 - part.axis]
+        return before if math.prod(tensors[before].shape) == width else None
+
     return dataclasses.replace(
         plan,
         query_gain=query,
         key_gain=key,
-        query_input=plan.query_input if latent else before,
-        key_input=plan.key_input if mla else before,
-        rope_input=before if mla else None,
+        query_input=plan.query_input if latent else input_of(plan.query),
+        key_input=plan.key_input if mla else input_of(plan.key),
+        rope_input=input_of(plan.key_rope) if mla else None,
+        notes=(*plan.notes, why) if why else plan.notes,
     )
 
 
-def _norm_before(tensors: Tensors, module: str) -> str | None:
-    """Returns the gain of the norm that feeds a module, next to it or one level up; None for cross attention."""
-    if _CROSS.search(module):  # its keys come from another sequence
-        return None
+def _norm_before(tensors: Tensors, module: str, geometry: Geometry) -> tuple[str | None, str]:
+    """Returns the gain of the norm that feeds a module, next to it or one or two levels up, and why there is none.
+
+    The reason is empty if there is a norm, or none with a known name, or for cross attention, whose keys come from
+    another sequence.
+    """
+    if _CROSS.search(module):
+        return None, ""
+    kind, why = geometry.model_type, ""
     parents = [module.rpartition(".")[0], module.rpartition(".")[0].rpartition(".")[0]]
-    names = [f"{p}.{n}" if p else n for p in parents for n in INPUT_NORMS]
-    return next((got for name in names if (got := _present(tensors, name))), None)
+    for at in parents:
+        for name in (*INPUT_NORMS, *EITHER_NORM):
+            found = _present(tensors, f"{at}.{name}" if at else name)
+            if found is None:
+                continue
+            if kind in NOT_BEFORE or geometry.norm_after:
+                return None, f"{name} follows attention here: weights alone give no logit bound"
+            if name in INPUT_NORMS or kind in EITHER_NORM[name]:
+                return found, ""
+            why = f"{name} precedes attention in some models and follows it in others: no logit bound"
+    return None, why
 
 
 def _left_over(tensors: Tensors, known: list[str]) -> list[Unknown]:

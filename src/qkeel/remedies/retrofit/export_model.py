@@ -125,7 +125,7 @@ def plan(to: str, config: ModelConfigFields, shapes: Shapes, *, norm_eps: float 
     for name, size in shapes.items():
         if not _IGNORED.fullmatch(name):
             moves[name] = _move(to, shape, sizes, name, size)
-    eps = float(config.get("rms_norm_eps", 1e-6))
+    eps = _eps(config)
     if norm_eps is not None and norm_eps != eps:
         if not norm_eps > 0 or not eps > 0:
             raise RefusedError(f"expected positive eps of the norms, got {norm_eps} for q and k and {eps} for blocks")
@@ -303,6 +303,13 @@ def _check_complete(to: str, shape: TargetArchitecture, sizes: _ModelSizes, name
 _DROPPED = ("pretraining_tp", "mlp_bias", "rope_theta", "rope_scaling", "partial_rotary_factor", "auto_map")
 
 
+def _eps(config: ModelConfigFields) -> float:
+    value = config.get("rms_norm_eps", 1e-6)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RefusedError(f"expected a number for rms_norm_eps in the config, got {value!r}: correct or restore it")
+    return float(value)
+
+
 def _config(shape: TargetArchitecture, config: ModelConfigFields, sizes: _ModelSizes, *, bias: bool) -> dict[str, Any]:
     new = {k: v for k, v in config.items() if k not in _DROPPED}
     rope = dict(config.get("rope_parameters") or {})
@@ -315,7 +322,7 @@ def _config(shape: TargetArchitecture, config: ModelConfigFields, sizes: _ModelS
         "architectures": [shape.architecture],
         "head_dim": sizes.head_dim,
         "num_key_value_heads": sizes.kv_heads,
-        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rms_norm_eps": _eps(config),
         "tie_word_embeddings": sizes.tied,
         "rope_parameters": rope,
     }
@@ -505,6 +512,12 @@ def _changed(planned: MovePlan, tensors: Mapping[str, Tensor]) -> dict[str, Tens
         move = planned.moves.get(name)
         if move is not None:
             found[move.name] = (x if move.change is None else move.change(x)).contiguous()
+    # A file of safetensors holds each tensor by itself, also where the model ties an output layer to its embedding.
+    places: set[int] = set()
+    for name, x in found.items():
+        if x.data_ptr() in places:
+            found[name] = x.clone()
+        places.add(x.data_ptr())
     for name, (near, shape) in planned.zeros.items():
         if near in tensors:
             found[name] = torch.zeros(shape, dtype=tensors[near].dtype)

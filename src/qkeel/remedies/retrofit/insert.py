@@ -286,4 +286,9 @@ def _several(batches: object) -> list[object]:
         raise InvalidTypeError(f"expected a batch or a list of one or more batches, got {type(batches).__name__}")
     if not batches:
         raise InvalidTypeError("expected a batch or a list of one or more batches, got an empty list")
+    if isinstance(batches, tuple) and len(batches) > 1 and all(isinstance(one, Tensor) for one in batches):
+        raise InvalidTypeError(
+            "expected a batch or a list of batches, got a tuple of tensors, which may mean the arguments of one batch "
+            "or several batches: pass a list of batches, where a batch with several arguments is a tuple or a dict"
+        )
     return list(batches)

@@ -104,9 +104,15 @@ def divergence(old: Tensor, new: Tensor, batch: Arguments) -> Tensor:
     return kl.mean()
 
 
+_NOT_TOKENS = ("attention_mask", "position_ids", "token_type_ids")  # arguments of the same shape as the tokens
+
+
 def next_token_loss(logits: Tensor, batch: Arguments) -> float | None:
     """Returns the next-token cross-entropy on the batch's own tokens, or None if the batch has no tokens."""
-    tokens = next((x for x in tensors(batch) if not x.is_floating_point() and x.ndim == 2), None)
+    named = batch[1].get("input_ids")
+    others = {name: x for name, x in batch[1].items() if name not in _NOT_TOKENS}
+    found = (x for x in tensors((batch[0], others)) if not x.is_floating_point() and x.ndim == 2)
+    tokens = named if isinstance(named, Tensor) else next(found, None)
     if tokens is None or logits.shape[:2] != tokens.shape or tokens.shape[1] < 2 or logits.ndim != 3:
         return None
     targets = tokens[:, 1:].long()
