@@ -198,6 +198,19 @@ def test_without_an_optimizer_each_training_pass_is_a_step(every: Any, measured:
         assert monitor.history.steps.tolist() == measured
 
 
+def test_passes_without_a_step_of_the_watched_optimizer_are_no_silent_end() -> None:
+    """The script made another optimizer after `watch`."""
+    model, optimizer, monitor = setup()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    del optimizer
+    for i in range(3):
+        model(batch(i)).sum().backward()
+        other.step()
+    with pytest.warns(QkeelWarning, match="the optimizer that is watched took no step, so nothing was recorded"):
+        monitor.close()
+    assert not len(monitor.history)
+
+
 def test_a_step_without_a_pass_warns_once_and_measures_again_when_one_comes() -> None:
     model, optimizer, monitor = setup()
     model.forward(batch(0)).sum().backward()

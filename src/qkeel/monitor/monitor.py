@@ -50,6 +50,10 @@ NOT_SEEN = (
     "rather than model.forward(...) or one of its parts, and watch the object that you call: if torch.compile returned "
     "it, pass that object to watch(); if a compiled function calls the model, compile the model instead"
 )
+NO_STEP = (
+    "the model made training passes, but the optimizer that is watched took no step, so nothing was recorded. If "
+    "another optimizer updates the model, pass that one: qkeel.watch(model, optimizer)"
+)
 
 
 @final
@@ -240,6 +244,10 @@ class TrainingEnd:
 
     def measure_or_tell(self, tell: Callable[[str], None]) -> None:
         """Measures the weights of the last step; if that is impossible, calls `tell` once with the reason."""
+        if self._optimizer is not None and not self._steps.done and self._models.has("train"):
+            self.skip()
+            if dist.rank() == 0:
+                tell(NO_STEP)
         if self._asked == self._steps.done or self._optimizer is None or not self._missing:
             return
         last = self._steps.last
