@@ -174,17 +174,21 @@ class SmallMasks:
         A kind of call that has places, or that returned scores, must have been made as often as on the example, or not
         at all (a step with a single query may need no mask).
         """
-        size, number = scores.numel(), self._softmaxes
+        if self._counts not in self.paths.get(self._softmaxes, []) and not self._fits(scores.numel()):
+            raise RefusedError(_OTHER_PATH)
+        self._softmaxes += 1
+        self._next()
+
+    def _fits(self, size: int) -> bool:
+        """True if the calls before a softmax of scores of this size allow for the places."""
+        number = self._softmaxes
         kinds = [p.kind for p, _ in self.places if p.softmaxes == number]
         kinds += [p.kind for p in self.shifts if p.softmaxes == number]
         dims = [kind.ndim for kind in kinds]
         kinds += [kind for kind, n in self._sizes if n == size and kind.ndim in dims]
         counts = [(kind, self._counts[kind]) for kind in kinds if kind in self._counts]
         same = [all([path.get(kind, 0) == n for kind, n in counts]) for path in self.paths.get(number, [])]  # noqa: C419
-        if not any(same):
-            raise RefusedError(_OTHER_PATH)
-        self._softmaxes += 1
-        self._next()
+        return any(same)
 
 
 def _alike(function: Function) -> str:
