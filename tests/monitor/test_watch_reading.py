@@ -24,7 +24,7 @@ from qkeel.errors import (
 )
 from qkeel.functional.statistics import TENSORS, LogitStats
 from qkeel.monitor import Adaptive, History, LogSpaced, Rule
-from qkeel.monitor.token_classes import MaskSource
+from qkeel.monitor.token_classes import MaskSource, QueryMaskSource
 from qkeel.nn import Attention
 
 
@@ -336,6 +336,25 @@ def test_padded_rows_count_nowhere(way: Callable[[Tensor], MaskSource], side: st
 def test_a_name_that_the_forward_does_not_take_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="attention_maks"):
         watch(Padded(), query_mask="attention_maks")
+
+
+def test_a_mask_that_fits_no_attention_is_warned_of_once() -> None:
+    model, x = Padded().eval(), batch(3, b=3, t=6)
+    mask = torch.ones(3, 5)
+    with watch(model, query_mask=lambda *_: mask) as monitor, torch.no_grad():
+        with pytest.warns(UserWarning, match=r"query_mask applies to no attention.*\[3 6\], got \[3, 5\]"):
+            model(x)
+        model(x)  # a second warning would be an error
+        assert all(stats.n_queries.eq(18).all() for stats in monitor.read().values())
+
+
+def test_a_mask_of_numbers_that_are_added_to_scores_is_refused() -> None:
+    mask = torch.tensor([[0.0, 0.0, -1e9]])
+    with pytest.raises(InvalidValueError, match="numbers below 0"):
+        watch(Padded(), query_mask=mask)
+    with pytest.raises(InvalidValueError, match="numbers below 0"):
+        QueryMaskSource("mask").of((), {"mask": mask})
+    assert torch.equal(QueryMaskSource(mask >= 0).of((), {}), mask == 0)  # type: ignore[arg-type]
 
 
 # --- what is not a plain call ---------------------------------------------------------------------------------------

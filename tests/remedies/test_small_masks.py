@@ -131,3 +131,110 @@ def test_whole_numbers_in_a_sum_of_scores(how: str) -> None:
         torch.testing.assert_close(model(x), (w @ v).transpose(1, 2).flatten(2))
         assert copy.deepcopy(model).bfloat16()(x.bfloat16()).dtype == torch.bfloat16
     assert torch.equal(model(x), y)
+
+
+LATER = ~CAUSAL
+
+
+class Spelled(Windows):
+    """Causal attention whose mask of -100 is written in one of several ways."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        z = q @ k.mT * D**-0.5
+        if self.how == "assignment":
+            z[:, :, LATER] = -100.0
+        elif self.how == "tensor in where":
+            z = torch.where(LATER, torch.full_like(z, -100.0), z)
+        elif self.how == "alpha of add":
+            z = torch.add(z, LATER, alpha=-100)
+        elif self.how == "alpha of sub":
+            z = torch.sub(z, LATER.long(), alpha=100)
+        elif self.how == "clamp":
+            z = z.masked_fill(LATER, -200.0).clamp(min=-100.0)
+        elif self.how == "keywords":
+            z = z.masked_fill(mask=LATER, value=-100.0)
+        else:
+            added = (LATER * -100.0).expand(len(x) * H, T, T)
+            z = torch.baddbmm(added, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=D**-0.5).view_as(z)
+        return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("how", ["assignment", "tensor in where", "alpha of add", "alpha of sub"])
+def test_a_mask_in_any_of_these_forms_stays_a_mask(how: str) -> None:
+    model, x = Spelled(how).double(), torch.randn(B, T, H * D, dtype=torch.float64)
+    qkeel.apply("softcap:cap=3", model, example=x)
+    q, k, v = (z.unflatten(-1, (H, D)).transpose(1, 2) for z in model.qkv(x).chunk(3, -1))
+    z = (3 * torch.tanh(q @ k.mT * D**-0.5 / 3)).masked_fill(LATER, -torch.inf)
+    torch.testing.assert_close(model(x), (z.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("how", ["clamp", "keywords", "baddbmm"])
+@pytest.mark.parametrize("remedy", ["softcap:cap=3", "softpick"])
+def test_a_mask_whose_pairs_a_remedy_would_uncover_is_refused(how: str, remedy: str) -> None:
+    model, x = Spelled(how), torch.randn(B, T, H * D)
+    y = model(x)
+    with pytest.raises(RefusedError, match="would become visible"):
+        qkeel.apply(remedy, model, example=x)
+    assert torch.equal(model(x), y)
+
+
+class Paths(Windows):
+    """Causal attention with a mask of -100, before which other sums may be computed."""
+
+    def forward(
+        self, x: torch.Tensor, pos: torch.Tensor | None = None, bias: float | None = None, *, mask: bool = True
+    ) -> torch.Tensor:
+        if pos is not None:
+            x = x + pos
+        q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        z = q @ k.mT * D**-0.5
+        if bias is not None:
+            z = z + bias
+        if mask:
+            z = z + LATER * -100.0
+        if self.how == "largest subtracted":
+            z = z - z.amax(-1, keepdim=True)
+        return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("how", ["", "largest subtracted"])
+@pytest.mark.parametrize("shown", [True, False])
+def test_sums_that_only_some_passes_compute_do_not_displace_the_mask(how: str, shown: bool) -> None:
+    model, x = Paths(how).double(), torch.randn(B, T, H * D, dtype=torch.float64)
+    pos = torch.randn_like(x)
+    with torch.no_grad():
+        model.qkv.weight.mul_(5)
+    qkeel.apply("softcap:cap=3", model, example={"x": x, "pos": pos} if shown else x)
+    for y, given in ((x + pos, pos), (x, None)):
+        q, k, v = (z.unflatten(-1, (H, D)).transpose(1, 2) for z in model.qkv(y).chunk(3, -1))
+        z = (3 * torch.tanh(q @ k.mT * D**-0.5 / 3)).masked_fill(LATER, -torch.inf)
+        torch.testing.assert_close(model(x, given), (z.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_another_path_to_the_mask_is_refused_and_a_pass_without_a_mask_is_not() -> None:
+    model, x = Paths(""), torch.randn(B, T, H * D)
+    qkeel.apply("softcap:cap=3", model, example=x)
+    assert model(x, mask=False).shape == x.shape
+    with pytest.raises(RefusedError, match="another path than on the example"):
+        model(x, bias=0.5)
+    model = Paths("")
+    qkeel.apply("softcap:cap=3", model, example={"x": x, "bias": 0.5})
+    assert model(x, bias=0.5).shape == x.shape
+    with pytest.raises(RefusedError, match="another path than on the example"):
+        model(x)
+
+
+class Given(Windows):
+    """Attention with an additive mask among its arguments."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return ((q @ k.mT * D**-0.5 + mask).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def test_an_additive_mask_of_one_zero_hides_nothing() -> None:
+    model, x = Given(""), torch.randn(B, T, H * D)
+    qkeel.apply("softcap:cap=3", model, example={"x": x, "mask": LATER * -100.0})
+    one = x[:1, :1]
+    torch.testing.assert_close(model(one, torch.zeros(1, 1, 1, 1)), model.qkv(one).chunk(3, -1)[2])

@@ -204,13 +204,13 @@ def hidden_by_sum(tag: Scores, mask: object, like: Tensor, sign: float = 1.0) ->
 
 def _added(tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Scores:
     other = next((a for a in (*args, *kwargs.values()) if a is not x), None)
-    return hidden_by_sum(tag, other, out)
+    return hidden_by_sum(tag, other, out, kwargs.get("alpha", 1) if args and args[0] is x else 1.0)
 
 
 def _subtracted(tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Scores | None:
     if not args or args[0] is not x:
         return None
-    return hidden_by_sum(tag, args[1] if len(args) > 1 else kwargs.get("other"), out, -1.0)
+    return hidden_by_sum(tag, args[1] if len(args) > 1 else kwargs.get("other"), out, -kwargs.get("alpha", 1))
 
 
 def _filled(tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Scores:

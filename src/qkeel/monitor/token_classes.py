@@ -44,7 +44,8 @@ class QueryMaskSource:
 
     given: the name of an argument of the model's forward ("attention_mask"), a function of the forward's arguments, or
     the tensor itself. It applies to calls with b sequences of t queries. In all other calls, every query counts, for
-    example in the decoder of an encoder–decoder model if the mask is the encoder's.
+    example in the decoder of an encoder–decoder model if the mask is the encoder's. If it applies to no call at all,
+    `PassTokens` warns.
     """
 
     given: MaskSource
@@ -70,7 +71,7 @@ class QueryMaskSource:
     def of(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor | None:
         """Returns the mask of a pass with these arguments, or None if the pass has no mask.
 
-        Raises: InvalidValueError if the mask is not a tensor [b t].
+        Raises: InvalidValueError if the mask is not a tensor [b t], or has negative floating-point values.
         """
         mask = from_pass(self.given, self.forward, args, kwargs)
         if mask is None:
@@ -117,6 +118,11 @@ def _checked(mask: object) -> Tensor:
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise InvalidValueError(f"expected a query mask of shape [batch queries], got {got}")
+    if mask.is_floating_point() and bool((mask < 0).any()):
+        raise InvalidValueError(
+            "expected a query mask that is true (or not 0) where a query row counts, got floating-point numbers below "
+            "0, as in a mask that is added to scores; pass mask >= 0 instead"
+        )
     return mask
 
 
@@ -407,8 +413,8 @@ class PassTokens:
         self._mask: Tensor | None = None
         self._now: Tensor | None = None
         self._said: set[object] = set()
-        self._misfit = ""
-        self._fitted = False
+        self._misfit = self._mask_misfit = ""
+        self._fitted = self._mask_fitted = False
 
     def begin(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Begins a pass with these arguments."""
@@ -431,7 +437,8 @@ class PassTokens:
 
     def on(self, call: Seen) -> Seen:
         """Returns the call with what is known about its tokens, if it covers the tokens of this pass."""
-        call = with_query_mask(call, self._mask)
+        if self._mask is not None:
+            call = self._masked(call, self._mask)
         if self._now is None:
             return call
         b, t = call.query_shape
@@ -452,8 +459,23 @@ class PassTokens:
         now = now.to(call.query_device)
         return dataclasses.replace(call, classes=TokenClasses(names=self._names, query=now[:, s - t :], key=now))
 
+    def _masked(self, call: Seen, mask: Tensor) -> Seen:
+        found = with_query_mask(call, mask)
+        if found is not call:
+            self._mask_fitted = True
+        elif isinstance(call, ScoresCall) or of_key(call) is None:  # packed sequences have no rows of padding
+            b, t = call.query_shape
+            self._mask_misfit = (
+                f"query_mask applies to no attention, so every query row counts: expected a mask of shape [batch "
+                f"queries] = [{b} {t}], got {list(mask.shape)}. Give a function of the forward's arguments that "
+                "returns a mask with one value for each query"
+            )
+        return found
+
     def end(self) -> None:
         """Ends the pass."""
+        if not self._mask_fitted:
+            self._warn("mask misfit", self._mask_misfit)
         if not self._fitted:  # attention over tokens other than the sequence's, such as an image encoder's, is ignored
             self._warn("misfit", self._misfit)
         elif self._now is not None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable, Iterable
-from typing import Protocol, final
+from typing import NamedTuple, Protocol, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
-from qkeel.capture.calls import HIDES, HeadLayout, hides, is_low
+from qkeel.capture.calls import APART, HIDES, HeadLayout, hides, is_low
 from qkeel.capture.readers import hiding, mha_mask, sdpa_arguments
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
@@ -37,12 +37,37 @@ Function = Callable[..., object]
 
 _ADDS: tuple[Function, ...] = (*(torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__),)
 _SUBTRACTS: tuple[Function, ...] = (torch.sub, Tensor.sub, Tensor.sub_, Tensor.__sub__, Tensor.__isub__)
-_FILLS: tuple[Function, ...] = (
-    *(torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_, torch.where, Tensor.where),
-)
+_FILLS_LAST: tuple[Function, ...] = (torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_)
+_FILLS: tuple[Function, ...] = (*_FILLS_LAST, torch.where, Tensor.where, Tensor.__setitem__)
 MASKING: tuple[Function, ...] = (*_ADDS, *_SUBTRACTS, *_FILLS)
 
-CallPlace = tuple[int, int]  # index of a call in the forward, index of the argument
+# Functions with the same arguments. torch.compile may replace one of them by another, and can't compare their names.
+_ALIKE: tuple[tuple[str, tuple[Function, ...]], ...] = (
+    *(("sum", _ADDS), ("difference", _SUBTRACTS), ("fill", _FILLS_LAST)),
+    *(("choice", (torch.where,)), ("own choice", (Tensor.where,)), ("assignment", (Tensor.__setitem__,))),
+)
+
+
+class CallKind(NamedTuple):
+    """What distinguishes calls on scores from other calls in the same forward."""
+
+    function: str  # the name in _ALIKE
+    ndim: int  # of the output
+
+
+class CallPlace(NamedTuple):
+    """A call in a forward, found by the softmaxes before it and by the earlier calls of its kind since the last of
+    them, so that calls of other kinds, which a forward may make or leave out, do not matter."""
+
+    softmaxes: int
+    kind: CallKind
+    earlier: int
+
+
+_OTHER_PATH = (
+    "the forward took another path than on the example, so it is not known where it masks its scores; apply the remedy "
+    "with an example that shows how the model will be used"
+)
 
 
 @final
@@ -55,15 +80,20 @@ class SmallMasks:
     (see `hides`). From then on these arguments contain -inf for hidden pairs, whatever the logits are.
 
     Subtracting each row's maximum also hides the logits from the softmax, while it leaves the weights unchanged.
-    `shifts` are the indices of such calls, which from then on return the scores unchanged.
+    `shifts` are the places of such calls, which from then on return the scores unchanged.
+
+    `paths` are the numbers of calls of each kind before each softmax, as seen on the example.
     """
 
     def __init__(self) -> None:
-        self.places: set[CallPlace] = set()
-        self.shifts: set[int] = set()
-        self._shifted: list[tuple[int, Tensor]] = []
-        self._calls = 0
-        self._candidates: list[tuple[CallPlace, int]] = []
+        self.places: set[tuple[CallPlace, int]] = set()  # with the index of the argument
+        self.shifts: set[CallPlace] = set()
+        self.paths: dict[int, list[dict[CallKind, int]]] = {}
+        self._softmaxes = 0
+        self._counts: dict[CallKind, int] = {}
+        self._sizes: list[tuple[CallKind, int]] = []
+        self._shifted: list[tuple[CallPlace, Tensor]] = []
+        self._candidates: list[tuple[tuple[CallPlace, int], int]] = []
 
     @property
     def known(self) -> bool:
@@ -72,43 +102,53 @@ class SmallMasks:
 
     def begin(self) -> None:
         """Starts a forward pass."""
-        self._calls = 0
-        self._candidates.clear()
-        self._shifted.clear()
+        self._softmaxes = 0
+        self._next()
+
+    def _next(self) -> None:
+        """Forgets the calls before a softmax."""
+        self._counts, self._sizes, self._shifted, self._candidates = {}, [], [], []
 
     def call(self, function: Function, args: Args, kwargs: Kwargs, *, noting: bool) -> object:
         """Calls a function of MASKING with -inf in place of small numbers. With `noting`, records the candidates."""
-        number, self._calls = self._calls, self._calls + 1
-        if number in self.shifts:
+        kind = CallKind(_alike(function), max([x.ndim for x in args if isinstance(x, Tensor)], default=0))
+        place = CallPlace(self._softmaxes, kind, self._counts.get(kind, 0))
+        self._counts[kind] = place.earlier + 1
+        if place in self.shifts:
+            self._sizes.append((kind, args[0].numel()))
             return args[0]
         less_top = noting and function in _SUBTRACTS and _is_top(args)
-        sign = -1.0 if function in _SUBTRACTS else 1.0
-        own = [i for i in range(len(args)) if (number, i) in self.places]
+        own = [i for i in range(len(args)) if (place, i) in self.places]
         if own:
             dtype = next((x.dtype for x in args if isinstance(x, Tensor) and x.is_floating_point()), None)
-            args = tuple(_lowest(x, sign, dtype) if i in own else x for i, x in enumerate(args))
-        out = function(*args, **kwargs)
-        if noting and isinstance(out, Tensor) and out.is_floating_point():
-            self._note(function, number, args, out)
-            self._shifted += [(number, out.detach().clone())] if less_top else []
-        return out
+            args = tuple(
+                _lowest(function, x, _factor(function, i, kwargs), dtype) if i in own else x for i, x in enumerate(args)
+            )
+        returned = function(*args, **kwargs)
+        out = args[0] if returned is None else returned
+        if isinstance(out, Tensor) and out.is_floating_point():
+            self._sizes.append((kind, out.numel()))
+            if noting:
+                self._note(function, place, args, kwargs, out)
+                self._shifted += [(place, out.detach().clone())] if less_top else []
+        return returned
 
-    def _note(self, function: Function, number: int, args: Args, out: Tensor) -> None:
-        size = out.numel()
+    def _note(self, function: Function, place: CallPlace, args: Args, kwargs: Kwargs, out: Tensor) -> None:
+        size, kind = out.numel(), place.kind.function
         for i, x in enumerate(args):
-            if (number, i) in self.places:
+            if (place, i) in self.places or (kind in ("fill", "assignment") and i != 2):
                 continue
             if function in _FILLS:
-                found = is_low(x) and float(x) > HIDES
+                found = _is_small(x)
             elif not isinstance(x, Tensor) or x.ndim < 2 or (i == 0 and function in _SUBTRACTS):
                 continue
             elif x.numel() == size and any(before == size for _, before in self._candidates):
                 continue  # these are the scores, which already include such a mask
             else:
-                signed = -x if function in _SUBTRACTS else x
-                found = bool((hides(signed) & (signed > HIDES)).any())
+                added = x * _factor(function, i, kwargs)
+                found = bool((hides(added) & (added > HIDES)).any())
             if found:
-                self._candidates.append(((number, i), size))
+                self._candidates.append(((place, i), size))
 
     def keep(self, scores: Tensor) -> bool:
         """Confirms the candidates whose size equals that of the scores passed to a softmax.
@@ -116,12 +156,43 @@ class SmallMasks:
         Returns False if a row maximum was subtracted and then another operation changed the scores, since this hides
         the logits.
         """
+        paths = self.paths.setdefault(self._softmaxes, [])
+        if self._counts not in paths:
+            paths.append(self._counts)
         self.places |= {place for place, size in self._candidates if size == scores.numel()}
         flat = scores.detach().flatten()
-        kept = [(n, out.flatten()) for n, out in self._shifted if out.numel() == len(flat)]
-        found = {n for n, out in kept if bool(((out == flat) | (flat <= HIDES)).all())}
+        kept = [(place, out.flatten()) for place, out in self._shifted if out.numel() == len(flat)]
+        found = {place for place, out in kept if bool(((out == flat) | (flat <= HIDES)).all())}
         self.shifts |= found
+        self._softmaxes += 1
+        self._next()
         return len(found) == len(kept)
+
+    def check_path(self, scores: Tensor) -> None:
+        """Raises RefusedError if the calls before this softmax differ from those on the example.
+
+        A kind of call that has places, or that returned scores, must have been made as often as on the example, or not
+        at all (a step with a single query may need no mask).
+        """
+        if self._counts not in self.paths.get(self._softmaxes, []) and not self._fits(scores.numel()):
+            raise RefusedError(_OTHER_PATH)
+        self._softmaxes += 1
+        self._next()
+
+    def _fits(self, size: int) -> bool:
+        """True if the calls before a softmax of scores of this size allow for the places."""
+        number = self._softmaxes
+        kinds = [p.kind for p, _ in self.places if p.softmaxes == number]
+        kinds += [p.kind for p in self.shifts if p.softmaxes == number]
+        dims = [kind.ndim for kind in kinds]
+        kinds += [kind for kind, n in self._sizes if n == size and kind.ndim in dims]
+        counts = [(kind, self._counts[kind]) for kind in kinds if kind in self._counts]
+        same = [all([path.get(kind, 0) == n for kind, n in counts]) for path in self.paths.get(number, [])]  # noqa: C419
+        return any(same)
+
+
+def _alike(function: Function) -> str:
+    return [name for name, functions in _ALIKE if function in functions][0]  # noqa: RUF015
 
 
 def _is_top(args: Args) -> bool:
@@ -134,15 +205,28 @@ def _is_top(args: Args) -> bool:
     return len(rows) == 1 and not others and torch.equal(x.detach().amax(rows[0], keepdim=True), top.detach())
 
 
-def _lowest(x: object, sign: float, dtype: torch.dtype | None) -> object:
-    """Returns x with -inf wherever an added number hides a pair (+inf for a subtracted one), or -inf for a scalar.
+def _is_small(x: object) -> bool:
+    """True if x is a number above -9000 that hides what it replaces, or a tensor that contains only this number."""
+    if isinstance(x, Tensor) and x.numel() > 1 and x.dtype != torch.bool:
+        least, most = x.detach().aminmax()
+        return bool(least == most) and _is_small(most)
+    return is_low(x) and float(x) > HIDES  # type: ignore[arg-type]
 
-    Tensors of integers are converted to this dtype."""
-    if isinstance(x, Tensor) and not x.is_floating_point():
-        x = x.to(dtype)
-    if isinstance(x, Tensor) and x.numel() > 1:
-        return x.masked_fill(hides(sign * x), -sign * math.inf)
-    return torch.full_like(x, -math.inf) if isinstance(x, Tensor) else -math.inf
+
+def _factor(function: Function, i: int, kwargs: Kwargs) -> float:
+    """Returns the factor that a sum or a difference applies to its argument number i."""
+    return (-1.0 if function in _SUBTRACTS else 1.0) * kwargs.get("alpha", 1) if i == 1 else 1.0
+
+
+def _lowest(function: Function, x: object, factor: float, dtype: torch.dtype | None) -> object:
+    """Returns the argument x of a function of MASKING, to which the function applies this factor, with -inf wherever it
+    hides a pair (+inf if the factor is negative). Tensors of integers are converted to this dtype."""
+    if not isinstance(x, Tensor):
+        return -math.inf if is_low(x) else x
+    x = x if x.is_floating_point() else x.to(dtype)
+    if function in _FILLS:
+        return x.masked_fill(x <= -APART, -math.inf)
+    return x.masked_fill(hides(factor * x), -math.copysign(math.inf, factor))
 
 
 # Replaces attention calls inside a module's forward with qkeel's own attention under a different spec.
@@ -151,6 +235,15 @@ def _lowest(x: object, sign: float, dtype: torch.dtype | None) -> object:
 # `F.multi_head_attention_forward` and the softmax of written-out attention. torch.compile can trace all of it.
 
 QKV = tuple[Tensor, Tensor, Tensor]
+
+
+class HiddenPairs(NamedTuple):
+    """The pairs that a written-out call hides."""
+
+    most: float  # the largest of their logits
+    number: int
+
+
 _SOFTMAX: tuple[Callable[..., Tensor], ...] = (F.softmax, torch.softmax, Tensor.softmax)
 
 
@@ -162,7 +255,7 @@ class ChangedCalls(InstanceForward):
     specs, `names` the names of their parameters on the module, and `layouts` the layouts of its scores. A written-out
     logit at or below `low` counts as masked; `masks` finds masks with larger numbers. `writes` becomes True once the
     example has shown a written-out softmax, so that its scores have been analysed. While `seen` is a list, it collects
-    the calls of each forward and, for each written-out call, the largest hidden logit.
+    the calls of each forward and, for each written-out call, its hidden pairs.
     """
 
     def __init__(self, module: nn.Module, geometry: ParameterSizes) -> None:
@@ -176,7 +269,7 @@ class ChangedCalls(InstanceForward):
         self.low = HIDES
         self.masks = SmallMasks()
         self.writes = False
-        self.seen: list[list[float | None]] | None = None
+        self.seen: list[list[HiddenPairs | None]] | None = None
 
     def change(self, changes: list[PlacedChange]) -> None:
         """Activates these changes, applying them in order. If the list is empty, restores the original forward."""
@@ -204,8 +297,8 @@ class ChangedCalls(InstanceForward):
         with _Exchange(self):
             return self.replaced(args, kwargs)
 
-    def note(self, hidden: float | None = None) -> None:
-        """Records a call. For a written-out call, `hidden` is the largest hidden logit."""
+    def note(self, hidden: HiddenPairs | None = None) -> None:
+        """Records a call, with its hidden pairs if it is written out."""
         if self.seen is not None:
             self.seen[-1].append(hidden)
 
@@ -289,7 +382,9 @@ class ChangedCalls(InstanceForward):
                     "something other than the logits; leave that subtraction out (torch's softmax does it), or use "
                     "qk_clip or lalr"
                 )
-            self.note(float(z.detach().masked_fill(visible, -math.inf).max()))
+            self.note(HiddenPairs(float(z.detach().masked_fill(visible, -math.inf).max()), int((~visible).sum())))
+        elif self.masks.known:
+            self.masks.check_path(x)
         ((scale, spec),) = self.specs.items()
         z = torch.where(visible, z, 0.0)
         if spec.scale != self.bases[scale].scale:

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkeel import dist
-from qkeel.capture.calls import HeadLayout, ScoresCall, fewest_keys, key_heads
+from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, fewest_keys, key_heads
 from qkeel.capture.example import ModuleCall, ShortExample, Undo, copied, first_row, shorter, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.capture.scores import is_projected, reached
@@ -128,6 +128,8 @@ class ModelTrace:
         values: the tensors by which the softmax weights of each site were multiplied.
         called: the ids of the modules that ran.
         minima: the smallest visible logit of each hand-written site, on the full example.
+        hidden_by_small: the number of pairs that masks hide at each hand-written site where some of these are hidden by
+            values above -9000, on the full example.
         unrecognized: the entries of `sites.missed` that were found from the operators, and not by a reader of calls.
         operators: every operator that ran, if operators were recorded.
         frames: every module call, if operators were recorded.
@@ -140,6 +142,7 @@ class ModelTrace:
     values: dict[str, Tensor]
     called: frozenset[int]
     minima: dict[str, float]
+    hidden_by_small: dict[str, int]
     unrecognized: tuple[UnrecognizedAttention, ...] = ()
     operators: Sequence[TorchOperator] = ()
     frames: Sequence[ModuleCall] = ()
@@ -219,11 +222,11 @@ def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> M
                 sites = trace.sites
                 known = all(s.verified and (short.rows > 1 or _is_plain(s.layout)) for s in sites)
                 if known and (whole := _same_calls(model, args, kwargs, trace, undo)) is not None:
-                    minima, types = whole
+                    minima, hidden, types = whole
                     sites = Sites(_typed(sites, types), sites.missed, sites.indexers, sites.linear)
                     if short.cut and any(s.normed for s in sites):
                         sites = _with_bounds(model, sites, first_row(args, kwargs), undo)
-                    return dataclasses.replace(trace, sites=sites, minima=minima)
+                    return dataclasses.replace(trace, sites=sites, minima=minima, hidden_by_small=hidden)
             except Exception as error:
                 _LOG.debug("a shorter example of %s fails: %s", type(model).__name__, error)
                 undo()
@@ -319,6 +322,7 @@ def _traced(
         values=watcher.values or {},
         called=frozenset(watcher.stack.called),
         minima={name: float(x) for name, x in least.items() if x is not None},
+        hidden_by_small={name: _hidden_by_small(c.captured.call) for name, (c, *_) in calls.items()},
         operators=watcher.operations,
         frames=watcher.stack.frames,
     )
@@ -332,16 +336,17 @@ def _typed(sites: Sequence[AttentionSite], seen: Mapping[str, VisibleSets]) -> l
 
 def _same_calls(
     model: nn.Module, args: Args, kwargs: Kwargs, trace: ModelTrace, undo: Undo
-) -> tuple[dict[str, float], dict[str, VisibleSets]] | None:
-    """The smallest visible logits and the visible sets in a pass without gradients, from which nothing else is
-    recorded. None unless the pass has the same sites as the trace, with the same numbers of heads, and misses the same
-    attention layers."""
+) -> tuple[dict[str, float], dict[str, int], dict[str, VisibleSets]] | None:
+    """The smallest visible logits, the numbers of pairs hidden by small numbers and the visible sets in a pass without
+    gradients, from which nothing else is recorded. None unless the pass has the same sites as the trace, with the same
+    numbers of heads, and misses the same attention layers."""
     sites = trace.sites
     origins: dict[str, KeyOrigin] = {site.name: site.origin for site in sites}
     types: dict[str, VisibleSets] = {}
     found: dict[str, int] = {}
     names: set[str] = set()
     least: dict[str, Tensor] = {}
+    hidden: dict[str, int] = {}
     groups: dict[int, tuple[str, ModuleCall]] = {}  # the frame is kept so that its id is not reused
 
     def note(captured: CapturedCall) -> None:
@@ -351,6 +356,7 @@ def _same_calls(
         if name in names:
             return
         names.add(name)
+        hidden[name] = _hidden_by_small(captured.call)
         if name in origins:
             types[name] = visible_sets(captured.call, origins[name])
         if captured.headless:
@@ -366,11 +372,11 @@ def _same_calls(
         scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
         if below or not (watcher.hidden or scripted or any(site.below for site in sites)):
             break
-        for kept in (found, names, least, groups, types):
+        for kept in (found, names, least, hidden, groups, types):
             kept.clear()
     same = {str(m) for m in watcher.missed} == {str(m) for m in sites.missed if m not in trace.unrecognized}
     same = same and found == {site.name: site.n_heads for site in sites}
-    return ({name: float(x) for name, x in least.items()}, types) if same else None
+    return ({name: float(x) for name, x in least.items()}, hidden, types) if same else None
 
 
 def _least(call: object) -> Tensor | None:
@@ -379,6 +385,18 @@ def _least(call: object) -> Tensor | None:
         return None
     seen = torch.isfinite(call.logits) if call.hidden is None else ~call.hidden & torch.isfinite(call.logits)
     return call.logits.detach().masked_fill(~seen, torch.inf).amin()
+
+
+def _hidden_by_small(call: object) -> int:
+    """The number of pairs that the masks of a hand-written call hide, or 0 if none of these pairs is hidden by a value
+    above -9000. Rows that see no key are left out, since padding may have added them."""
+    if not isinstance(call, ScoresCall) or call.hidden is None:
+        return 0
+    hidden = call.hidden.expand(*call.hidden.shape[:3], call.logits.shape[3])
+    hidden = hidden & ~hidden.all(-1, keepdim=True)
+    if not bool((hidden & (call.capped.detach() > HIDES)).any()):
+        return 0
+    return int(hidden.sum()) * (call.logits.numel() // hidden.numel())
 
 
 def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo) -> Sites:
