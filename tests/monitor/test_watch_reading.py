@@ -344,8 +344,8 @@ def test_a_mask_that_fits_no_attention_is_warned_of_once() -> None:
     with watch(model, query_mask=lambda *_: mask) as monitor, torch.no_grad():
         with pytest.warns(UserWarning, match=r"query_mask applies to no attention.*\[3 6\], got \[3, 5\]"):
             model(x)
-        model(x)  # a second warning would be an error
         assert all(stats.n_queries.eq(18).all() for stats in monitor.read().values())
+        model(x)  # a second warning would be an error
 
 
 def test_a_mask_of_numbers_that_are_added_to_scores_is_refused() -> None:
