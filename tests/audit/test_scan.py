@@ -154,7 +154,7 @@ def test_without_config_the_heads_come_from_flags_or_the_site_is_unknown(tmp_pat
     assert all("--n-heads" in unknown.reason for unknown in found.unknown)
     flagged = scan(tmp_path, flags=Geometry(n_heads=4, n_kv_heads=2)).sites
     assert [s.interaction_spectral for s in flagged] == [s.interaction_spectral for s in with_config]
-    assert "1 + w" in flagged[0].assumed[0]
+    assert "gains read as w" in flagged[0].assumed[0]
 
 
 def test_a_fused_weight_whose_order_nobody_says_is_not_guessed(tmp_path: Path) -> None:
@@ -305,9 +305,11 @@ def test_torchs_own_layers_get_no_bound_from_a_norm_that_may_follow_attention(fi
 
 @pytest.mark.parametrize("name", ["multihead_attn", "attn2", "encoder_attn", "src_attn"])
 def test_attention_to_another_sequence_is_known_by_its_name(name: str, tmp_path: Path) -> None:
-    weights = {f"layers.0.{name}.{one}_proj.weight": torch.eye(32) for one in "qk"}
-    (site,) = _scanned(tmp_path, {**weights, "layers.0.input_layernorm.weight": torch.ones(32)}).sites
-    assert torch.isnan(_matrix(site.logit_bound)).all()
+    weights = {f"layers.0.{n}.{one}_proj.weight": torch.eye(32) for one in "qk" for n in (name, "self_attn")}
+    found = _scanned(tmp_path, {**weights, "layers.0.input_layernorm.weight": torch.ones(32)})
+    bounds = {site.name: _matrix(site.logit_bound) for site in found.sites}
+    assert torch.isnan(bounds[f"layers.0.{name}"]).all()
+    assert torch.isfinite(bounds["layers.0.self_attn"]).all()
 
 
 def test_a_norm_of_another_width_than_the_projection_is_not_its_norm(tmp_path: Path) -> None:
@@ -355,7 +357,21 @@ def test_the_bias_of_a_bare_gain_is_read(tmp_path: Path) -> None:
 def test_a_fused_weight_of_a_width_that_heads_do_not_fill_is_not_cut(tmp_path: Path) -> None:
     weights = {"attention.query_key_value.weight": torch.randn(96, 32)}
     found = _scanned(tmp_path, weights, model_type="gpt_neox", num_key_value_heads=2)
-    assert "96 x 32, which does not fit 4 heads and 2 key heads" in found.unknown[0].reason
+    assert "96 x 32, which does not give 4 heads and 2 key heads a width" in found.unknown[0].reason
+
+
+def test_a_fused_weight_with_one_possible_width_is_read(tmp_path: Path) -> None:
+    """8 heads of 64 over an input of 256."""
+    weights = {"attn.qkv.weight": torch.randn(1536, 256)}
+    (site,) = _scanned(tmp_path, weights, num_attention_heads=8).sites
+    assert site.head_dim == 64
+
+
+def test_a_gpt_without_a_config_keeps_its_bound_and_says_what_it_rests_on(tmp_path: Path) -> None:
+    weights = {f"h.0.attn.{one}_proj.weight": torch.eye(32) for one in "qk"} | {"h.0.ln_1.weight": torch.ones(32)}
+    (site,) = _scanned(tmp_path, weights).sites
+    assert torch.isfinite(_matrix(site.logit_bound)).all()
+    assert "norms taken to precede attention" in site.assumed[0]
 
 
 @pytest.mark.parametrize("kinds", [(torch.float32, torch.bfloat16), (torch.float16, torch.float64)])

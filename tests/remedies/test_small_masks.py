@@ -154,6 +154,9 @@ class Spelled(Windows):
             z = z.masked_fill(LATER, -200.0).clamp(min=-100.0)
         elif self.how == "keywords":
             z = z.masked_fill(mask=LATER, value=-100.0)
+        elif self.how == "keywords, and padded rows":
+            z = z.masked_fill(mask=LATER, value=-100.0)
+            z = z.masked_fill((torch.arange(T) >= T // 2)[:, None], -1e9)
         else:
             added = (LATER * -100.0).expand(len(x) * H, T, T)
             z = torch.baddbmm(added, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=D**-0.5).view_as(z)
@@ -169,7 +172,7 @@ def test_a_mask_in_any_of_these_forms_stays_a_mask(how: str) -> None:
     torch.testing.assert_close(model(x), (z.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("how", ["clamp", "keywords", "baddbmm"])
+@pytest.mark.parametrize("how", ["clamp", "keywords", "keywords, and padded rows", "baddbmm"])
 @pytest.mark.parametrize("remedy", ["softcap:cap=3", "softpick"])
 def test_a_mask_whose_pairs_a_remedy_would_uncover_is_refused(how: str, remedy: str) -> None:
     model, x = Spelled(how), torch.randn(B, T, H * D)
@@ -188,6 +191,8 @@ class Paths(Windows):
         if pos is not None:
             x = x + pos
         q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        if self.how == "rotated":
+            q, k = (y * 0.8 + y.flip(-1) * 0.6 for y in (q, k))
         z = q @ k.mT * D**-0.5
         if bias is not None:
             z = z + bias
@@ -223,6 +228,15 @@ def test_another_path_to_the_mask_is_refused_and_a_pass_without_a_mask_is_not() 
     assert model(x, bias=0.5).shape == x.shape
     with pytest.raises(RefusedError, match="another path than on the example"):
         model(x)
+
+
+def test_sums_of_q_and_k_do_not_stand_for_the_mask_that_a_single_query_needs_not() -> None:
+    model, x = Paths("rotated").double(), torch.randn(B, T, H * D, dtype=torch.float64)
+    qkeel.apply("softcap:cap=3", model, example=x)
+    one = x[:, :1]
+    torch.testing.assert_close(model(one, mask=False), model.qkv(one).chunk(3, -1)[2])
+    moved = torch.cat([x[:, :-1], torch.randn_like(one)], 1)
+    torch.testing.assert_close(model(x)[:, :-1], model(moved)[:, :-1])
 
 
 class Given(Windows):

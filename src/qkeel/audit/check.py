@@ -175,7 +175,7 @@ def of_scan(found: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
     bad = [t.name for t in found.tensors if t.non_finite]
     unbounded = [name for bound, name in bounds if math.isnan(bound)]
     largest, where = max(((b, n) for b, n in bounds if not math.isnan(b)), default=(math.nan, ""))
-    assumed = [one for site in found.sites for one in site.assumed]
+    assumed = [(site.name, why) for site in found.sites for why in site.assumed]
     apart = [f"{site.name} head {h}" for site in found.sites for h, out in enumerate(site.outlier) if out]
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
@@ -187,7 +187,11 @@ def of_scan(found: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
         text += f" and {len(left) - 1} more layers" if len(left) > 1 else ""
     elif largest <= threshold and assumed:
         status = Status.NOT_KNOWN
-        text = f"not known: weights allow logits up to {largest:,.4g} ({where}), by conventions alone: {assumed[0]}"
+        name, why = assumed[0]
+        text = (
+            f"not known: weights would allow logits up to {largest:,.4g} ({where}), but {name} is read by conventions"
+        )
+        text += f" ({why})"
     elif largest <= threshold:
         status, text = (
             Status.HEALTHY,

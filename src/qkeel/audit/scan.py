@@ -237,7 +237,7 @@ class _Bounds:
         if kind in VERIFIED or not (plan.query_input or plan.query_gain or plan.key_gain):
             return []
         if kind is None:
-            return ["no model_type: gains read as w, not 1 + w, and logits assumed to be divided by √head_dim"]
+            return ["no model_type: norms taken to precede attention, gains read as w, logits divided by √head_dim"]
         return [f"the bounds of the model type {kind} have not been compared with the logits of its code"]
 
     def notes(self) -> list[str]:

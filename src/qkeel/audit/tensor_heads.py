@@ -328,7 +328,7 @@ EITHER_NORM: Mapping[str, frozenset[str]] = {
         audioflamingo3_encoder bigbird_pegasus biogpt blenderbot kosmos-2 kosmos-2.5 kosmos_2_5_text_model
         kosmos_2_text_model m2m_100 mbart musicgen_decoder musicgen_melody_decoder nllb-moe pegasus pegasus_x
         qwen2_5_omni_audio_encoder qwen2_audio_encoder qwen3_asr_encoder qwen3_omni_moe_audio_encoder
-        seamless_m4t speech_to_text table-transformer voxtral_encoder voxtral_realtime_encoder wav2vec2-bert
+        seamless_m4t speech_to_text voxtral_encoder voxtral_realtime_encoder wav2vec2-bert
         wav2vec2-conformer whisper xglm
         """
     ),
@@ -336,7 +336,7 @@ EITHER_NORM: Mapping[str, frozenset[str]] = {
     "ln_attn": frozenset(["falcon"]),
 }
 _ATTENTION = re.compile(r"^(.*?\b\w*(?:attn|attention)\w*)\.", re.IGNORECASE)
-_CROSS = re.compile(r"cross|xattn|encoder_attn|enc_attn|src_attn|encdec|multihead_attn|attn2", re.IGNORECASE)
+_CROSS = re.compile(r"cross|xattn|encoder_attn|enc_attn|src_attn|encdec|attn2", re.IGNORECASE)
 _SCALES = ("_scale_inv", "_scale", ".SCB", ".absmax")
 _SCALES_OF_8_BITS = ("scale_weight", "weight_scale", "scale")  # beside an 8-bit weight
 
@@ -516,7 +516,7 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
     width = _width(shape, heads, groups, geometry.head_dim)
     if not width or heads % groups:
         size = f"{shape[0]} x {shape[1]}"
-        return Unknown("", f"{leaf} is {size}, which does not fit {heads} heads and {groups} key heads of one width")
+        return Unknown("", f"{leaf} is {size}, which does not give {heads} heads and {groups} key heads a width")
     q, k = _starts(layout, heads, groups, width)
     axis = 0 if shape[0] == width * (heads + 2 * groups) else 1
     own = bias if bias in tensors else None
@@ -539,9 +539,9 @@ def _width(shape: tuple[int, ...], heads: int, groups: int, head_dim: int | None
     fits = [n // parts for n in shape if n % parts == 0]
     if head_dim is not None:
         return head_dim if head_dim in fits else 0
-    # Without head_dim, the input is as wide as all heads together.
+    # Without head_dim, the input is usually as wide as all heads together.
     usual = [n // parts for n, inputs in (shape, shape[::-1]) if n % parts == 0 and n // parts * heads == inputs]
-    return min(usual, default=0)
+    return min(usual) if usual else fits[0] if len(fits) == 1 else 0
 
 
 def _starts(layout: str, heads: int, groups: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -650,11 +650,11 @@ def _with_norms(tensors: Tensors, plan: SitePlan, geometry: Geometry) -> SitePla
 def _norm_before(tensors: Tensors, module: str, geometry: Geometry) -> tuple[str | None, str]:
     """Returns the gain of the norm that feeds a module, next to it or one or two levels up, and why there is none.
 
-    The reason is empty if there is a norm, or none with a known name, or for cross attention, whose keys come from
-    another sequence.
+    The reason is empty if there is a norm, or none with a known name.
     """
-    if _CROSS.search(module):
-        return None, ""
+    beside = f"{module.removesuffix('multihead_attn')}self_attn."  # torch's decoder layer has both names
+    if _CROSS.search(module) or (module.endswith("multihead_attn") and any(n.startswith(beside) for n in tensors)):
+        return None, "by its name, its keys come from another sequence: no logit bound"
     kind, why = geometry.model_type, ""
     parents = [module.rpartition(".")[0], module.rpartition(".")[0].rpartition(".")[0]]
     for at in parents:
@@ -664,7 +664,7 @@ def _norm_before(tensors: Tensors, module: str, geometry: Geometry) -> tuple[str
                 continue
             if kind in NOT_BEFORE or geometry.norm_after:
                 return None, f"{name} follows attention here: weights alone give no logit bound"
-            if name in INPUT_NORMS or kind in EITHER_NORM[name]:
+            if name in INPUT_NORMS or kind in EITHER_NORM[name] or (kind is None and name == "ln_1"):  # as in GPT-2
                 return found, ""
             why = f"{name} precedes attention in some models and follows it in others: no logit bound"
     return None, why

@@ -58,7 +58,7 @@ class QueryMaskSource:
                 f"tensor [b t], got {type(self.given).__name__}"
             )
         if isinstance(self.given, Tensor):
-            _checked(self.given)
+            _refuse_negative(_checked(self.given))
 
     @classmethod
     def on(cls, model: nn.Module, given: MaskSource) -> QueryMaskSource:
@@ -77,6 +77,8 @@ class QueryMaskSource:
         if mask is None:
             return None
         mask = _checked(mask)
+        if not isinstance(self.given, Tensor):
+            _refuse_negative(mask)
         return mask if mask.dtype == torch.bool else mask != 0
 
 
@@ -118,12 +120,15 @@ def _checked(mask: object) -> Tensor:
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise InvalidValueError(f"expected a query mask of shape [batch queries], got {got}")
+    return mask
+
+
+def _refuse_negative(mask: Tensor) -> None:
     if mask.is_floating_point() and bool((mask < 0).any()):
         raise InvalidValueError(
             "expected a query mask that is true (or not 0) where a query row counts, got floating-point numbers below "
             "0, as in a mask that is added to scores; pass mask >= 0 instead"
         )
-    return mask
 
 
 def with_query_mask(call: Seen, mask: Tensor | None) -> Seen:

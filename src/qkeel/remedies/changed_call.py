@@ -56,8 +56,8 @@ class CallKind(NamedTuple):
 
 
 class CallPlace(NamedTuple):
-    """A call in a forward, found by the softmaxes before it and by the earlier calls of its kind since the last of
-    them, so that calls of other kinds, which a forward may make or leave out, do not matter."""
+    """A call in a forward, found by the number of softmaxes before it and of earlier calls of its kind since the last
+    of them. A forward may therefore make or leave out calls of other kinds."""
 
     softmaxes: int
     kind: CallKind
@@ -134,9 +134,9 @@ class SmallMasks:
         return returned
 
     def _note(self, function: Function, place: CallPlace, args: Args, kwargs: Kwargs, out: Tensor) -> None:
-        size, kind = out.numel(), place.kind.function
+        size, fills_last = out.numel(), place.kind.function in ("fill", "assignment")
         for i, x in enumerate(args):
-            if (place, i) in self.places or (kind in ("fill", "assignment") and i != 2):
+            if (place, i) in self.places or (fills_last and i != 2):
                 continue
             if function in _FILLS:
                 found = _is_small(x)
@@ -171,8 +171,8 @@ class SmallMasks:
     def check_path(self, scores: Tensor) -> None:
         """Raises RefusedError if the calls before this softmax differ from those on the example.
 
-        A kind of call that has places, or that returned scores, must have been made as often as on the example, or not
-        at all (a step with a single query may need no mask).
+        A kind of call that returned scores must have been made as often as on the example. A pass may make no such
+        call, for a step with a single query needs no mask.
         """
         if self._counts not in self.paths.get(self._softmaxes, []) and not self._fits(scores.numel()):
             raise RefusedError(_OTHER_PATH)
@@ -182,11 +182,9 @@ class SmallMasks:
     def _fits(self, size: int) -> bool:
         """True if the calls before a softmax of scores of this size allow for the places."""
         number = self._softmaxes
-        kinds = [p.kind for p, _ in self.places if p.softmaxes == number]
-        kinds += [p.kind for p in self.shifts if p.softmaxes == number]
-        dims = [kind.ndim for kind in kinds]
-        kinds += [kind for kind, n in self._sizes if n == size and kind.ndim in dims]
-        counts = [(kind, self._counts[kind]) for kind in kinds if kind in self._counts]
+        places = [*(place for place, _ in self.places), *self.shifts]
+        dims = [place.kind.ndim for place in places if place.softmaxes == number]
+        counts = [(kind, self._counts[kind]) for kind, n in self._sizes if n == size and kind.ndim in dims]
         same = [all([path.get(kind, 0) == n for kind, n in counts]) for path in self.paths.get(number, [])]  # noqa: C419
         return any(same)
 
@@ -382,7 +380,9 @@ class ChangedCalls(InstanceForward):
                     "something other than the logits; leave that subtraction out (torch's softmax does it), or use "
                     "qk_clip or lalr"
                 )
-            self.note(HiddenPairs(float(z.detach().masked_fill(visible, -math.inf).max()), int((~visible).sum())))
+            most = float(z.detach().masked_fill(visible, -math.inf).max())
+            gone = ~visible & visible.any(-1, keepdim=True)  # capture leaves out rows that see no key, too
+            self.note(HiddenPairs(most, int(gone.sum())))
         elif self.masks.known:
             self.masks.check_path(x)
         ((scale, spec),) = self.specs.items()

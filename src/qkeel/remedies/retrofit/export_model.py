@@ -512,7 +512,7 @@ def _changed(planned: MovePlan, tensors: Mapping[str, Tensor]) -> dict[str, Tens
         move = planned.moves.get(name)
         if move is not None:
             found[move.name] = (x if move.change is None else move.change(x)).contiguous()
-    # A file of safetensors holds each tensor by itself, also where the model ties an output layer to its embedding.
+    # Tensors in a safetensors file can't share memory, so one that appears twice (a tied embedding) is copied.
     places: set[int] = set()
     for name, x in found.items():
         if x.data_ptr() in places:
