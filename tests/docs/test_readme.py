@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from ladder.__main__ import measured
 from ladder.plan import QUESTIONS, RUNGS
 from ladder.rows import read, values
 from tests import forked
@@ -65,10 +66,24 @@ def on_the_ladder(question: str) -> list[str]:
     return [f"{abs(fmean(values(asked, rung, rows).values())):.3f}" for rung in RUNGS if (rows := read(rung))]
 
 
+def last_of(question: str) -> str:
+    """The largest rung, in millions of parameters, whose rows answer a question."""
+    (asked,) = (q for q in QUESTIONS if q.name == question)
+    return [rung.removesuffix("M") for rung in RUNGS if values(asked, rung, read(rung))][-1]
+
+
 def test_on_the_ladder_lalr_is_behind_qk_norm_everywhere_as_readme_says() -> None:
     assert "On average, LALR ends behind QK-norm at each of these rates" in README
     for asked in (q for q in QUESTIONS if (q.left, q.right) == ("lalr", "qk_norm") and q.role in ("tuned", "hot")):
-        assert all(fmean(values(asked, rung, rows).values()) > 0 for rung in RUNGS if (rows := read(rung)))
+        assert all(fmean(known.values()) > 0 for rung in RUNGS if (known := values(asked, rung, read(rung))))
+
+
+def test_on_the_largest_rung_the_differences_that_readme_names_are_within_the_noise_of_seeds() -> None:
+    assert "and their differences are within the noise of seeds" in README
+    for asked in (q for q in QUESTIONS if q.name in ("qk_norm - none, tuned", "qk_norm - none, hot")):
+        low, high = re.findall(r"([−+][\d.]+) to ([−+][\d.]+)", measured(asked, "124M")[0])[0]
+        assert low[0] == "−"
+        assert high[0] == "+"
 
 
 SCRIPT, RETROFIT = "docs/tutorials/your-script.md", "docs/tutorials/retrofit.md"
@@ -105,18 +120,20 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
         ),
     ),
     (
-        r"models of ([\d.]+), (\d+) and (\d+) million parameters, QK-norm ends ([\d.]+), ([\d.]+) and ([\d.]+) nats "
-        r"ahead of no remedy at the tuned learning rate, and ([\d.]+), ([\d.]+) and ([\d.]+) ahead at (8) to (10) "
-        r"times that rate, where attention without a remedy collapses in "
-        r"(\d+) of (\d+), (\d+) of (\d+) and (\d+) of (\d+) runs",
+        r"models of ([\d.]+), (\d+), (\d+) and (\d+) million parameters, QK-norm ends ([\d.]+), ([\d.]+), ([\d.]+) and "
+        r"([\d.]+) nats ahead of no remedy at the tuned learning rate, and ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) "
+        r"ahead at (8) to (10) times that rate, where attention without a remedy collapses in "
+        r"(\d+) of (\d+), (\d+) of (\d+), (\d+) of (\d+) and (\d+) of (\d+) runs",
         lambda: (
             *(rung.removesuffix("M") for rung in RUNGS if read(rung)),
             *on_the_ladder("qk_norm - none, tuned"),
             *on_the_ladder("qk_norm - none, hot"),
             *found(LADDER, r"\*hot\* (8) to (10) times"),
-            *found(LADDER, r"remedy at the hot rate" + 3 * r" \| (\d+) of (\d+) collapsed, 0 diverged"),
+            *found(LADDER, r"remedy at the hot rate" + 4 * r" \| (\d+) of (\d+) collapsed, 0 diverged"),
         ),
     ),
+    (r"The (124)-million-parameter results are single runs of (200) steps", lambda: ("124", str(RUNGS["124M"].steps))),
+    (r"at each of these rates \(up to (10) million parameters\)", lambda: (last_of("lalr - qk_norm, hot"),)),
     (
         r"(\d+) of (\d+) intervals of (90) % contain them",
         lambda: found(LADDER, r"(\d+) of (\d+) intervals of (90)% contain the measured value"),
@@ -292,9 +309,13 @@ FOUND: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
     (
         r"gains (0.021), (0.043) and (0.055) nats at the tuned rate, and (0.43) to (0.65) at",
         lambda: (
-            *on_the_ladder("qk_norm - none, tuned"),
-            *(f"{end(map(float, on_the_ladder('qk_norm - none, hot'))):.2f}" for end in (min, max)),
+            *on_the_ladder("qk_norm - none, tuned")[:3],
+            *(f"{end(map(float, on_the_ladder('qk_norm - none, hot')[:3])):.2f}" for end in (min, max)),
         ),
+    ),
+    (
+        r"124 million parameters \(one seed\), QK-norm gains (0.006) and (0.065)",
+        lambda: tuple(on_the_ladder(f"qk_norm - none, {role}")[3] for role in ("tuned", "hot")),
     ),
 )
 
