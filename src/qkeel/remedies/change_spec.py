@@ -410,7 +410,7 @@ def _check_hidden(sites: list[AttentionSite], found: list[HiddenPairs | None], h
             raise RefusedError(
                 f"{where(site)}: {hidden[site.name] - pairs.number} of the pairs that its mask hides on this example "
                 "would become visible, because the mask has small numbers (such as -100) in a form in which they can't "
-                "be told from low logits; write the mask with -inf, or as z.masked_fill(mask, -100)"
+                "be distinguished from low logits; write the mask with -inf, or as z.masked_fill(mask, -100)"
             )
 
 

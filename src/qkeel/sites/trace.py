@@ -392,10 +392,10 @@ def _hidden_by_small(call: object) -> int:
     above -9000. Rows that see no key are left out, since padding may have added them."""
     if not isinstance(call, ScoresCall) or call.hidden is None:
         return 0
+    if not bool((call.hidden & (call.capped > HIDES)).any()):
+        return 0
     hidden = call.hidden.expand(*call.hidden.shape[:3], call.logits.shape[3])
     hidden = hidden & ~hidden.all(-1, keepdim=True)
-    if not bool((hidden & (call.capped.detach() > HIDES)).any()):
-        return 0
     return int(hidden.sum()) * (call.logits.numel() // hidden.numel())
 
 
