@@ -406,9 +406,10 @@ def _passes(target: Target, changed_modules: Modules) -> Passes:
 
 def _check_hidden(sites: list[AttentionSite], found: list[HiddenPairs | None], hidden: Mapping[str, int]) -> None:
     for site, pairs in zip(sites, found):
-        if pairs is not None and pairs.number < hidden.get(site.name, 0):
+        left = 0 if pairs is None else hidden.get(site.name, 0) - pairs.number()
+        if left > 0:
             raise RefusedError(
-                f"{where(site)}: {hidden[site.name] - pairs.number} of the pairs that its mask hides on this example "
+                f"{where(site)}: {left} of the pairs that its mask hides on this example "
                 "would become visible, because the mask has small numbers (such as -100) in a form in which they can't "
                 "be distinguished from low logits; write the mask with -inf, or as z.masked_fill(mask, -100)"
             )

@@ -145,7 +145,8 @@ class SmallMasks:
             elif x.numel() == size and any(before == size for _, before in self._candidates):
                 continue  # these are the scores, which already include such a mask
             else:
-                added = x * _factor(function, i, kwargs)
+                factor = _factor(function, i, kwargs)
+                added = x if factor == 1 else x * factor
                 found = bool((hides(added) & (added > HIDES)).any())
             if found:
                 self._candidates.append(((place, i), size))
@@ -239,7 +240,11 @@ class HiddenPairs(NamedTuple):
     """The pairs that a written-out call hides."""
 
     most: float  # the largest of their logits
-    number: int
+    visible: Tensor  # true for all other pairs
+
+    def number(self) -> int:
+        """Returns their number; rows that see no key are left out, because capture leaves them out, too."""
+        return int((~self.visible & self.visible.any(-1, keepdim=True)).sum())
 
 
 _SOFTMAX: tuple[Callable[..., Tensor], ...] = (F.softmax, torch.softmax, Tensor.softmax)
@@ -381,8 +386,7 @@ class ChangedCalls(InstanceForward):
                     "qk_clip or lalr"
                 )
             most = float(z.detach().masked_fill(visible, -math.inf).max())
-            gone = ~visible & visible.any(-1, keepdim=True)  # capture leaves out rows that see no key, too
-            self.note(HiddenPairs(most, int(gone.sum())))
+            self.note(HiddenPairs(most, visible))
         elif self.masks.known:
             self.masks.check_path(x)
         ((scale, spec),) = self.specs.items()
