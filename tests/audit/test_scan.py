@@ -357,7 +357,7 @@ def test_the_bias_of_a_bare_gain_is_read(tmp_path: Path) -> None:
 def test_a_fused_weight_of_a_width_that_heads_do_not_fill_is_not_cut(tmp_path: Path) -> None:
     weights = {"attention.query_key_value.weight": torch.randn(96, 32)}
     found = _scanned(tmp_path, weights, model_type="gpt_neox", num_key_value_heads=2)
-    assert "96 x 32, which does not give 4 heads and 2 key heads a width" in found.unknown[0].reason
+    assert "96 x 32, whose shape gives no width for 4 heads and 2 key heads" in found.unknown[0].reason
 
 
 def test_a_fused_weight_with_one_possible_width_is_read(tmp_path: Path) -> None:

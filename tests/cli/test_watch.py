@@ -160,8 +160,8 @@ train(net, second, 1)
     result = watched(words, tmp_path, "--apply", "lalr:tau=0.1+softcap:cap=5", start=forked.python)
     assert result.returncode == 0, result.stderr
     goes_on = "qkeel: lalr:tau=0.1 keeps its state on the new SGD" in result.stderr
-    anew = "qkeel: lalr:tau=0.1 starts anew on the new SGD, because weights were changed after the last step"
-    assert (goes_on, anew in result.stderr) == (not reset, reset), result.stderr
+    again = "qkeel: lalr:tau=0.1 starts again from its initial state on the new SGD, because weights were changed"
+    assert (goes_on, again in result.stderr) == (not reset, reset), result.stderr
 
 
 DRIFT = """

@@ -573,7 +573,7 @@ def misuses() -> None:
 
 
 def a_state_that_one_process_lacks() -> None:
-    """A remedy that moves to another optimizer starts anew everywhere if the weights of one process were changed."""
+    """A remedy loses its state on every process if the weights of one were changed before another optimizer."""
     model, first = own("ddp")
     one = AtNextPass("lalr:tau=0.5", model, first, Asked())
     for _ in range(3):
@@ -586,7 +586,10 @@ def a_state_that_one_process_lacks() -> None:
         warnings.simplefilter("always")
         other = AtNextPass("lalr:tau=0.5", model, second, Asked(), before={} if dist.rank() else state)
         own_step(model, second)
-    assert any("starts anew, because weights were changed on some processes" in str(w.message) for w in said)
+    assert any(
+        "starts again from its initial state, because weights were changed on some processes" in str(w.message)
+        for w in said
+    )
     assert not any(torch.equal(value, state[name]) for name, value in other.state().items())
     own_step(model, second)
     other.remove()

@@ -516,7 +516,7 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
     width = _width(shape, heads, groups, geometry.head_dim)
     if not width or heads % groups:
         size = f"{shape[0]} x {shape[1]}"
-        return Unknown("", f"{leaf} is {size}, which does not give {heads} heads and {groups} key heads a width")
+        return Unknown("", f"{leaf} is {size}, whose shape gives no width for {heads} heads and {groups} key heads")
     q, k = _starts(layout, heads, groups, width)
     axis = 0 if shape[0] == width * (heads + 2 * groups) else 1
     own = bias if bias in tensors else None
@@ -654,7 +654,7 @@ def _norm_before(tensors: Tensors, module: str, geometry: Geometry) -> tuple[str
     """
     beside = f"{module.removesuffix('multihead_attn')}self_attn."  # torch's decoder layer has both names
     if _CROSS.search(module) or (module.endswith("multihead_attn") and any(n.startswith(beside) for n in tensors)):
-        return None, "by its name, its keys come from another sequence: no logit bound"
+        return None, "its name says that its keys come from another sequence: no logit bound"
     kind, why = geometry.model_type, ""
     parents = [module.rpartition(".")[0], module.rpartition(".")[0].rpartition(".")[0]]
     for at in parents:

@@ -484,8 +484,8 @@ class _Remedied:
                     steps.or_with(other)
             if before:
                 new = f"the new {type(optimizer).__name__}"
-                anew = f"starts anew on {new}, because weights were changed after the last step"
-                write(f"{self._on_steps} {f'keeps its state on {new}' if unchanged else anew}")
+                again = f"starts again from its initial state on {new}, because weights were changed"
+                write(f"{self._on_steps} {f'keeps its state on {new}' if unchanged else again}")
         self._optimizers.append(weakref.ref(optimizer))
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         model = self._model()

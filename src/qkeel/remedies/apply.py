@@ -337,7 +337,10 @@ class AtNextPass(Handle):
         own = "a state" if self._before else "none"
         words = [own] if dist.world() == 1 else dist.gather_messages(WHAT, own)
         if len(set(words)) > 1:
-            caution(f"{self.about} starts anew, because weights were changed on some processes since the last step")
+            caution(
+                f"{self.about} starts again from its initial state, because weights were changed on some processes "
+                "since the last step"
+            )
         return set(words) == {"a state"}
 
     @property
