@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -90,4 +92,31 @@ def test_watchers_of_new_optimizers_may_go_in_any_order() -> None:
     assert seen == ["second"]
     third = when_made(lambda _: seen.append("third"))
     third.remove()
-    torch.optim.Optimizer.__init__ = original  # type: ignore[method-assign]  # the first one's is left, idle
+    assert torch.optim.Optimizer.__init__ is original
+
+
+def test_a_replacement_by_another_library_stays_when_the_watchers_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, seen = torch.optim.Optimizer.__init__, []
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", original)  # which is thereby restored after the test
+    first = when_made(lambda _: seen.append("first"))
+    ours: Any = torch.optim.Optimizer.__init__
+
+    @functools.wraps(ours)
+    def theirs(self: Any, *args: Any, **kwargs: Any) -> None:
+        ours(self, *args, **kwargs)
+        seen.append("theirs")
+
+    torch.optim.Optimizer.__init__ = theirs  # type: ignore[method-assign]
+    second = when_made(lambda _: seen.append("second"))
+    first.remove()
+    second.remove()
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    assert seen == ["theirs"]
+    assert torch.optim.Optimizer.__init__ is theirs
+
+
+def test_many_watchers_nest_no_calls() -> None:
+    handles = [when_made(lambda _: None) for _ in range(2000)]
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    for handle in handles:
+        handle.remove()

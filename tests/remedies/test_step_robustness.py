@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from typing import Any
@@ -470,3 +471,94 @@ def test_how_many_weights_were_replaced_is_said_where_it_is_more_than_one() -> N
                 setattr(model.model.layers[0].self_attn, name, nn.Linear(32, 32 if name[0] == "q" else 16, bias=False))
             with pytest.raises(RefusedError, match=f"self_attn.q_proj.weight{more}, which"):
                 optimizer.step()
+
+
+# Optimizers that are created after a remedy has been applied with another one. The remedy has no part in their steps.
+
+
+def warned(record: pytest.WarningsRecorder) -> list[str]:
+    return [str(w.message) for w in record if "had no effect" in str(w.message)]
+
+
+def applied(remedy: str) -> tuple[nn.Module, torch.optim.Optimizer, qkeel.Handle]:
+    torch.manual_seed(0)
+    model = FAMILIES["llama"].build()
+    optimizer = adamw(model)
+    return model, optimizer, qkeel.apply(remedy, model, optimizer, example=batch())
+
+
+@every_remedy
+def test_a_later_optimizer_that_trains_without_the_remedy_is_warned_about_once(
+    remedy: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    model, first, handle = applied(remedy)
+    train(model, first)
+    later = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, first)  # an optimizer that only exists does no harm
+    assert not warned(recwarn)
+    train(model, later, steps=3)
+    assert len(warned(recwarn)) == 1
+    assert f"{remedy} was applied with another optimizer (AdamW)" in warned(recwarn)[0]
+    handle.remove()
+
+
+@every_remedy
+def test_a_remedy_that_ended_with_its_optimizer_is_warned_about(remedy: str, recwarn: pytest.WarningsRecorder) -> None:
+    model, first, handle = applied(remedy)
+    train(model, first)
+    del first, handle
+    gc.collect()
+    later = adamw(model)
+    train(model, later)
+    assert len(warned(recwarn)) == 1
+    assert f"{remedy} ended when its optimizer (AdamW) was deleted" in warned(recwarn)[0]
+
+
+@every_remedy
+def test_a_remedy_that_is_applied_again_or_removed_gives_no_warning(
+    remedy: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    model, first, handle = applied(remedy)
+    train(model, first)
+    del first, handle
+    gc.collect()
+    later = adamw(model)
+    second = qkeel.apply(remedy, model, later, example=batch())
+    train(model, later)
+    last = adamw(model)
+    second.remove()
+    train(model, last)
+    assert not warned(recwarn)
+
+
+def test_later_optimizers_of_other_weights_and_wrappers_give_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    class Every(torch.optim.Optimizer):
+        """Takes a step of another optimizer in every second step of its own."""
+
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner, self.n = inner, 0
+
+        def step(self, closure: Any = None) -> None:
+            self.n += 1
+            if self.n % 2 == 0:
+                self.inner.step()
+
+    model, first, handle = applied("lalr")
+    train(model, Every(first), steps=5)
+    attention = {id(p) for n, p in model.named_parameters() if "attn" in n}
+    others = torch.optim.SGD([p for p in model.parameters() if id(p) not in attention], lr=0.1)
+    train(model, others)
+    train(copy.deepcopy(model), adamw(copy.deepcopy(model)))
+    assert not warned(recwarn)
+    handle.remove()
+
+
+def test_the_constructor_of_optimizers_is_restored_however_many_models_had_remedies() -> None:
+    original = torch.optim.Optimizer.__init__
+    handles = [applied("lalr") for _ in range(3)]
+    assert torch.optim.Optimizer.__init__ is not original
+    handles.pop(1)[2].remove()
+    handles.clear()
+    gc.collect()
+    assert torch.optim.Optimizer.__init__ is original

@@ -160,21 +160,33 @@ def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
 
 def when_made(act: Act) -> Handle:
     """Calls `act(optimizer)` at the end of every `Optimizer.__init__`. Several handles may be removed in any order."""
-    before, active = Optimizer.__init__, [True]
+    init: Any = Optimizer.__init__
+    if vars(init).get("qkeel_made") is not init:  # functools.wraps copies the attribute to other replacements
+        init = _following(init)
+    own, acts = [act], init.qkeel_acts  # in a list of its own, since equal functions may be registered twice
+    acts.append(own)
+
+    def undo() -> None:
+        acts[:] = [other for other in acts if other is not own]
+        if not acts and Optimizer.__init__ is init:  # otherwise a later replacement calls this one, which is now idle
+            Optimizer.__init__ = init.qkeel_before
+
+    return Handle(undo)
+
+
+def _following(before: Callable[..., None]) -> Any:
+    """Replaces Optimizer.__init__, once for all handles, so that the number of nested calls does not grow with them."""
+    acts: list[list[Act]] = []
 
     def made(self: Optimizer, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         before(self, params, defaults)
-        if active:
+        for act in [own[0] for own in acts]:
             act(self)
-
-    def undo() -> None:
-        active.clear()
-        if Optimizer.__init__ is made:  # otherwise a later replacement calls this one, which is now idle
-            Optimizer.__init__ = before
 
     # Safe under torch.compile, since constructors of optimizers are not compiled.
     Optimizer.__init__ = made
-    return Handle(undo)
+    vars(made).update(qkeel_made=made, qkeel_acts=acts, qkeel_before=before)
+    return made
 
 
 def runs_step_hooks(optimizer: Optimizer) -> bool:

@@ -25,7 +25,7 @@ from qkeel.patching.forward import ForwardPasses, joining, owners, unwrapped
 from qkeel.patching.modes import compile_again, unguarded
 from qkeel.patching.optimizers import StepHooks
 from qkeel.remedies.base import NoRemedy, Remedy, Target, active_at, compose_all, where
-from qkeel.remedies.head_weights import check_weights, innermost
+from qkeel.remedies.head_weights import check_weights, innermost, warn_of_later_optimizers
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.one_slot import (
     AttentionTemperature,
@@ -190,7 +190,8 @@ def apply(
         model: a model, or a part of a model, that contains attention. A list of models, or a dict of models by name, is
             treated as one model, such as all pipeline stages of this process.
         optimizer: the optimizer of the model's weights. Remedies that change its steps need it, and parameters that a
-            remedy creates are added to it.
+            remedy creates are added to it. An optimizer that is created later has no remedy: qkeel warns when it first
+            changes the weights in question.
         example: a batch for one pass, which reveals the attention of modules from other libraries. It is a tensor, a
             tuple of the forward's arguments or a dict of its keyword arguments. For several models, give one example
             for each, as a list or a dict by name. Not needed if an optimizer is given; see above.
@@ -534,14 +535,17 @@ def _marked(remedy: Remedy, target: Target, inner: Handle) -> Handle:
     if compiled:
         compile_again()  # code compiled earlier does not detect new hooks
 
-    ends = None
+    ends = later = None
     if remedy.on_steps and target.optimizer is not None:
+        later = warn_of_later_optimizers(target, remedy.name)
         ends = weakref.finalize(
             innermost(target.optimizer), _unmark, [weakref.ref(module) for module in modules], remedy
         )
         ends.atexit = False
 
     def undo() -> None:
+        if later is not None:
+            later.remove()
         if ends is not None and ends.detach() is None:  # its optimizer no longer exists
             inner.remove()
             return

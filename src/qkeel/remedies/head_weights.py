@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, final
@@ -13,13 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel import dist
-from qkeel.errors import InvalidValueError, NonFiniteError, RefusedError, check_known
+from qkeel.errors import InvalidValueError, NonFiniteError, RefusedError, caution, check_known
 from qkeel.functional.norms import wide
-from qkeel.heads.site import AttentionSite, HeadSlice
+from qkeel.handle import Handle
+from qkeel.heads.site import APPLIED, AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
-from qkeel.patching.autograd import is_wrapper
+from qkeel.patching.autograd import is_wrapper, version_of
 from qkeel.patching.modes import parameters_of, submodules_of
-from qkeel.patching.optimizers import runs_step_hooks
+from qkeel.patching.optimizers import StepHooks, runs_step_hooks, when_made
 from qkeel.remedies.base import HeadsBySite, Remedy, Target, unconfirmed, where
 from qkeel.remedies.head_groups import WeightNorm, frobenius_norm
 from qkeel.sites.find import is_normed
@@ -219,6 +221,75 @@ def _links(
     return [table for table, _, _ in entries], [key for _, key, _ in entries], [held for _, _, held in entries]
 
 
+def warn_of_later_optimizers(target: Target, remedy: str) -> Handle:
+    """Warns if an optimizer that is created later changes the remedy's weights in a step of its own.
+
+    The remedy acts only in the steps of the optimizer that it was applied with, and ends with that optimizer. Each
+    later optimizer is watched until it changes one of the weights. One that calls the remedy's optimizer inside its
+    step is a wrapper, and nothing is wrong. No hook is global, so no other step becomes slower.
+    """
+    optimizer = innermost(target.need_optimizer(remedy))
+    own, first = weakref.ref(optimizer), type(optimizer).__name__
+    parameters = {name: target.parameter(name) for name in _logit_weights(target)}
+    names = {id(p): (name, weakref.ref(p)) for name, p in parameters.items()}
+    sites = [weakref.ref(site.module) for site in target.sites]
+    del optimizer, parameters  # what follows must not keep them alive
+
+    def made(other: Optimizer) -> None:
+        held = [p for group in other.param_groups for p in group["params"] if id(p) in names and names[id(p)][1]() is p]
+        if not held or not runs_step_hooks(other):
+            return
+        mine, second = own(), type(other).__name__
+        versions: list[int] = []
+        inside: list[bool] = []
+
+        def before(_: Optimizer) -> None:
+            inside.clear()
+            versions[:] = map(version_of, held)
+
+        def after(_: Optimizer) -> None:
+            changed = versions != list(map(version_of, held))
+            if not inside and not changed:
+                return
+            for hook in hooks:
+                hook.remove()
+                pending.remove(hook)
+            ended = own() is None
+            again = ended and any(
+                active.on_steps
+                for ref in sites
+                if (m := ref()) is not None
+                for active in m.__dict__.get(APPLIED, {}).values()
+            )
+            if not inside and not again:
+                why = (
+                    f"{remedy} ended when its optimizer ({first}) was deleted"
+                    if ended
+                    else f"{remedy} was applied with another optimizer ({first})"
+                )
+                caution(
+                    f"{remedy} had no effect on {names[id(held[0])][0]} in this step of {second}: {why}. To continue "
+                    "with it, remove() its handle and apply it with the optimizer that now trains the model"
+                )
+            if ended:
+                watch.remove()
+
+        hooks = [StepHooks(before, after, other)]
+        if mine is not None:
+            hooks.append(StepHooks(None, lambda _: inside.append(True), mine))
+        pending.extend(hooks)
+
+    pending: list[StepHooks] = []  # on optimizers that have not yet changed a weight
+    watch = when_made(made)
+    gone = weakref.finalize(target.model, lambda: [hook.remove() for hook in (watch, *pending)])
+    gone.atexit = False
+    return Handle(gone)
+
+
+def _logit_weights(target: Target) -> dict[str, None]:
+    return dict.fromkeys(s.parameter for s in target.logit_slices())
+
+
 # The query and key weights of a model by head, without repetition.
 
 
@@ -227,7 +298,7 @@ def check_weights(target: Target, remedy: str, *, per_head: bool) -> None:
 
     If the weights are changed `per_head`, it must also be confirmed that the logits of these heads are computed from
     them."""
-    for name in dict.fromkeys(s.parameter for s in target.logit_slices()):
+    for name in _logit_weights(target):
         p = target.parameter(name)
         if p.is_meta:
             raise RefusedError(
