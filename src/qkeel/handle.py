@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self, TypeVar
 
+from qkeel.errors import InvalidValueError
+
 T = TypeVar("T")
 
 State = dict[str, Any]  # tensors and numbers by name, as they are stored in a checkpoint
@@ -51,9 +53,15 @@ class Handle:
         return self._state() if self._state else {}
 
     def load(self, state: State) -> None:
-        """Restores what `state()` returned."""
+        """Restores what `state()` returned.
+
+        Raises:
+            InvalidValueError: the state is that of another model or of another change.
+        """
         if self._load:
             self._load(state)
+        else:
+            check_taken(state, (), self.about or "this change")
 
     def __enter__(self) -> Self:
         return self
@@ -69,6 +77,17 @@ def under(head: str, state: Mapping[str, T]) -> dict[str, T]:
     {'x': 1}
     """
     return {name[len(head) :]: value for name, value in state.items() if name.startswith(head)}
+
+
+def check_taken(state: Mapping[str, object], taken: Iterable[str], what: str) -> None:
+    """Raises InvalidValueError if a state has entries that `what` would ignore."""
+    left = sorted(state.keys() - set(taken))
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise InvalidValueError(
+            f"the state holds {left[0]!r}{more}, which {what} does not have; load the state of the same model and "
+            "remedy"
+        )
 
 
 def compose(handles: Iterable[Handle]) -> Handle:
@@ -89,7 +108,10 @@ def compose(handles: Iterable[Handle]) -> Handle:
         return {f"{i}.{k}": v for i, part in enumerate(parts) for k, v in part.state().items()}
 
     def load(values: State) -> None:
-        for i, part in enumerate(parts):
-            part.load(under(f"{i}.", values))
+        own = [under(f"{i}.", values) for i in range(len(parts))]
+        taken = (f"{i}.{name}" for i, state in enumerate(own) for name in state)
+        check_taken(values, taken, f"a change that consists of {len(parts)} parts")
+        for part, state in zip(parts, own):
+            part.load(state)
 
     return Handle(undo, state=state, load=load)

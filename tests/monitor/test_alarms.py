@@ -200,3 +200,14 @@ def test_an_alarm_of_the_first_record_compares_it_with_nothing() -> None:
     assert alarm is not None
     assert alarm.trend == ""
     assert "it was" not in str(alarm)
+
+
+def test_a_history_with_its_own_rates_is_replayed_with_them() -> None:
+    steps = np.arange(0.0, 600.0, 10.0)
+    rates = 1e-3 * 0.97 ** np.arange(60)  # the clock all but stops, so growth in steps is none to be continued
+    logits = 2.0 + 30.0 * np.cumsum(rates) / rates[0]
+    by_hand = History(steps=steps, values={"max_logit": logits}, heads={}, rates=rates)
+    records = [{"step": int(s), "lr": r, "max_logit": z} for s, r, z in zip(steps, rates, logits)]
+    assert [(a.rule, a.step, a.line) for a in replay(by_hand)] == [
+        (a.rule, a.step, a.line) for a in replay(History.of(records))
+    ]

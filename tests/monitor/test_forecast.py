@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qkeel.errors import InvalidValueError, ShapeError
-from qkeel.monitor import PlannedRates
+from qkeel.monitor import History, PlannedRates, replay
 from qkeel.monitor.history import Forecast, clock, forecast
 
 STEPS = np.arange(1.0, 201.0)
@@ -180,3 +180,26 @@ def test_a_long_flat_start_does_not_bend_the_fit() -> None:
     ahead = forecast(steps, values, 2 * (ticks[-1] + 600) ** 0.9, rates=rates)
     assert ahead is not None
     assert ahead.step == pytest.approx(1600)
+
+
+@pytest.mark.parametrize("first", [1_000, 10_000, 100_000])
+def test_flat_logits_of_a_run_that_is_watched_from_its_middle_have_no_forecast(first: int) -> None:
+    """Over a small part of the clock, noise has slopes of 20 to 160."""
+    steps = first + np.arange(0.0, 400.0, 10.0)
+    seed = np.random.SeedSequence().entropy
+    noise = np.random.default_rng(seed).standard_normal(len(steps))
+    values = 50.0 * (1 + 0.05 * noise)
+    rates = np.full(len(steps), 1e-3)
+    for n in range(1, len(steps) + 1):
+        assert forecast(steps[:n], values[:n], 1e3, rates=rates[:n]) is None, f"seed {seed}"
+    alarms = replay(
+        History.of([{"step": int(s), "lr": 1e-3, "max_logit": float(v)} for s, v in zip(steps, 3 * values)])
+    )
+    assert {alarm.rule for alarm in alarms} <= {"ceiling 100"}, f"seed {seed}"
+
+
+def test_growth_in_a_run_that_is_watched_from_its_middle_is_forecast() -> None:
+    steps = np.arange(10_000.0, 16_001.0, 100.0)
+    ahead = forecast(steps, (steps / 1e3) ** 2, 400.0)
+    assert ahead is not None
+    assert ahead.step == pytest.approx(20_000)

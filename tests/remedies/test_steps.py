@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import weakref
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qkeel
-from qkeel.errors import InvalidValueError
+from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.remedies import REMEDIES, Target, head_groups
 from qkeel.remedies.head_groups import factor_per_row
 from qkeel.remedies.head_steps import head_steps
@@ -21,6 +22,7 @@ from qkeel.remedies.head_weights import HeadWeights
 from qkeel.sites import AttentionSite, HeadSlice, QKProduct
 from qkeel.spec import AttentionSpec
 
+from .families import FAMILIES, batch, run
 from .models import D_MODEL, attention, decoder, gradients, mla, snapshot, step_by, train
 
 
@@ -428,3 +430,105 @@ def test_the_settings_of_step_remedies_where_nothing_is_said_are_those_of_the_do
     assert (rate.factor, decay.decay, cap.cap, cap.per) == (0.1, 0.1, 4.0, "head")  # type: ignore[attr-defined]
     assert all(one.on_steps for one in made)  # type: ignore[attr-defined]
     assert [one.stacks for one in made] == [True] * 4 + [False]
+
+
+# Weights that are frozen or unfrozen after a remedy has been applied.
+
+
+def parts(weight: str, *, held: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Attention with one frozen weight, which the optimizer holds or not."""
+    model = attention()
+    model.get_parameter(weight).requires_grad_(False)
+    own = [p for p in model.parameters() if held or p.requires_grad]
+    return model, torch.optim.SGD(own, lr=0.1)
+
+
+@pytest.mark.parametrize("remedy", ["lalr", "qk_lr:factor=0", "frozen_qk", "qk_weight_decay", "spectral_cap:cap=100"])
+def test_a_weight_that_is_unfrozen_later_is_not_left_out_in_silence(remedy: str) -> None:
+    model, optimizer = parts("q_proj.weight", held=False)
+    handle = qkeel.apply(remedy, model, optimizer)
+    grads = [*gradients(model, 3)]
+    step_by(model, optimizer, grads[0])
+    model.q_proj.weight.requires_grad_(True)
+    optimizer.add_param_group({"params": [model.q_proj.weight]})
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RefusedError, match=r"left q_proj.weight out because it was frozen, and it is trained now"):
+        step_by(model, optimizer, grads[1])
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    handle.remove()
+    qkeel.apply(remedy, model, optimizer)
+    step_by(model, optimizer, grads[2])
+    assert remedy not in ("qk_lr:factor=0", "frozen_qk") or torch.equal(model.q_proj.weight, before["q_proj.weight"])
+
+
+@pytest.mark.parametrize("remedy", ["lalr", "qk_lr:factor=0", "frozen_qk", "qk_weight_decay"])
+def test_a_frozen_weight_that_the_optimizer_holds_may_be_unfrozen(remedy: str) -> None:
+    model, optimizer = parts("q_proj.weight", held=True)
+    qkeel.apply(remedy, model, optimizer)
+    grads = [*gradients(model, 2)]
+    model.q_proj.weight.requires_grad_(True)
+    for one in grads:
+        step_by(model, optimizer, one)
+
+
+def test_clipping_is_refused_for_weights_that_were_frozen_later() -> None:
+    x = torch.randn(2, 5, D_MODEL, dtype=torch.float64)
+    for option, refused in (("", True), (",frozen=scale", False)):
+        model = attention()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        qkeel.apply(f"qk_clip:threshold=0.001{option}", model, optimizer)
+        model.q_proj.weight.requires_grad_(False)
+        before = model.q_proj.weight.detach().clone()
+        model(x).square().mean().backward()
+        if refused:
+            with pytest.raises(RefusedError, match=r"would scale q_proj.weight, which has been frozen .*frozen=scale"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        assert torch.equal(model.q_proj.weight, before) is refused
+
+
+def test_a_cap_never_changes_frozen_weights_and_is_refused_if_they_are_over_it() -> None:
+    model, optimizer = parts("q_proj.weight", held=True)
+    with pytest.raises(RefusedError, match=r"q_proj.weight is frozen with a singular value over 0.001"):
+        qkeel.apply("spectral_cap:cap=0.001", model, optimizer)
+    model = attention()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    qkeel.apply("spectral_cap:cap=0.001", model, optimizer)
+    model.q_proj.weight.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    optimizer.step()
+    assert torch.equal(model.q_proj.weight, before["q_proj.weight"])
+    assert not torch.equal(model.k_proj.weight, before["k_proj.weight"])
+
+
+STATES = ["lalr", "lalr:norm=spectral", "qk_clip:threshold=0.5,steps=matched", "qk_lr", "softcap"]
+
+
+@pytest.mark.parametrize("saved", STATES[:3])
+@pytest.mark.parametrize("loaded", [*STATES, "qk_clip:threshold=0.5"])
+def test_the_state_of_another_remedy_is_refused(saved: str, loaded: str) -> None:
+    handles = []
+    for remedy in (saved, loaded):
+        model = attention()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handles.append((qkeel.apply(remedy, model, optimizer), model, optimizer))
+    if saved == loaded:
+        handles[1][0].load(handles[0][0].state())
+        return
+    with pytest.raises(InvalidValueError, match="load the state of the same model and remedy"):
+        handles[1][0].load(handles[0][0].state())
+
+
+def test_the_state_from_before_the_first_pass_can_be_loaded() -> None:
+    model = FAMILIES["llama"].model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = qkeel.apply("lalr", model, optimizer).state()
+    assert state == {}
+    other = FAMILIES["llama"].model()
+    handle = qkeel.apply("lalr", other, torch.optim.SGD(other.parameters(), lr=0.1))
+    handle.load(state)
+    run(other, batch())
+    assert handle.state()

@@ -325,6 +325,8 @@ def replay(history: History, rules: Sequence[Rule] = DEFAULT) -> list[Alarm]:
     log, recording = AlarmLog(rules), Recording(history.layers, planned=history.planned)
     for n in range(len(history)):
         values = {name: v[n] for name, v in history.values.items()} | {"step": history.steps[n]}
+        if history.rates is not None:
+            values["lr"] = history.rates[n]
         recording.append(values, {name: v[n] for name, v in history.heads.items()})
         log.update(dataclasses.replace(recording.history, types=history.types))
     return log.alarms

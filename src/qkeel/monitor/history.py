@@ -32,6 +32,7 @@ from qkeel.records import (
 # It does not use torch, so recorded runs can be replayed through it anywhere.
 
 LEAST_POINTS = 6
+LEAST_SPAN = 1.5  # of the clock; within less, noise has any slope (records may begin late, in a run that was resumed)
 LEAST_EXPONENT = 0.05  # below it, a logit takes a million times the training to double, which is negligible
 WINDOW = 10.0  # the fit uses the last decade of the clock; in a long warm-up, the logit hardly changes before that
 VAGUE = 10.0  # times the low end of an interval; a wider forecast says only before which step the logit will not pass
@@ -116,10 +117,10 @@ def forecast(
     have.
 
     ln v = a + p ln c is fitted by least squares to the records in which c is at least a tenth of its last value (at
-    least 6 records); extrapolated from the last record, c* = c · (threshold / v)^(1/p). The clock c continues as
-    planned; without a plan, or if the last record does not follow the plan, it continues at the last learning rate. The
-    interval around ln c*, with L = ln(c* / c), is from -(0.45 L + 0.1) to +(0.55 L + 0.12), but never before the last
-    record.
+    least 6 records, over which c grows by a factor of at least 1.5); extrapolated from the last record,
+    c* = c · (threshold / v)^(1/p). The clock c continues as planned; without a plan, or if the last record does not
+    follow the plan, it continues at the last learning rate. The interval around ln c*, with L = ln(c* / c), is from
+    -(0.45 L + 0.1) to +(0.55 L + 0.12), but never before the last record.
 
     >>> steps = np.arange(100, 1100, 100)
     >>> print(forecast(steps, 2.0 * steps**0.5, 100.0))
@@ -139,6 +140,8 @@ def forecast(
     if len(fine) < LEAST_POINTS or fine[-1] != len(steps) - 1 or values[-1] >= threshold:
         return None
     late = fine[(ticks[fine] >= ticks[-1] / WINDOW) | (np.arange(len(fine)) >= len(fine) - LEAST_POINTS)]
+    if ticks[-1] < LEAST_SPAN * ticks[late[0]]:
+        return None
     exponent = slope(np.log(ticks[late]), np.log(values[late]))
     if not exponent > LEAST_EXPONENT:
         return None

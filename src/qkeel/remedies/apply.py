@@ -330,7 +330,7 @@ class AtNextPass(Handle):
             self._after_step = Handle(note.remove)
         if self._before is not None and self._everybody_has_a_state():
             self._inner.load({**self._inner.state(), **self._before})
-        if self._carried is not None:
+        if self._carried:  # a state from before the first pass is empty
             self._inner.load(self._carried)
 
     def _everybody_has_a_state(self) -> bool:

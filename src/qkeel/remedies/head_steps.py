@@ -287,7 +287,8 @@ def head_steps(
     """
     optimizer = innermost(target.need_optimizer(remedy))
     tensors = check_linear(optimizer, remedy, weights, decay=decay)
-    replaced = ReplacementCheck(target.model, remedy, weights.names)
+    left_out = [name for name, tensor in zip(weights.names, tensors) if tensor is None]
+    replaced = ReplacementCheck(target.model, remedy, weights.names, left_out=left_out)
     return HeadSteps(optimizer, remedy, replaced, weights, tensors, measure, decay)
 
 

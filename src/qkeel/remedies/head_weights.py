@@ -179,15 +179,38 @@ OptimizerState = dict[str, Any]
 
 @final
 class ReplacementCheck:
-    """Detects, at almost no cost per step, when a weight has been replaced. A renamed weight is still tracked."""
+    """Detects, at almost no cost per step, when a weight has been replaced, frozen or unfrozen.
 
-    def __init__(self, model: nn.Module, remedy: str, names: Iterable[str]) -> None:
+    A renamed weight is still tracked.
+
+    Args:
+        model: the model with the weights. remedy: the name of the remedy, for messages.
+        names: the weights on which the remedy acts.
+        left_out: those that are frozen and that the optimizer does not hold, so that the remedy leaves them out. None
+            of them may be trained later.
+        may_freeze: if False, a weight that is trained now may not be frozen later.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        remedy: str,
+        names: Iterable[str],
+        *,
+        left_out: Iterable[str] = (),
+        may_freeze: bool = True,
+    ) -> None:
         self._model, self._remedy = model, remedy
         self._weights = {name: model.get_parameter(name) for name in dict.fromkeys(names)}
         self._links = _links(model, self._weights)
+        missing = set(left_out)
+        watched = {n: p for n, p in self._weights.items() if n in missing or (p.requires_grad and not may_freeze)}
+        self._fixed, self._trained = watched, [p.requires_grad for p in watched.values()]
 
     def check(self) -> None:
-        """Raises RefusedError if one of the weights is no longer in the model."""
+        """Raises RefusedError if one of the weights is no longer in the model, or is frozen or trained by now."""
+        if self._trained != [p.requires_grad for p in self._fixed.values()]:
+            self._refuse_change()
         tables, keys, objects = self._links
         if all(map(operator.is_, map(dict.get, tables, keys), objects)):  # some hundred per step, so no Python loop
             return
@@ -203,6 +226,18 @@ class ReplacementCheck:
             )
         self._weights = {names[id(p)]: p for p in self._weights.values()}
         self._links = _links(self._model, self._weights)
+
+    def _refuse_change(self) -> None:
+        now = [p.requires_grad for p in self._fixed.values()]
+        name, trained = next((n, new) for n, new, old in zip(self._fixed, now, self._trained) if new != old)
+        dist.report_failure(f"{name} has been {'unfrozen' if trained else 'frozen'}")
+        raise RefusedError(
+            f"{self._remedy} left {name} out because it was frozen, and it is trained now. The step was not taken. "
+            "remove() the remedy's handle and apply it again"
+            if trained
+            else f"{self._remedy} would scale {name}, which has been frozen since the remedy was applied. The step was "
+            "not taken. remove() the remedy's handle, or apply it again with frozen=scale"
+        )
 
 
 def _links(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from qkeel.errors import InvalidValueError
 from qkeel.functional.bounds import spectral_norm
-from qkeel.handle import Handle
+from qkeel.handle import Handle, check_taken
 from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import HeadsBySite, Target, active_at
@@ -76,7 +76,9 @@ class LALR(StepRemedy):
         weights = HeadWeights.of(target)
         measure = spectral_norm if self.norm == "spectral" else frobenius_norm
         steps = head_steps(target, self.name, weights, measure=measure, decay=self.decay == "scaled")
-        row, names = steps.sizes(), [slice_name(s) for s in weights.slices]
+        # The kind of norm is part of the names, so that the norms of one kind are never taken for those of the other.
+        kind = "" if self.norm == "frobenius" else f":{self.norm}"
+        row, names = steps.sizes(), [f"{slice_name(s)}{kind}" for s in weights.slices]
         rates = HeadRates(_uses(target.sites, weights), weights.counts, row)
         start = row.split(weights.counts)
 
@@ -84,8 +86,9 @@ class LALR(StepRemedy):
             return {name: norm.clone() for name, norm in zip(names, start)}
 
         def load(values: dict[str, Tensor]) -> None:
-            known = dict(zip(_names_of_0_1(weights), names))
+            known = dict(zip(_names_of_0_1(weights), names))  # which do not say the kind of norm
             values = {known.get(name, name): value for name, value in values.items()}
+            check_taken(values, names, f"lalr:norm={self.norm}")
             wrong = [n for n, own in zip(names, start) if n not in values or values[n].shape != own.shape]
             if wrong:
                 raise InvalidValueError(

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from qkeel.capture.calls import SiteStats, find_maxima
 from qkeel.errors import InvalidValueError, RefusedError, caution
 from qkeel.functional.bounds import qk_clip_gamma
-from qkeel.handle import Handle
+from qkeel.handle import Handle, check_taken
 from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.kernels.statistics import FoundExtremes, find_kernel_rows, find_plain_extremes
@@ -122,7 +122,7 @@ class QKClip(StepRemedy):
         optimizer = innermost(target.need_optimizer(self.name))
         plan = _ClippedRows(self, target, optimizer)
         check_changes_last(optimizer, self.name, plan.stepped)
-        replaced = ReplacementCheck(target.model, self.name, plan.names)
+        replaced = ReplacementCheck(target.model, self.name, plan.names, may_freeze=self.frozen == "scale")
         steps = _MatchedSteps(self, target, plan, optimizer) if self.steps == "matched" else None
         clip = _Clip(self, target, plan, optimizer, steps)
 
@@ -326,6 +326,8 @@ class _Clip:
 
     def load(self, values: dict[str, Tensor]) -> None:
         """Continues from the maxima and the factors of a checkpoint."""
+        taken = [site.name for site in self.sites] if self.steps is None else [*map(str, values)]
+        check_taken(values, taken, "qk_clip with steps=full")
         if self.steps is not None:
             self.steps.load(values)
         row = self.shared.row(values)

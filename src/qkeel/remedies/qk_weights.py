@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from qkeel.errors import RefusedError
 from qkeel.functional.bounds import spectral_norm
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle, compose
@@ -72,7 +73,8 @@ class FrozenQK(StepRemedy):
             slices.append(extra)
             tensors.append(stepped(optimizer, target.parameter(extra.parameter)))
         views = [view for _, _, own in views_by_tensor(tensors, slices) for view in own]
-        replaced = ReplacementCheck(target.model, self.name, dict.fromkeys(s.parameter for s in slices))
+        left_out = [s.parameter for s, tensor in zip(slices, tensors) if tensor is None]
+        replaced = ReplacementCheck(target.model, self.name, (s.parameter for s in slices), left_out=left_out)
         counts = [s.n for s in slices]
         groups = HeadGroups(lambda view: view.places(counts))
         pairs = [(view, view.weight) for view in views]
@@ -140,7 +142,8 @@ class QKWeightDecay(StepRemedy):
         weights = HeadWeights.of(target)
         tensors = weights.in_full_precision(optimizer, self.name, "shrinks weights by a few parts in ten thousand")
         check_changes_last(optimizer, self.name, tensors)
-        replaced = ReplacementCheck(target.model, self.name, weights.names)
+        left_out = [name for name, tensor in zip(weights.names, tensors) if tensor is None]
+        replaced = ReplacementCheck(target.model, self.name, weights.names, left_out=left_out)
         views = [view for _, _, own in views_by_tensor(tensors, weights.slices) for view in own]
         stepped = [(view, view.weight) for view in views]
         groups = HeadGroups(lambda view: view.places(weights.counts))
@@ -168,7 +171,8 @@ class SpectralCap(StepRemedy):
 
     With one matrix on each side, this guarantees |logit| ≤ scale · cap² · ‖x_i‖ ‖x_j‖ (except for biases). σ is exact;
     it is computed from the smaller Gram matrix of a head's rows (per=head) or of all rows (per=matrix). Weights under
-    the cap stay unchanged bit for bit, and a step that a GradScaler skipped changes nothing.
+    the cap stay unchanged bit for bit, and so do frozen weights, which are refused if they are over it. A step that a
+    GradScaler skipped changes nothing.
 
     Source: Newhouse et al. 2025, arXiv 2507.13338, who cap the singular values of the weights after each step. Here the
     entire block is rescaled, not just its largest singular values, so the ratios of its singular values stay the same.
@@ -195,14 +199,22 @@ class SpectralCap(StepRemedy):
         tensors = weights.in_full_precision(optimizer, self.name, "makes small changes")
         for s, p in zip(weights.slices, weights.parameters):
             check_whole(s.parameter, p, self.name)
+            if not p.requires_grad and bool((self.factors(s.heads(p.detach())) < 1).any()):
+                raise RefusedError(
+                    f"spectral_cap never changes frozen weights, and {s.parameter} is frozen with a singular value "
+                    f"over {self.cap:g}. Choose a larger cap, or train the weight"
+                )
         check_changes_last(optimizer, self.name, tensors)
-        replaced = ReplacementCheck(target.model, self.name, weights.names)
+        left_out = [name for name, tensor in zip(weights.names, tensors) if tensor is None]
+        replaced = ReplacementCheck(target.model, self.name, weights.names, left_out=left_out)
         owners = [(tensor, entries) for tensor, entries, _ in views_by_tensor(tensors, weights.slices)]
 
         @torch.no_grad()
         def after(stepped: Optimizer, *_: object) -> None:
             infinite = found_inf(stepped)
             for p, entries in owners:
+                if not weights.parameters[entries[0]].requires_grad:  # below the cap since the last step that moved it
+                    continue
                 shares = [(weights.slices[i], self.factors(weights.slices[i].heads(p.detach()))) for i in entries]
                 factor = factor_per_row(shares, p)
                 if infinite is not None:
