@@ -61,9 +61,9 @@ def ratio(row: str) -> tuple[str, ...]:
 
 
 def on_the_ladder(question: str) -> list[str]:
-    """The means of a question over seeds, without their signs, one for each rung that has runs."""
+    """The means of a question over seeds, without their signs, one for each rung that has such runs."""
     (asked,) = (q for q in QUESTIONS if q.name == question)
-    return [f"{abs(fmean(values(asked, rung, rows).values())):.3f}" for rung in RUNGS if (rows := read(rung))]
+    return [f"{abs(fmean(known.values())):.3f}" for rung in RUNGS if (known := values(asked, rung, read(rung)))]
 
 
 def last_of(question: str) -> str:
@@ -76,11 +76,13 @@ def test_on_the_ladder_lalr_is_behind_qk_norm_everywhere_as_readme_says() -> Non
     assert "On average, LALR ends behind QK-norm at each of these rates" in README
     for asked in (q for q in QUESTIONS if (q.left, q.right) == ("lalr", "qk_norm") and q.role in ("tuned", "hot")):
         assert all(fmean(known.values()) > 0 for rung in RUNGS if (known := values(asked, rung, read(rung))))
+    assert {row["lr"] for row in read("124M") if row["arm"] == "lalr"} == {RUNGS["124M"].roles["hot"]}
 
 
 def test_on_the_largest_rung_the_differences_that_readme_names_are_within_the_noise_of_seeds() -> None:
     assert "and their differences are within the noise of seeds" in README
-    for asked in (q for q in QUESTIONS if q.name in ("qk_norm - none, tuned", "qk_norm - none, hot")):
+    named = ("qk_norm - none, tuned", "qk_norm - none, hot", "lalr - qk_norm, hot")
+    for asked in (q for q in QUESTIONS if q.name in named):
         low, high = re.findall(r"([−+][\d.]+) to ([−+][\d.]+)", measured(asked, "124M")[0])[0]
         assert low[0] == "−"
         assert high[0] == "+"
@@ -133,7 +135,10 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
         ),
     ),
     (r"The (124)-million-parameter results are single runs of (200) steps", lambda: ("124", str(RUNGS["124M"].steps))),
-    (r"at each of these rates \(up to (10) million parameters\)", lambda: (last_of("lalr - qk_norm, hot"),)),
+    (
+        r"at each of these rates \(at (124) million parameters, only the high one was tried\)",
+        lambda: (last_of("lalr - qk_norm, hot"),),
+    ),
     (
         r"(\d+) of (\d+) intervals of (90) % contain them",
         lambda: found(LADDER, r"(\d+) of (\d+) intervals of (90)% contain the measured value"),
@@ -337,3 +342,20 @@ def test_the_tables_of_what_was_found_are_those_of_the_studies_pages() -> None:
         ]
         for number in re.findall(r"(?<![\w.])[\d.,]*\d(?![\w−])", " ".join(rows)):
             assert number in known, f"{part.splitlines()[0]}: {number} is not in {source}"
+
+
+def test_what_the_page_of_the_autopilot_says_of_the_ladder_is_on_the_ladder() -> None:
+    above, hot, tuned = (
+        on_the_ladder(f"autopilot - {other}") for other in ("qk_norm, above", "qk_norm, hot", "none, tuned")
+    )
+    page = "docs/guides/autopilot.md"
+    figures = found(
+        page,
+        r"by ([\d.]+) nats at [\d.]+ times the\s+tuned rate and by ([\d.]+) at [^)]+\), by ([\d.]+) and ([\d.]+) at "
+        r"[^)]+\), and by ([\d.]+)\s+and ([\d.]+) at",
+    )
+    assert figures == (above[0], hot[0], above[1], hot[1], above[2], hot[2])
+    assert found(page, r"it is ([\d.]+) ahead at 10\s+times, also undecided") == (hot[3],)
+    assert found(page, r"it is ([\d.]+), ([\d.]+) and ([\d.]+) ahead of no remedy") == (*tuned[:3],)
+    (asked,) = (q for q in QUESTIONS if q.name == "autopilot - qk_norm, hot")
+    assert [fmean(values(asked, rung, read(rung)).values()) > 0 for rung in RUNGS] == [True, True, True, False]
