@@ -49,7 +49,7 @@ def hf_loss(model: nn.Module, seed: int) -> Tensor:
 
 
 def llama(**options: Any) -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2, **options))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2, **options}))
 
 
 def qwen3() -> nn.Module:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("transformers")
 
 from tests.monitor.families import deepseek, hf_loss, ids, llama, t5
 
 from qkeel import watch
+from qkeel.functional.statistics import LogitStats
 
 
 def test_generating_with_a_cache_counts_every_token_once() -> None:
@@ -37,6 +41,115 @@ def test_generating_with_a_cache_counts_every_token_once() -> None:
         for name, s in monitor.read().items():
             torch.testing.assert_close(s.max_logit, stats[name].max_logit, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(s.entropy, stats[name].entropy, rtol=1e-5, atol=1e-6)
+
+
+PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+FIELDS = ("max_logit", "min_logit", "mean_logit", "entropy", "query_norm", "key_norm", "n_queries", "n_pairs")
+Stats = Mapping[str, LogitStats]
+
+
+def grouped(way: str, kv_heads: int = 2) -> nn.Module:
+    """A model with 4 query heads whose logits are not all close to 0."""
+    torch.manual_seed(0)
+    model = llama(num_key_value_heads=kv_heads)
+    model.set_attn_implementation(way)  # type: ignore[operator]
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                p *= 8
+    return model.eval()
+
+
+def check_same(found: Stats, expected: Stats) -> None:
+    assert found.keys() == expected.keys()
+    assert len(found) == 2
+    for name, s in found.items():
+        assert len(s.max_logit) == 4
+        for field in FIELDS:
+            value, reference = getattr(s, field), getattr(expected[name], field)
+            torch.testing.assert_close(value, reference, rtol=1e-4, atol=1e-5, msg=f"{name} {field}")
+
+
+def decoded(way: str, kv_heads: int, *, first: bool, plain: bool) -> tuple[Stats, list[tuple[int, int]]]:
+    """The statistics of one decoded token of a batch, padded if not `plain`, with the sites' numbers of heads."""
+    model, tokens, mask = grouped(way, kv_heads), ids(0, rows=2, t=6), torch.ones_like(PADDED) if plain else PADDED
+
+    def prompt() -> object:
+        return model(input_ids=tokens[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
+
+    with torch.no_grad():
+        cache = prompt()
+        with watch(model) as monitor:
+            if not first:
+                model(input_ids=tokens, attention_mask=mask)
+                cache = prompt()
+                monitor.read()
+            model(input_ids=tokens[:, 5:], attention_mask=mask, past_key_values=cache)
+            return monitor.read(), [(site.n_heads, site.n_kv_heads) for site in monitor.sites]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("first", [False, True], ids=["known", "first pass"])
+def test_a_decoded_token_whose_heads_transformers_packs_has_the_numbers_of_each_head(
+    kv_heads: int, first: bool
+) -> None:
+    (found, sites), (expected, _) = (decoded(way, kv_heads, first=first, plain=False) for way in ("sdpa", "eager"))
+    check_same(found, expected)
+    assert sites == [(4, kv_heads)] * 2
+
+
+def test_a_token_that_is_packed_without_a_mask_has_the_numbers_of_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations import sdpa_attention
+
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", lambda *_: False)  # as where values are wider than keys
+    (found, _), (expected, _) = (decoded(way, 2, first=False, plain=True) for way in ("sdpa", "eager"))
+    check_same(found, expected)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["known", "first pass"])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_as_many_tokens_as_a_group_has_heads_are_not_taken_for_heads(kv_heads: int, first: bool) -> None:
+    t, found = 4 // kv_heads, []
+    mask = torch.ones(2, t, dtype=torch.long)
+    mask[0, 0] = 0
+    for way in ("sdpa", "eager"):
+        model = grouped(way, kv_heads)
+        with torch.no_grad(), watch(model) as monitor:
+            if not first:
+                model(input_ids=ids(0, rows=2, t=6), attention_mask=PADDED)
+                monitor.read()
+            model(input_ids=ids(1, rows=2, t=t), attention_mask=mask)
+            found.append(monitor.read())
+    check_same(*found)
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_generating_from_a_padded_batch_counts_the_same_heads_in_every_token(cache: str) -> None:
+    found: list[Stats] = []
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+    for way in ("sdpa", "eager"):
+        model = grouped(way)
+        with torch.no_grad(), watch(model) as monitor:
+            model.generate(ids(0, rows=2, t=6), attention_mask=PADDED, **options)  # type: ignore[operator]
+            found.append(monitor.read())
+    check_same(*found)
+
+
+@pytest.mark.filterwarnings("error::qkeel.errors.QkeelWarning")
+def test_generating_between_steps_from_a_padded_batch_leaves_the_monitor_on() -> None:
+    model, tokens = grouped("sdpa").train(), ids(0, rows=2, t=6)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with watch(model, optimizer) as monitor:
+        for step in range(4):
+            hf_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                model.generate(  # type: ignore[operator]
+                    tokens, attention_mask=PADDED, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0
+                )
+        assert monitor.history.steps.tolist() == [0, 1, 2, 3]
 
 
 def test_an_encoder_decoder_has_three_kinds_of_sites_and_its_cross_attention_sees_both_lengths() -> None:

@@ -110,6 +110,18 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "sites of flex_attention and flash-attn next to torch.jit.script",
         ),
         (
+            "torch.utils._python_dispatch: _get_current_dispatch_mode_stack, _len_torch_dispatch_stack",
+            "to keep the modes of a selective checkpoint from storing what qkeel computes",
+            "watching and remedies inside selective checkpoints",
+        ),
+        ("torch._C: _autograd", "to reach the hooks for saved tensors", "watching a model inside a checkpoint"),
+        (
+            "torch._C._autograd: _pop_saved_tensors_default_hooks, _push_saved_tensors_default_hooks, "
+            "_top_saved_tensors_default_hooks",
+            "to keep a checkpoint from counting the tensors that an extra pass saves",
+            "watching a model, and remedies without an example, where the whole model runs inside a checkpoint",
+        ),
+        (
             "torch._C: _PreserveDispatchKeyGuard, _dispatch_tls_set_dispatch_key_excluded",
             "to let autograd record what is computed from an operator's arguments",
             "the rows per head of sites inside torch.jit.script and torch.func.vmap",

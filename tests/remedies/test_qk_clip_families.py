@@ -201,3 +201,29 @@ def test_normed_sites_are_refused_and_the_model_left_as_it_was() -> None:
     assert not optimizer._optimizer_step_post_hooks
     assert not model._forward_hooks
     assert "_qkeel_applied" not in model.model.layers[0].self_attn.__dict__
+
+
+@pytest.mark.filterwarnings("error::qkeel.errors.QkeelWarning")
+def test_a_token_decoded_in_training_mode_clips_the_heads_that_transformers_packs() -> None:
+    transformers = pytest.importorskip("transformers")
+    from .families import SIZES, VOCAB
+
+    tokens = torch.randint(3, VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
+    padded, found = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]), []
+    for way in ("eager", "sdpa"):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, attn_implementation=way)
+        model = transformers.LlamaForCausalLM(config).double()
+        before = {name: p.detach().clone() for name, p in model.named_parameters() if "q_proj" in name}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with qkeel.apply("qk_clip:threshold=1e-3", model, optimizer, example={"input_ids": tokens}):
+            for _ in range(2):  # so that the second token is decoded in a known place
+                model(input_ids=tokens, attention_mask=padded)
+                cache = model(input_ids=tokens[:, :5], attention_mask=padded[:, :5], use_cache=True).past_key_values
+                model(input_ids=tokens[:, 5:], attention_mask=padded, past_key_values=cache)
+                optimizer.step()
+        after = {name: p.detach() for name, p in model.named_parameters() if name in before}
+        assert all(not torch.equal(p, before[name]) for name, p in after.items())
+        found.append(after)
+    for name, p in found[0].items():
+        torch.testing.assert_close(found[1][name], p, rtol=1e-5, atol=1e-9, msg=name)  # eager weights are in float32

@@ -256,6 +256,49 @@ def test_cross_attention_reads_keys_from_elsewhere() -> None:
     assert site.key[0].index.flatten().tolist() == list(range(16, 32))
 
 
+class Pool(nn.Module):
+    """Learned queries of batch 1, which SDPA broadcasts over the batch of the keys."""
+
+    def __init__(self, bias: Tensor | None) -> None:
+        super().__init__()
+        self.query, self.kv, self.bias = nn.Parameter(torch.randn(1, H, 3, D)), nn.Linear(H * D, 2 * H * D), bias
+
+    def keys(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.kv(x).chunk(2, -1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(self.query, *self.keys(x), attn_mask=self.bias)
+
+
+HIDDEN = torch.arange(T) < torch.tensor([T, 4]).view(B, 1, 1, 1)
+
+
+@pytest.mark.parametrize("mask", [None, HIDDEN, HIDDEN[1:], torch.zeros(B, 1, 1, T).masked_fill(~HIDDEN, -torch.inf)])
+def test_queries_of_batch_1_are_read_for_every_sequence_of_keys(mask: Tensor | None) -> None:
+    model = nn.Sequential(Pool(mask))
+    visible = torch.ones(B, 1, 1, T, dtype=torch.bool) if mask is None else mask.expand(B, 1, 1, T)
+    visible = visible if visible.dtype == torch.bool else visible == 0
+    with Tap(model) as tap:
+        for step in range(4):  # from the third pass on, its place is known
+            if step == 2:
+                tap.sites.extend(find_sites(model, torch.randn(B, T, H * D)))  # and then its heads
+            x = torch.randn(B, T, H * D)
+            model(x)
+            (stats,) = tap.read().values()
+            pool = model[0]
+            assert isinstance(pool, Pool)
+            z = pool.query.detach().double() @ pool.keys(x)[0].detach().double().mT / math.sqrt(D)
+            z = z.masked_fill(~visible, -torch.inf)
+            weights = z.softmax(-1)
+            torch.testing.assert_close(stats.max_logit.double(), z.amax((0, 2, 3)), rtol=1e-5, atol=1e-5)
+            entropy = -torch.special.xlogy(weights, weights).sum(-1).mean((0, 2))
+            torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+            assert stats.n_queries.tolist() == [B * 3] * H
+            assert stats.n_pairs.tolist() == [3 * int(visible.sum())] * H
+    (site,) = tap.sites
+    assert (site.n_heads, site.n_kv_heads, site.key[0].parameter) == (H, H, "0.kv.weight")
+
+
 def test_the_probe_leaves_no_trace() -> None:
     class Counting(Block):
         def __init__(self) -> None:

@@ -32,6 +32,7 @@ from qkeel.capture.readers import (
     observed_by,
     returned_rows,
     sdpa_arguments,
+    unpacked,
 )
 from qkeel.capture.scores import products_of
 from qkeel.capture.written import EagerAttentionTracer, fused_layout, index_call, seen_call
@@ -61,6 +62,7 @@ from qkeel.patching.modes import (
 )
 from qkeel.patching.named_calls import SDPA_BY_NAME, begin_taking, end_taking, take_named_calls
 
+_SDPA = "scaled_dot_product_attention"
 # Per thread: whether an interceptor is running a computation of its own, which must not be reported as attention.
 _READING: contextvars.ContextVar[bool] = contextvars.ContextVar("qkeel_reading", default=False)
 
@@ -113,6 +115,18 @@ def _adds_zeros(args: Args, kwargs: Kwargs) -> bool:
     sizes = given.get("pad")
     others = isinstance(sizes, (tuple, list)) and any(sizes[2:])
     return others and given.get("mode", "constant") == "constant" and not given.get("value")
+
+
+def _configured_heads(module: nn.Module, args: Args) -> int:
+    """The number of query heads in the configuration of one of transformers' attention modules with grouped heads, and
+    0 for any other module and for calls with another number of queries than a group has heads.
+
+    At a site that isn't known yet, nothing else tells the heads of a packed call from its tokens.
+    """
+    groups, config = getattr(module, "num_key_value_groups", None), getattr(module, "config", None)
+    heads, q = getattr(config, "num_attention_heads", None), args[0] if args else None
+    packed = isinstance(q, Tensor) and q.ndim == 4 and q.shape[2] == groups
+    return heads if packed and isinstance(heads, int) else 0
 
 
 def _in_own(frame: ModuleCall) -> bool:
@@ -223,7 +237,9 @@ class CaptureMode(CallObserver):
         if 3 <= len(args) <= 5 and not transformed_now():
             q, k, mask = args[0], args[1], args[3] if len(args) > 3 else kwargs.get("attn_mask")
             known = self.key_heads.get(top.name if top.calls == 0 else name_of(top, top.calls))
-            if mask is None and known is not None and not self._described:
+            # In a packed call, which needs the other way, the query heads lie in the token dimension.
+            packed = known is not None and q.shape[1] != known[0] == q.shape[1] * q.shape[-2]
+            if mask is None and known is not None and not packed and not self._described:
                 k = k if k.shape[1] in (known[1], 1) else known_keys(known, k)
                 scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
                 if self.plain is not None and self.plain(
@@ -396,12 +412,17 @@ class CaptureMode(CallObserver):
 
             known = self.key_heads.get(name_of(top, top.calls))
             keys = fewest_keys if known is None else functools.partial(known_keys, known)
-            call, how = fused(args, kwargs, CallGeometry(layout_of, keys)), found[0] if found else None
-            added = self._added(name, top, args, kwargs, how)
             # If another call was made in between, that name does not lead to this call.
             named = bool(args) and [*map(id, args)] == [*map(id, self._by_name)]
+            heads = _configured_heads(top.module, args) if known is None else known[0]
+            apart = unpacked(sdpa_arguments(args, kwargs), heads) if name == _SDPA and heads else None
+            if apart is not None:
+                args, kwargs = (), apart
+                rows = rows and KernelRows(*(x.reshape(x.shape[0], heads, 1) for x in rows))
+            call, how = fused(args, kwargs, CallGeometry(layout_of, keys)), found[0] if found else None
+            added = self._added(name, top, args, kwargs, how)
             site = self._saw(top, name, call, how, added, below=self.handwritten.below, rows=rows, named=named)
-            if site is not None and name == "scaled_dot_product_attention":
+            if site is not None and name == _SDPA:
                 self._valued(site, sdpa_arguments(args, kwargs)["value"])
 
     def _valued(self, site: str, values: Tensor) -> None:
@@ -412,7 +433,7 @@ class CaptureMode(CallObserver):
         self, name: str, top: ModuleCall, args: Args, kwargs: Kwargs, how: HeadLayout | None
     ) -> ScoresCall | None:
         """The products whose sum is the mask of a fused function, such as positions that are multiplied by queries."""
-        if self._names is None or name != "scaled_dot_product_attention":
+        if self._names is None or name != _SDPA:
             return None
         mask = sdpa_arguments(args, kwargs)["attn_mask"]
         tag = self.handwritten.tags.get(mask)

@@ -301,8 +301,9 @@ def _call(
     """The call of q and k [... t d]. `causal` has the meaning it has in SDPA: query i sees the keys up to i, regardless
     of their number."""
     t, s = q.shape[-2], k.shape[-2]
-    if q.ndim == 4:
-        q4, k4 = q, k if k.shape[0] == q.shape[0] else k.expand(q.shape[0], *k.shape[1:])
+    if q.ndim == 4:  # either batch may be 1, as that of learned queries
+        b = k.shape[0] if q.shape[0] == 1 else q.shape[0]
+        q4, k4 = (x if x.shape[0] == b else x.expand(b, *x.shape[1:]) for x in (q, k))
     else:
         lead, how = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), geometry.layout(q, k)
         q4, k4 = (how.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k))
@@ -406,6 +407,27 @@ def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, 
     True
     """
     return {**_DEFAULTS, **dict(zip(_BY_PLACE, args)), **kwargs}
+
+
+def unpacked(given: Mapping[str, Any], heads: int) -> dict[str, Any] | None:
+    """The arguments of a call of SDPA with q [b h 1 d], if its query heads lie in the token dimension; None otherwise.
+
+    Where transformers decodes one token and doesn't use enable_gqa, it passes q as [b g h/g d] and keys that are not
+    repeated. With as many tokens as a group has heads, it repeats the keys, so q then has all `heads`.
+    """
+    q, k, mask = given["query"], given["key"], given["attn_mask"]
+    if q.ndim != 4 or k.ndim != 4 or q.is_nested or k.is_nested:
+        return None
+    b, groups, each, d = q.shape
+    if groups == heads or groups * each != heads or k.shape[1] != groups or given["is_causal"] or given["enable_gqa"]:
+        return None
+    if mask is not None and mask.ndim > 1 and mask.shape[-2] != 1:
+        if mask.ndim != 4 or mask.shape[1] != groups:  # it differs between queries, but not between groups of heads
+            return None
+        mask = mask.reshape(mask.shape[0], heads, 1, mask.shape[3])
+    elif mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:
+        mask = mask.repeat_interleave(each, -3)
+    return {**given, "query": q.reshape(b, heads, 1, d), "attn_mask": mask}
 
 
 # --- The readers of flex_attention, flash-attn's functions and torch's varlen_attn, which turn their arguments into

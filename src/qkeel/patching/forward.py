@@ -28,6 +28,7 @@ from qkeel.patching.modes import (
     hooks_before,
     idle,
     inferring_shapes,
+    outside_checkpoints,
     recomputing,
     run_uncompiled,
     running_frames,
@@ -293,7 +294,8 @@ class ForwardPasses(Handle):
             compiled = self.tree.any_compiled() or compiled
             self.tree.settled = True
             try:
-                self._guard(self._before, args, kwargs, compiled)
+                with outside_checkpoints():  # the pass may run inside one, and `before` may make extra passes
+                    self._guard(self._before, args, kwargs, compiled)
             finally:
                 self.tree.settled = False
 

@@ -18,6 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
 
 import torch
 from torch import Tensor, distributed, nn
+from torch._C import _len_torch_dispatch_stack
+from torch._C._autograd import _pop_saved_tensors_default_hooks as _pop_hooks
+from torch._C._autograd import _push_saved_tensors_default_hooks as _push_hooks
+from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 from torch.distributed.algorithms.join import Joinable
@@ -31,7 +35,14 @@ from torch.overrides import (
     _push_on_torch_function_stack,
 )
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode_temporarily,
+)
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from qkeel.errors import QkeelError, RefusedError, caution
 from qkeel.patching.named_calls import SDPA_BY_NAME, TakeCall, begin_taking, end_taking, take_named_calls
@@ -76,6 +87,9 @@ class FaultGuard:
         begun = None if thread in self._inside else time.perf_counter()
         self._inside.add(thread)
         try:
+            if _len_torch_dispatch_stack():  # what it computes, a selective checkpoint must not store
+                with outside_checkpoints():
+                    return act(*args)
             return act(*args)
         except Exception as error:
             if self.error is None:
@@ -881,6 +895,41 @@ def no_operators_seen() -> Iterator[None]:
             yield
     else:
         yield
+
+
+_CHECKPOINTS = "torch.utils.checkpoint"
+
+
+@contextmanager
+def outside_checkpoints() -> Iterator[None]:
+    """A context for computations that gradient checkpointing would not repeat, since they do not belong to the pass.
+
+    A non-reentrant checkpoint counts the tensors that are saved for backward, and a selective one numbers the operators
+    that run; both compare this with the recomputation. Other hooks and modes stay, such as those that save tensors on
+    the CPU.
+    """
+    hooks, modes = [], _get_current_dispatch_mode_stack()
+    selective = [type(mode).__module__ == _CHECKPOINTS for mode in modes]
+    while (top := _top_hooks(True)) is not None and top[0].__module__ == _CHECKPOINTS:
+        hooks.append(top)
+        _pop_hooks()
+    try:
+        if True in selective:
+            inner = modes[selective.index(True) :]
+            with ExitStack() as undo:
+                for mode in reversed(inner):
+                    _pop_dispatch_mode()
+                    undo.callback(_push_dispatch_mode, mode)
+                # What is left of the inner modes is entered here and left before the whole stack is restored.
+                for mode in [mode for mode in inner if type(mode).__module__ != _CHECKPOINTS]:
+                    _push_dispatch_mode(mode)
+                    undo.callback(_pop_dispatch_mode)
+                yield
+        else:
+            yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _push_hooks(pack, unpack)
 
 
 class CollectiveMode(TorchDispatchMode):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from qkeel.capture.calls import APART, HIDES, HeadLayout, hides, is_low
-from qkeel.capture.readers import hiding, mha_mask, sdpa_arguments
+from qkeel.capture.readers import hiding, mha_mask, sdpa_arguments, unpacked
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
 from qkeel.nn import functional_attention
@@ -337,13 +337,10 @@ class ChangedCalls(InstanceForward):
             mask = None if mask is None else how.apply(mask.expand(*lead, t, s))
             out = run(self._call(spec, (q, k, v), mask, causal=causal, dropout=dropout))
             return how.undo(out, (*lead, t, out.shape[-1]))
-        heads, packed = self.geometry.n_heads, q.shape[1:3]
-        if q.shape[1] != heads and q.shape[1] * q.shape[2] == heads:
-            # One decoded token: transformers puts the heads of a group in the token dimension.
-            q = q.reshape(q.shape[0], heads, 1, q.shape[3])
-            if mask is not None and tuple(mask.shape[1:3]) == tuple(packed):
-                mask = mask.reshape(mask.shape[0], heads, 1, mask.shape[3])
-            return run(self._call(spec, (q, k, v), mask, causal=False, dropout=dropout)).unflatten(1, packed).squeeze(3)
+        apart = unpacked(given, self.geometry.n_heads)
+        if apart is not None:
+            one = run(self._call(spec, (apart["query"], k, v), apart["attn_mask"], causal=False, dropout=dropout))
+            return one.unflatten(1, q.shape[1:3]).squeeze(3)
         return run(self._call(spec, (q, k, v), mask, causal=causal, dropout=dropout))
 
     def _call(

@@ -1,0 +1,138 @@
+"""A watched model that runs inside gradient checkpointing trains as it does unwatched."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import qkeel
+from qkeel.monitor import measure
+
+H, D = 2, 8
+Run = Callable[[nn.Module, Tensor], Any]
+_ATEN = torch.ops.aten
+_SELECTIVE = functools.partial(
+    create_selective_checkpoint_contexts,
+    [_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN._softmax.default, _ATEN.view.default],
+)
+RUNS: dict[str, Run] = {
+    "without reentry": functools.partial(checkpoint, use_reentrant=False),
+    "with reentry": functools.partial(checkpoint, use_reentrant=True),
+    "nested": lambda net, x: checkpoint(lambda y: checkpoint(net, y, use_reentrant=False), x, use_reentrant=False),
+    "selective": functools.partial(checkpoint, use_reentrant=False, context_fn=_SELECTIVE),
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused, self.qkv, self.out = fused, nn.Linear(H * D, 3 * H * D), nn.Linear(H * D, H * D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT * D**-0.5).softmax(-1) @ v
+        return x + self.out(y.transpose(1, 2).flatten(2)).tanh()
+
+
+class Blocks(nn.Module):
+    """Two layers, each called by `run`."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run, self.layers = run, nn.ModuleList(Attention(fused) for fused in (True, False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return x
+
+
+def plainly(net: nn.Module, x: Tensor) -> Tensor:
+    return net(x)
+
+
+def model(run: Run = plainly) -> nn.Module:
+    torch.manual_seed(0)
+    return Blocks(run)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(2, 5, H * D, generator=torch.Generator().manual_seed(step)).requires_grad_()
+
+
+def gradients(net: nn.Module, run: Run, step: int) -> list[Tensor]:
+    net.zero_grad()
+    run(net, batch(step)).square().sum().backward()
+    return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+
+@pytest.mark.filterwarnings("error::qkeel.errors.QkeelWarning")
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("whole", [True, False], ids=["the whole model", "each layer"])
+def test_a_checkpoint_recomputes_what_it_would_unwatched(
+    whole: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outer, inner = (RUNS[name], plainly) if whole else (plainly, RUNS[name])
+    net, bare = model(inner), model(inner)
+    expected = model()
+    searches, search = [], measure.find_sites
+    monkeypatch.setattr(measure, "find_sites", lambda *args, **kwargs: searches.append(1) or search(*args, **kwargs))
+    with qkeel.watch(net) as monitor, qkeel.watch(expected) as reference:
+        for step in range(4):
+            found = gradients(net, outer, step)
+            assert all(map(torch.equal, found, gradients(bare, outer, step)))
+            gradients(expected, plainly, step)
+            stats, others = monitor.read(), reference.read()
+            assert stats.keys() == others.keys()
+            assert len(stats) == 2
+            for site, s in stats.items():
+                torch.testing.assert_close(s.max_logit, others[site].max_logit)
+                assert torch.equal(s.n_queries, others[site].n_queries)
+        assert [site.verified for site in monitor.sites] == [True, True]
+    assert len(searches) == 2  # one for each model
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("spec", ["qk_clip:threshold=0.1", "qk_norm", "sigma_reparam", "lalr:tau=0.1"])
+def test_a_remedy_that_waits_for_the_next_pass_is_applied_inside_a_checkpoint(spec: str, name: str) -> None:
+    net, known = model(), model()
+    found = []
+    for one, example in ((net, None), (known, batch(0).detach())):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        with qkeel.apply(spec, one, optimizer, example=example):
+            for step in range(3):
+                gradients(one, RUNS[name], step)
+                optimizer.step()
+            found.append({key: x.detach().clone() for key, x in one.state_dict().items()})
+    assert found[0].keys() == found[1].keys()
+    for key, x in found[0].items():
+        torch.testing.assert_close(x, found[1][key], msg=key)
+
+
+def test_the_hooks_and_modes_of_a_checkpoint_are_the_same_after_the_search() -> None:
+    net, seen = nn.Sequential(model()), []
+
+    def note(*_: object) -> None:
+        modes = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
+        seen.append((modes, _top_saved_tensors_default_hooks(True) is not None))
+
+    net[0].register_forward_pre_hook(note)
+    gradients(copy.deepcopy(net), RUNS["selective"], 0)
+    expected = list(seen)
+    seen.clear()
+    with qkeel.watch(net):
+        gradients(net, RUNS["selective"], 0)
+    assert len(expected) == 2
+    assert seen[-2:] == expected
+    assert len(seen) > 2
+    assert all("_CachingTorchDispatchMode" not in modes and not hooks for modes, hooks in seen[:-2])
