@@ -531,6 +531,19 @@ def test_a_remedy_that_is_applied_again_or_removed_gives_no_warning(
     assert not warned(recwarn)
 
 
+@every_remedy
+def test_an_optimizer_that_replaces_the_given_one_before_the_first_pass_is_warned_about(
+    remedy: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = FAMILIES["llama"].model()
+    given = adamw(model)
+    handle = qkeel.apply(remedy, model, given)
+    train(model, adamw(model), steps=3)
+    assert len(warned(recwarn)) == 1
+    assert f"{remedy} was applied with another optimizer (AdamW)" in warned(recwarn)[0]
+    handle.remove()
+
+
 def test_later_optimizers_of_other_weights_and_wrappers_give_no_warning(recwarn: pytest.WarningsRecorder) -> None:
     class Every(torch.optim.Optimizer):
         """Takes a step of another optimizer in every second step of its own."""

@@ -23,7 +23,7 @@ from qkeel.options import parse as parse_terms
 from qkeel.patching.autograd import version_of
 from qkeel.patching.forward import ForwardPasses, joining, owners, unwrapped
 from qkeel.patching.modes import compile_again, unguarded
-from qkeel.patching.optimizers import StepHooks
+from qkeel.patching.optimizers import StepHooks, when_made
 from qkeel.remedies.base import NoRemedy, Remedy, Target, active_at, compose_all, where
 from qkeel.remedies.head_weights import check_weights, innermost, warn_of_later_optimizers
 from qkeel.remedies.lalr import LALR
@@ -299,6 +299,10 @@ class AtNextPass(Handle):
         self._passes = ForwardPasses(model, self._begin, lambda *_: None, guard=unguarded)
         self._optimizers = [optimizer]
         self._steps = StepHooks(self._refuse_step, lambda _: None, innermost(optimizer))
+        later: list[weakref.ref[Optimizer]] = []  # an optimizer that, for example, the Trainer creates for itself
+        self._later = later
+        self._creations = when_made(lambda made: later.append(weakref.ref(made)))
+        weakref.finalize(model, self._creations.remove).atexit = False
         super().__init__(self._take_off, state=self._own_state, load=self._take_state)
 
     def __repr__(self) -> str:
@@ -369,7 +373,10 @@ class AtNextPass(Handle):
         errors: list[RefusedError] = []
         for optimizer in self._optimizers:
             try:
-                return _apply(self._named, self._model, optimizer, self._more, example=example), optimizer
+                later = [
+                    made for ref in self._later if (made := ref()) is not None and made is not innermost(optimizer)
+                ]
+                return _apply(self._named, self._model, optimizer, self._more, example=example, later=later), optimizer
             except RefusedError as error:
                 errors.append(error)
         raise errors[0]
@@ -385,6 +392,7 @@ class AtNextPass(Handle):
     def _wait_no_more(self) -> None:
         self._passes.remove()
         self._steps.remove()
+        self._creations.remove()
 
     def _take_off(self) -> None:
         self._wait_no_more()
@@ -411,6 +419,7 @@ def _apply(
     *,
     example: object = None,
     sites: object = None,
+    later: Sequence[Optimizer] = (),
 ) -> Handle:
     """Applies remedies immediately; see `apply`."""
     train_length, partial = more.train_length, more.partial
@@ -425,7 +434,12 @@ def _apply(
         for name, one in models.items():
             given = _shown(shown[name])
             target = Target(
-                model=unwrapped(one), optimizer=optimizer, sites=[], example=given, train_length=train_length
+                model=unwrapped(one),
+                optimizer=optimizer,
+                sites=[],
+                example=given,
+                train_length=train_length,
+                later=later,
             )
             bare.append((target, known[name]))
         for target, _ in bare:

@@ -316,6 +316,8 @@ def warn_of_later_optimizers(target: Target, remedy: str) -> Handle:
 
     pending: list[StepHooks] = []  # on optimizers that have not yet changed a weight
     watch = when_made(made)
+    for other in target.later:
+        made(other)
     gone = weakref.finalize(target.model, lambda: [hook.remove() for hook in (watch, *pending)])
     gone.atexit = False
     return Handle(gone)
