@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -303,10 +304,15 @@ class Twice(nn.Module):
         return checkpoint(self.forward, x, *reentrant[1:], use_reentrant=reentrant[0])
 
 
-def gradients_of_passes(passes: str, *reentrant: bool) -> list[Tensor]:
-    """Gradients of training passes: "g" with gradients, "n" without, and "b" a backward of all losses so far."""
+def gradients_of_passes(passes: str, *reentrant: bool, compiled: str = "") -> list[Tensor]:
+    """Gradients of training passes: "g" with gradients, "n" without, and "b" a backward of all losses so far.
+
+    What `compiled` names is compiled: the code inside the checkpoint or the model around it."""
     model = Twice()
     qkeel.apply("sigma_reparam:init=one", model)
+    run: Callable[..., Tensor] = torch.compile(model, backend="aot_eager") if compiled == "model" else model
+    if compiled == "body":
+        object.__setattr__(model, "body", torch.compile(model.body, backend="aot_eager"))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -320,7 +326,7 @@ def gradients_of_passes(passes: str, *reentrant: bool) -> list[Tensor]:
             losses.clear()
             continue
         with torch.set_grad_enabled(one == "g"):
-            loss = model(x, *reentrant).square().sum()
+            loss = run(x, *reentrant).square().sum()
         losses += [loss] if one == "g" else []
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert any(n.startswith("one") and n.endswith("gamma") for n in grads)
@@ -333,6 +339,18 @@ def test_recomputed_passes_have_the_gradients_of_plain_ones(passes: str, reentra
     # The order in which the passes' gradients are added differs.
     plain = gradients_of_passes(passes)
     for got, want in zip(gradients_of_passes(passes, *reentrant), plain, strict=True):
+        assert torch.allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("passes", ["gb", "ggb", "gnb"])
+@pytest.mark.parametrize("compiled", ["body", "model"])
+@pytest.mark.parametrize("reentrant", [(), (False,), (True,)])
+def test_recomputed_passes_of_compiled_code_have_the_gradients_of_plain_ones(
+    passes: str, compiled: str, reentrant: tuple[bool, ...]
+) -> None:
+    plain = gradients_of_passes(passes)
+    torch.compiler.reset()
+    for got, want in zip(gradients_of_passes(passes, *reentrant, compiled=compiled), plain, strict=True):
         assert torch.allclose(got, want, rtol=1e-12, atol=1e-12)
 
 

@@ -9,8 +9,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType, ModuleType
-from typing import Any, final
+from types import FrameType, FunctionType, ModuleType
+from typing import Any, TypeVar, final
 
 import torch
 import torch.utils.checkpoint
@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from qkeel.patching.modes import graph_task, running_frames
+from qkeel.patching.modes import compiler_loaded, constant_when_compiled, graph_task, run_uncompiled, running_frames
 
 # Private attributes of graph nodes and tensors: saved operands, the base of a view, versions.
 
 _NORM = "qkeel: a norm"
+T = TypeVar("T")
 
 
 def saved_operand(node: Node, place: int) -> Tensor | None:
@@ -142,6 +143,34 @@ def running_checkpoints() -> RunningCheckpoints:
 
 def _enclosed(function: FunctionType) -> list[tuple[str, object]]:
     return [(n, cell.cell_contents) for n, cell in zip(function.__code__.co_freevars, function.__closure__ or ())]
+
+
+@constant_when_compiled
+def in_checkpoint() -> bool:
+    """True if a checkpoint runs or recomputes this code; in compiled code, if one did so when it was compiled."""
+    running = running_checkpoints()
+    inside = bool(running.first or running.again or running.task != -1) or any(
+        map(_compiles_checkpoint, running_frames())
+    )
+    if inside and compiler_loaded():
+        run_uncompiled(call_uncompiled.__code__)
+    return inside
+
+
+def _compiles_checkpoint(frame: FrameType) -> bool:
+    """True for the frame in which torch.compile makes a checkpoint part of the code that it compiles."""
+    if not frame.f_code.co_filename.endswith("higher_order_ops.py"):
+        return False
+    return type(frame.f_locals.get("self")).__name__ == "CheckpointHigherOrderVariable"
+
+
+def call_uncompiled(function: Callable[..., T], *args: object) -> T:
+    """Calls a function that torch.compile neither compiles nor makes part of other compiled code."""
+    run: Any = torch.compiler.disable
+    return run(function)(*args)
+
+
+call_uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def memory_of(call: object) -> dict[object, Any]:

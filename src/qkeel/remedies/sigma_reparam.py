@@ -15,7 +15,14 @@ from qkeel import dist
 from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
-from qkeel.patching.autograd import graph_is_kept, memory_of, running_checkpoints, version_of
+from qkeel.patching.autograd import (
+    call_uncompiled,
+    graph_is_kept,
+    in_checkpoint,
+    memory_of,
+    running_checkpoints,
+    version_of,
+)
 from qkeel.patching.modes import (
     forward_inside,
     parameters_of,
@@ -42,8 +49,8 @@ class SpectralScale(nn.Module):
 
     When gradient checkpointing recomputes a forward pass, each read starts at the u of the same read in the original
     pass. If it is unknown which pass is recomputed, as with checkpoints inside checkpoints, and the passes since the
-    last backward had different u, RefusedError is raised. A checkpoint around code that torch.compile has compiled is
-    not recognised.
+    last backward had different u, RefusedError is raised. Compiled code that first ran outside checkpoints, in training
+    mode, must not run inside one later.
     """
 
     _starts: tuple[Tensor, ...] = ()  # u at the start of each read since a backward or a change of the weight
@@ -62,6 +69,11 @@ class SpectralScale(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         """Returns the weight that the layer uses."""
+        if self.training and torch.compiler.is_compiling() and in_checkpoint():
+            return call_uncompiled(self._used, weight)  # compiled code can't look up the u of the first pass
+        return self._used(weight)
+
+    def _used(self, weight: Tensor) -> Tensor:
         kept = self._kept
         if kept is not None:
             return kept
