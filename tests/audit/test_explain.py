@@ -211,3 +211,14 @@ def test_names_that_differ_in_a_number_are_written_once() -> None:
     assert compress(["a.0.b", "a.1.b", "a.3.b"]) == "a.{0-1,3}.b"
     assert compress(["a.7.b"]) == "a.7.b"
     assert compress(["x", ""]) == "x, (the model)"
+
+
+def test_weights_that_are_computed_from_stored_ones_are_followed() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(ByHand(RECIPES["norm then rope"]))
+    x = torch.randn(2, 12, 32)
+    plain = qkeel.explain_model(model, x)
+    qkeel.apply("sigma_reparam", model, example=x)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert str(qkeel.explain_model(model, x)) == str(plain)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

@@ -139,8 +139,8 @@ def ways() -> str:
         "checkpointing and\n"
         "micro-batches of one, the losses of three steps of AdamW; for a cache and a `deepcopy`, the logits of the\n"
         "last token. flex_attention is compared in evaluation only, because on a CPU it does not train.\n"
-        "`sigma_reparam` takes one power iteration per forward pass, so micro-batches and recomputed passes give it\n"
-        "a different σ; `dropout` draws different masks for them.\n"
+        "`sigma_reparam` takes one power iteration per forward pass, so micro-batches give it a different σ;\n"
+        "`dropout` draws different masks for them.\n"
         "`pytest -m slow tests/conformance` repeats these checks.\n",
         table("remedy", list(MODES), rows()) + "\n",
         *why,

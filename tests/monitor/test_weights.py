@@ -260,3 +260,37 @@ def test_the_monitor_reads_the_weights_before_the_step_that_moves_them() -> None
     weight = model.get_parameter(site.terms[0].query[0].parameter)
     after = weight.detach().unflatten(0, (2, -1)).square().sum((1, 2)).sqrt()
     assert not torch.allclose(after, before, rtol=1e-5)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_weights_that_are_computed_from_stored_ones_have_no_norms_but_gradients(apart: bool) -> None:
+    # The norm of the stored W is not that of (γ/σ) W, which the layer uses.
+    torch.manual_seed(0)
+    model = nn.ModuleList([Attention(WIDTH, H), Attention(WIDTH, H)]).double()
+    qkeel.apply("sigma_reparam:init=one", model[0])
+    if not apart:
+        qkeel.apply("sigma_reparam:init=one", model[1])
+    sites = find_sites(model)
+    assert [site.reparametrised for site in sites] == [True, not apart]
+    norms = WeightNorms(model, sites, torch.optim.AdamW(model.parameters()))
+    of_weights = {"query_weight_norm", "key_weight_norm", "qk_spectral_norm"}
+    assert {key for key, _ in norms.read().items()} == ({("1", name) for name in of_weights} if apart else set())
+    for layer in model:
+        layer(X).square().sum().backward()
+    names = {site.name: {name for (of, name), _ in norms.read().items() if of == site.name} for site in sites}
+    of_gradients = {"query_grad_rms", "key_grad_rms", "grad_over_eps"}
+    assert names == {"0": of_gradients, "1": of_gradients | (of_weights if apart else set())}
+
+
+def test_steps_of_weights_that_are_computed_from_stored_ones_are_not_compared() -> None:
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(vocab_size=11, d_model=16, n_layers=2, n_heads=2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    qkeel.apply("sigma_reparam", model, optimizer)
+    monitor = qkeel.watch(model, optimizer, stats="all+updates")
+    model(IDS).square().sum().backward()
+    with pytest.warns(UserWarning, match="computed from other weights"):
+        optimizer.step()
+    known = {name for name, values in monitor.history.heads.items() if not torch.as_tensor(values).isnan().all()}
+    assert "query_grad_rms" in known
+    assert not known & {"query_weight_norm", "qk_spectral_norm", "delta2_spectral_norm", "query_update_ratio"}

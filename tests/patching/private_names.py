@@ -158,6 +158,21 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_rows(
         "autograd",
         (
+            "torch._C: _autograd",
+            "to reach the two names below",
+            "sigma_reparam under gradient checkpointing",
+        ),
+        (
+            "torch._C._autograd: _top_saved_tensors_default_hooks",
+            "to know in which non-reentrant checkpoint a forward pass runs",
+            "sigma_reparam under gradient checkpointing, if several forward passes precede a backward pass",
+        ),
+        (
+            "torch._C._autograd: _get_current_graph_task_keep_graph",
+            "to know whether the same forward pass may be recomputed again",
+            "sigma_reparam under gradient checkpointing",
+        ),
+        (
             "torch.utils.checkpoint: _checkpoint_without_reentrant_generator",
             "to run checkpointed parts once, with a graph, in a probe's pass, and to forget each when it has been read",
             "finding the sites of models that use gradient checkpointing",

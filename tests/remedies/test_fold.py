@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import qkeel
 from qkeel.errors import InvalidTypeError, RefusedError
@@ -55,6 +55,64 @@ def test_a_reparametrised_model_that_was_pickled_can_be_folded() -> None:
     fold(twin)
     assert torch.equal(twin(tokens()), out)
     assert list(twin.state_dict()) == list(decoder().state_dict())
+
+
+class Tied(nn.Module):
+    """A language model whose head is its embedding, and whose k is computed with the weight of q."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB, bias=False)
+        self.q, self.k, self.v = (nn.Linear(16, 16, bias=False) for _ in "qkv")
+        self.head.weight, self.k.weight = self.embedding.weight, self.q.weight
+        self.again = self.v  # one module under two names shares nothing
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        q, k, v = (f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.head(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_weights_that_other_layers_share_are_not_folded_and_remove_restores_them() -> None:
+    torch.manual_seed(0)
+    model = Tied().eval()
+    plain = {n: p.clone() for n, p in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    n = len(optimizer.param_groups[0]["params"])
+    handle = qkeel.apply("sigma_reparam:init=one", model, optimizer, example=tokens())
+    with torch.no_grad():
+        model.q.parametrizations.weight[0].gamma.mul_(2)
+    out = model(tokens())
+    found = fold(model)
+    assert torch.equal(model(tokens()), out)
+    assert found.written == ("sigma_reparam of v",)
+    assert [line.partition(" shares its weight")[0] for line in found.kept] == [
+        "sigma_reparam of head: embedding",
+        "sigma_reparam of q: k",
+        "sigma_reparam of k: q",
+    ]
+    with pytest.raises(RefusedError, match="nothing to fold: sigma_reparam of head: embedding shares its weight"):
+        fold(model)
+    assert torch.equal(model(tokens()), out)
+    folded = model.v.weight.detach().clone()
+    assert torch.allclose(folded, plain["v.weight"] / torch.linalg.matrix_norm(plain["v.weight"], 2))
+    handle.remove()
+    assert all(type(m) is nn.Linear for m in (model.q, model.k, model.v, model.head))
+    assert torch.equal(model.v.weight, folded)
+    assert all(torch.equal(p, plain[n]) for n, p in model.state_dict().items() if n not in ("v.weight", "again.weight"))
+    assert len(optimizer.param_groups[0]["params"]) == n
+    qkeel.apply("sigma_reparam", model, example=tokens()).remove()
+
+
+def test_a_scale_is_not_folded_into_a_weight_of_another_layer() -> None:
+    model = decoder(spec=SPECS["constant"])
+    model.blocks[0].mlp.up = nn.Linear(16, 16)
+    model.blocks[0].mlp.down = nn.Linear(16, 16)
+    model.blocks[0].mlp.up.weight = model.blocks[0].attention.q_proj.weight
+    out = model(tokens())
+    found = fold(model)
+    assert torch.allclose(model(tokens()), out, atol=1e-6)
+    assert found.kept == ("blocks.0.attention: blocks.0.attention.q_proj.weight is shared with another layer",)
 
 
 def test_sigma_reparam_of_conv1d_is_supported_and_folded() -> None:

@@ -112,7 +112,8 @@ class _Replace(TorchFunctionMode):
 
     def __init__(self, targets: Mapping[int, str], stimulus: Mapping[str, Stimulus]) -> None:
         super().__init__()
-        self.targets, self.stimulus = targets, stimulus
+        self.targets, self.stimulus = dict(targets), stimulus
+        self._computed: list[Tensor] = []  # kept, so that their ids stay theirs
         self.inputs: dict[str, Tensor] = {}
         self.order: list[str] = []
         self.softmax_input: Tensor | None = None
@@ -125,19 +126,29 @@ class _Replace(TorchFunctionMode):
         name = getattr(func, "__name__", "").strip("_")
         if name in _SOFTMAX:
             self.softmax_input = args[0] if args else kwargs.get("input")
-        if name not in _PRODUCTS:
-            return out
         given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if name not in _PRODUCTS:
+            self._follow(given, out)
+            return out
         weight = next((n for a in given if (n := self._name(a)) is not None), None)
-        if weight is None:
+        x = next((a for a in given if self._name(a) is None and a.ndim > 1), None)
+        if weight is None or x is None:  # with a vector, as in a spectral norm
             return out
         self.order.append(weight)
-        self.inputs[weight] = next(a for a in given if self._name(a) is None and a.ndim > 1).detach()
+        self.inputs[weight] = x.detach()
         if weight not in self.stimulus:
             return out
         x = random_vector(weight, out.shape[-1])
         made = self.stimulus[weight](x, out.detach().reshape(-1, out.shape[-1]))
         return made.to(out).view(out.shape)
+
+    def _follow(self, given: Sequence[Tensor], out: object) -> None:
+        """Gives a weight that is computed from a stored weight of the same shape the name of the stored one."""
+        for a in given:
+            name = self._name(a)
+            if name and ".parametrizations." in f".{name}" and isinstance(out, Tensor) and out.shape == a.shape:
+                self.targets[id(out)] = name
+                self._computed.append(out)
 
     def _name(self, x: Tensor) -> str | None:
         base = base_of(x)

@@ -750,7 +750,8 @@ class StepNumbers(Visitor):
         if others:
             caution(
                 f"the change that a step causes is not measured for {', '.join(others)}: the q and k weights are "
-                "unknown, split across processes, or not matrices that are multiplied together"
+                "unknown, computed from other weights, split across processes, or not matrices that are multiplied "
+                "together"
             )
         return StepSpectra(self._sites.model, sites)
 

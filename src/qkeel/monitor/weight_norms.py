@@ -188,6 +188,9 @@ class Places:
         self._alone, single = _by_name({key: len(place[0][0]) for key, place in alone.items()})
         self._pairs, double = _by_name({key: len(place[0][0][0]) for key, place in pairs.items()})
         self._sizes = sum(row.total for row in self._alone), *(2 * [sum(row.total for row in self._pairs)])
+        self._any = bool(alone or pairs)
+        if not self._any:
+            return
         wanted = [alone[key] for key in single] + [pairs[key][i] for i in (0, 1) for key in double]
         rows = [
             torch.cat([parts[i] if i < len(parts) else torch.full_like(parts[0], len(like)) for parts, _ in wanted])
@@ -200,6 +203,8 @@ class Places:
     def taken(self, x: Tensor, made: Callable[[Tensor, Tensor], Tensor]) -> list[SentRow]:
         """Returns the values in the current tensor; for a pair, what `made` computes from both, for all pairs at
         once."""
+        if not self._any:
+            return []
         if self._index.ndim == 1:
             found = x[self._index]
         else:
@@ -336,7 +341,8 @@ class SplitWeights:
         found: dict[str, PartialValue] = {}
         grads = {}
         for side, rows in self._rows.items():
-            found[NORMS[side]] = self._norm(rows, [self._parameters[s.parameter] for s, _, _ in rows])
+            if not self.site.reparametrised:
+                found[NORMS[side]] = self._norm(rows, [self._parameters[s.parameter] for s, _, _ in rows])
             of = [self._parameters[s.parameter].grad for s, _, _ in rows]
             if all(grad is not None for grad in of):
                 grads[f"{side}_grad_rms"] = self._norm(rows, of, root_mean=True)  # type: ignore[arg-type]
@@ -609,12 +615,12 @@ class WeightNorms:
         self.sites = [site for site in known if site not in split]
         counts = counted(model) if split else None
         self._split = [
-            SplitWeights(s, self._parameters, counts, self._eps_of(s), all(map(self._multiplies, s.terms)))
+            SplitWeights(s, self._parameters, counts, self._eps_of(s), self._has_products(s))
             for s in split
             if counts is not None
         ]
         self._own = {site.name: {side: own_rows(chains) for side, chains in _sides(site)} for site in self.sites}
-        self._squared = [site for site in self.sites if all(map(self._multiplies, site.terms))]
+        self._squared = [site for site in self.sites if self._has_products(site)]
         self._plain = {part for site in self._squared if _is_plain(site) for part in (*site.query, *site.key)}
         self._are_plain = {site.name for site in self._squared if _is_plain(site)}
         self._parts = [*dict.fromkeys(part for sides in self._own.values() for own in sides.values() for part in own)]
@@ -623,8 +629,8 @@ class WeightNorms:
 
     @property
     def multiplied(self) -> list[AttentionSite]:
-        """The sites whose q and k weights are entirely on this process and are matrices that are multiplied by one
-        another."""
+        """The sites whose stored q and k weights are entirely on this process and are matrices that are multiplied by
+        one another."""
         return self._squared
 
     @without_gradients
@@ -700,7 +706,8 @@ class WeightNorms:
             over_eps: list[WeightParts] = []
             eps = self._eps_of(site)
             for side, own in self._own[site.name].items():
-                alone[site.name, NORMS[side]] = [arranged.at((part, False), site) for part in own], 1.0
+                if not site.reparametrised:
+                    alone[site.name, NORMS[side]] = [arranged.at((part, False), site) for part in own], 1.0
                 if all((part, True) in arranged.sources for part in own):
                     size = sum(p.index.shape[1] * self._columns(p) for p in own) ** 0.5
                     places = [arranged.at((part, True), site) for part in own]
@@ -718,6 +725,9 @@ class WeightNorms:
                 query, key = ([arranged.at(source, site)] for source in sources)
                 pairs[site.name, "qk_spectral_norm"] = (query, 1.0), (key, 1.0)
         return Places({}, pairs, like)
+
+    def _has_products(self, site: AttentionSite) -> bool:
+        return not site.reparametrised and all(map(self._multiplies, site.terms))
 
     def _multiplies(self, term: QKProduct) -> bool:
         """True if the weights of a product are matrices with a row for each feature, multiplied one after the other."""

@@ -91,6 +91,8 @@ STEP_FIELDS: dict[str, Field] = {
 
 NON_FINITE = "non_finite"  # if it is 1, all other values of the head are meaningless, so code checks it by name
 
+_STORED = ", absent if weights are computed from stored ones (sigma_reparam)"  # whose norm would be another one
+
 # One value per layer and head in heads.f32. The value of a key head is repeated for every query head of its group.
 HEAD_FIELDS: dict[str, HeadField] = {
     "max_logit": HeadField(
@@ -174,9 +176,11 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "logit_change_mean_abs": HeadField(
         "nats", "mean absolute change of the logits caused by one step, on the same input", "max"
     ),
-    "query_weight_norm": HeadField("1", "Frobenius norm of the head's query weight", "max"),
-    "key_weight_norm": HeadField("1", "Frobenius norm of the head's key weight", "max"),
-    "qk_spectral_norm": HeadField("1", "largest singular value of the product of the query and key weights", "max"),
+    "query_weight_norm": HeadField("1", f"Frobenius norm of the head's query weight{_STORED}", "max"),
+    "key_weight_norm": HeadField("1", f"Frobenius norm of the head's key weight{_STORED}", "max"),
+    "qk_spectral_norm": HeadField(
+        "1", f"largest singular value of the product of the query and key weights{_STORED}", "max"
+    ),
     "gain_bound": HeadField("nats", "largest logit that the gains of the q/k norm allow", "max", per_layer=True),
     "query_grad_rms": HeadField("1", "root mean square gradient of the head's query weight", "max"),
     "key_grad_rms": HeadField("1", "root mean square gradient of the head's key weight", "max"),
@@ -250,7 +254,10 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "dense_top_share": HeadField("share", "share of rows whose largest dense logit belongs to a chosen key", "min"),
     "dense_entropy": HeadField("nats", "mean entropy of dense attention over the keys to choose from", "mean"),
     "delta2_spectral_norm": HeadField(
-        "1", "largest singular value of the first-order change of W_QᵀW_K in a step", "max", column="Δ₂ norm"
+        "1",
+        f"largest singular value of the first-order change of W_QᵀW_K in a step{_STORED}",
+        "max",
+        column="Δ₂ norm",
     ),
     "delta2_stable_rank": HeadField(
         "1",
@@ -263,7 +270,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "min",
     ),
     "delta3_spectral_norm": HeadField(
-        "1", "largest singular value of the product of the query and key weights' updates", "max"
+        "1", f"largest singular value of the product of the query and key weights' updates{_STORED}", "max"
     ),
     "delta3_stable_rank": HeadField(
         "1",
@@ -278,13 +285,15 @@ HEAD_FIELDS: dict[str, HeadField] = {
     ),
     "query_update_ratio": HeadField(
         "1",
-        "root mean square of one update of the head's query weight, divided by the root mean square of the weight",
+        "root mean square of one update of the head's query weight, divided by the root mean square of the weight"
+        f"{_STORED}",
         "max",
         column="ΔW_q/W_q",
     ),
     "key_update_ratio": HeadField(
         "1",
-        "root mean square of one update of the head's key weight, divided by the root mean square of the weight",
+        "root mean square of one update of the head's key weight, divided by the root mean square of the weight"
+        f"{_STORED}",
         "max",
         column="ΔW_k/W_k",
     ),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Literal, final
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,16 @@ from qkeel import dist
 from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
-from qkeel.patching.autograd import version_of
+from qkeel.patching.autograd import (
+    call_uncompiled,
+    graph_is_kept,
+    in_checkpoint,
+    memory_of,
+    running_checkpoints,
+    version_of,
+)
 from qkeel.patching.modes import (
+    forward_inside,
     parameters_of,
     pickle_by,
     put_first,
@@ -27,52 +36,105 @@ from qkeel.patching.modes import (
 from qkeel.remedies.base import Remedy, Target, compose_all, inside
 from qkeel.remedies.head_steps import join
 
+_MOST = 8  # starts that are compared if it is unknown which pass is recomputed
+
 
 @final
 class SpectralScale(nn.Module):
     """Ŵ = (γ/σ) W with v = W u/‖W u‖, u' = Wᵀ v/‖Wᵀ v‖ and σ = vᵀ W u'; u is a buffer, and u ← u' in training forwards.
 
-    Each forward performs one step of power iteration. Gradients flow through σ, but not through v and u'. Everything is
-    computed in float32 or wider, with or without autocast. u starts at W's first right singular vector. When gradient
-    checkpointing recomputes a forward pass, the recomputation starts at the u of the original pass. This must be the
-    last forward pass, so RefusedError is raised if a weight was used in several forward passes before the backward
-    pass.
+    Each time a layer reads its weight, one step of power iteration is performed (nn.MultiheadAttention reads it once
+    per forward). Gradients flow through σ, but not through v and u'. Everything is computed and stored in float32 or
+    wider, with or without autocast, even after `model.to(torch.bfloat16)`. u starts at W's first right singular vector.
+
+    When gradient checkpointing recomputes a forward pass, each read starts at the u of the same read in the original
+    pass. If it is unknown which pass is recomputed, as with checkpoints inside checkpoints, and the passes since the
+    last backward had different u, RefusedError is raised. Compiled code that first ran outside checkpoints, in training
+    mode, must not run inside one later.
     """
+
+    _starts: tuple[Tensor, ...] = ()  # u at the start of each read since a backward or a change of the weight
+    _version = -1  # the weight's version in these reads
+    _keeps = False  # whether the layer's forward runs and all its reads get the same weight
+    _kept: Tensor | None = None  # this weight
 
     def __init__(self, weight: Tensor, init: Literal["keep", "one"]) -> None:
         super().__init__()
         self.register_buffer("right", _top_right(weight.detach()))
         self.right: Tensor
-        self._started = self.right  # u at the start of the last forward
-        self._forwards, self._version = 0, -1  # forwards with gradients since a backward; the weight's version in them
         sigma = self._sigma(weight.detach(), self.right)[0][None]  # one dimension, since fully_shard accepts no scalars
         # γ starts at σ exactly as the forward computes it, so γ/σ is 1 and the weight is unchanged bit for bit.
-        self.gamma = nn.Parameter(sigma if init == "keep" else torch.ones_like(sigma))
+        gamma = sigma if init == "keep" else torch.ones_like(sigma)
+        self.gamma = nn.Parameter(gamma, requires_grad=weight.requires_grad)  # γ would train a frozen layer
 
     def forward(self, weight: Tensor) -> Tensor:
         """Returns the weight that the layer uses."""
-        again = self.training and not torch.compiler.is_compiling() and recomputing()
-        if again and self._forwards > 1:
-            raise RefusedError(
-                f"sigma_reparam: gradient checkpointing recomputes a layer that ran {self._forwards} times before "
-                "this backward pass, each time with a different vector. Call backward after each forward pass, or "
-                "leave the layer out of checkpointing"
-            )
-        sigma, right = self._sigma(weight, self._started if again else self.right)
-        if again:
-            self._forwards = 0
-        elif self.training:
-            if not torch.compiler.is_compiling():
-                self._note(weight)
+        if self.training and torch.compiler.is_compiling() and in_checkpoint():
+            return call_uncompiled(self._used, weight)  # compiled code can't look up the u of the first pass
+        return self._used(weight)
+
+    def _used(self, weight: Tensor) -> Tensor:
+        kept = self._kept
+        if kept is not None:
+            return kept
+        noted = self.training and not torch.compiler.is_compiling()
+        again = noted and recomputing()
+        start = self._recalled() if again else self.right
+        sigma, right = self._sigma(weight, start)
+        if noted and not again:
+            self._note(weight)
+        if self.training and not again:
             with torch.no_grad():
                 self.right.copy_(right)
-        return (self.gamma / sigma).to(weight.dtype) * weight
+        used = (self.gamma / sigma).to(weight.dtype) * weight
+        if self._keeps:
+            self._kept = used
+        return used
+
+    def keep(self, on: bool) -> None:
+        """Begins or ends a forward of a layer that reads its weight several times."""
+        self._keeps, self._kept = on, None
 
     def _note(self, weight: Tensor) -> None:
-        self._started = self.right.clone()
-        if torch.is_grad_enabled():
-            self._forwards = self._forwards + 1 if version_of(weight) == self._version else 1
-            self._version = version_of(weight)
+        start, version = self.right.clone(), version_of(weight)
+        before = self._starts if version == self._version else ()
+        self._starts, self._version = (*before[: _MOST - 1], start), version
+        self._remember(start)
+
+    def _remember(self, start: Tensor) -> None:
+        """Notes u in every checkpoint whose first pass is running."""
+        for call in running_checkpoints().first:
+            memory_of(call).setdefault(self, _Reads()).starts.append(start)
+
+    def _recalled(self) -> Tensor:
+        """Returns the u at which the read that is being recomputed started."""
+        running = running_checkpoints()
+        known = [reads for call in running.again if (reads := memory_of(call).get(self)) is not None]
+        start = next((u for reads in known if (u := reads.take(running.task)) is not None), None)
+        if start is None:
+            start = self._only_start()
+        self._remember(start)
+        return start
+
+    def _only_start(self) -> Tensor:
+        starts = self._starts or (self.right,)
+        if len(starts) == _MOST or not all(torch.equal(starts[0], other) for other in starts[1:]):
+            raise RefusedError(
+                "sigma_reparam: gradient checkpointing recomputes a layer whose weight was used "
+                f"{f'at least {_MOST}' if len(starts) == _MOST else len(starts)} times before this backward pass, "
+                "each time with a different vector, and it is unknown which of these is recomputed. Call backward "
+                "after each forward pass, or leave the layer out of nested checkpoints"
+            )
+        if not graph_is_kept():
+            self._version = -1  # the next pass begins a new list
+        return starts[0]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def converted(x: Tensor) -> Tensor:
+            y = fn(x)
+            return y if wide(y.dtype) == y.dtype else x.to(y.device)
+
+        return super()._apply(converted, recurse)
 
     def _sigma(self, weight: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(weight.device.type, enabled=False):
@@ -81,6 +143,22 @@ class SpectralScale(nn.Module):
                 left = nn.functional.normalize(w @ start.to(w.dtype), dim=0)
                 right = nn.functional.normalize(w.mT @ left, dim=0)
             return torch.dot(left, w @ right), right
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Reads:
+    """The u at which each read of a weight in a checkpoint started, in order."""
+
+    starts: list[Tensor] = dataclasses.field(default_factory=list)
+    _task: int = -1  # the backward pass that recomputes the reads
+    _next: int = 0
+
+    def take(self, task: int) -> Tensor | None:
+        """Returns the start of the next read in this backward pass, or None if there were no more reads."""
+        if task != self._task:
+            self._task, self._next = task, 0
+        self._next += 1
+        return self.starts[self._next - 1] if self._next <= len(self.starts) else None
 
 
 def _top_right(weight: Tensor) -> Tensor:
@@ -96,10 +174,12 @@ def _top_right(weight: Tensor) -> Tensor:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SigmaReparam(Remedy):
-    """Ŵ = (γ/σ(W)) W for all linear layers, or only for those in attention (`on=attention`).
+    """Ŵ = (γ/σ(W)) W for all linear layers and the projections of nn.MultiheadAttention, or only for those in attention
+    (`on=attention`). A weight from which q, k and v are computed together is one W.
 
     With init="keep", γ starts at σ(W), so that nothing changes at first (as in the authors' vision code); with "one" it
-    starts at 1 (as in the paper). γ is added to the optimizer in the same way as gains.
+    starts at 1 (as in the paper). γ is added to the optimizer in the same way as gains. The γ of a frozen weight is
+    frozen.
     """
 
     on: Literal["all", "attention"] = "all"
@@ -113,17 +193,19 @@ class SigmaReparam(Remedy):
     def apply(self, target: Target) -> Handle:
         inside = {id(m) for site in target.sites for m in site.module.modules()}
         layers = {
-            name: m
+            name: (m, weights)
             for name, m in target.model.named_modules()
-            if (self.on == "all" or id(m) in inside) and (isinstance(m, nn.Linear) or _multiplies(m))
+            if (self.on == "all" or id(m) in inside) and (weights := _weights_of(m))
         }
-        for name, layer in layers.items():
-            _check(name, layer)
+        for name, (layer, weights) in layers.items():
+            for weight in weights:
+                _check(name, layer, weight)
+        _check_logits(target, {id(p) for layer, weights in layers.values() for p in map(layer.get_parameter, weights)})
         handle = compose_all(self._changes(layers, target))
 
         def undo() -> None:
-            for name, layer in layers.items():
-                if "parametrizations" in submodules_of(layer) and dist.is_split(_stored(layer)):
+            for name, (layer, _) in layers.items():
+                if any(map(dist.is_split, stored(layer).values())):
                     raise RefusedError(
                         f"sigma_reparam: the weight of {name} was split across processes after the remedy was applied, "
                         "and the code that splits it uses its current name. Remove the remedy before the model is split"
@@ -132,30 +214,59 @@ class SigmaReparam(Remedy):
 
         return Handle(undo)
 
-    def _changes(self, layers: dict[str, nn.Module], target: Target) -> Iterator[Handle]:
+    def _changes(self, layers: Mapping[str, tuple[nn.Module, list[str]]], target: Target) -> Iterator[Handle]:
         gains: dict[str, nn.Parameter] = {}
-        weights = [layer.get_parameter("weight") for layer in layers.values()]
-        for name, layer in layers.items():
-            scale, handle = _reparametrise(layer, self.init)
-            gains[inside(name, "parametrizations.weight.0.gamma")] = scale.gamma
+        near = [layer.get_parameter(weights[0]) for layer, weights in layers.values()]
+        for name, (layer, weights) in layers.items():
+            scales, handle = _reparametrise(layer, weights, self.init)
+            for weight, scale in scales.items():
+                if scale.gamma.requires_grad:
+                    gains[inside(name, f"parametrizations.{weight}.0.gamma")] = scale.gamma
             yield handle
         if layers:
-            yield join(target.optimizer, gains, weights[0])
+            yield join(target.optimizer, gains, near[0])
 
 
-def _check(name: str, layer: nn.Module) -> None:
-    weight = parameters_of(layer).get("weight")
+def _weights_of(module: nn.Module) -> list[str]:
+    """Returns the names of the parameters with which a module multiplies its input, or [] if it is not known to do
+    so."""
+    if isinstance(module, nn.MultiheadAttention):
+        own = parameters_of(module)
+        return [name for name in _PROJECTIONS if own.get(name) is not None]
+    return ["weight"] if isinstance(module, nn.Linear) or _multiplies(module) else []
+
+
+# The weights of q, k and v in nn.MultiheadAttention: one for all of them, or one each.
+_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+def _check(name: str, layer: nn.Module, parameter: str) -> None:
+    weight = parameters_of(layer).get(parameter)
+    what = "the weight" if parameter == "weight" else parameter
     if weight is None:
         raise RefusedError(
-            f"sigma_reparam: the weight of {name} is already reparametrised; remove that parametrisation first"
+            f"sigma_reparam: {what} of {name} is already reparametrised; remove that parametrisation first"
         )
     if not bool(torch.isfinite(weight).all()):
-        raise NonFiniteError(f"sigma_reparam: the weight of {name} holds NaN or infinity; load finite weights")
+        raise NonFiniteError(f"sigma_reparam: {what} of {name} holds NaN or infinity; load finite weights")
     if not bool(weight.any()):
         raise RefusedError(
-            f"sigma_reparam: the weight of {name} is all zeros, so it has no direction to scale; initialise "
+            f"sigma_reparam: {what} of {name} is all zeros, so it has no direction to scale; initialise "
             "it randomly, or leave it out with on=attention"
         )
+
+
+def _check_logits(target: Target, covered: set[int]) -> None:
+    """Raises RefusedError if logits are computed from a matrix that the remedy would leave as it is."""
+    for part in target.logit_slices():
+        weight = target.parameter(part.parameter)
+        if weight.ndim > 1 and id(weight) not in covered:
+            raise RefusedError(
+                "sigma_reparam: expected all logits to be computed by nn.Linear, nn.MultiheadAttention or layers that "
+                f"compute x·W, but some are computed from {part.parameter} {list(weight.shape)}, which the remedy "
+                "would leave as it is. Compute this product in an nn.Linear, or use a remedy that changes q and k or "
+                "the logits (qk_norm, softcap)"
+            )
 
 
 def _multiplies(module: nn.Module) -> bool:
@@ -176,71 +287,104 @@ def _multiplies(module: nn.Module) -> bool:
     return isinstance(got, Tensor) and got.shape == want.shape and bool(torch.allclose(got, want, rtol=1e-3, atol=1e-4))
 
 
-def _reparametrise(layer: nn.Module, init: Literal["keep", "one"]) -> tuple[SpectralScale, Handle]:
-    weight, names = layer.get_parameter("weight"), list(parameters_of(layer))
+def _reparametrise(
+    layer: nn.Module, weights: list[str], init: Literal["keep", "one"]
+) -> tuple[dict[str, SpectralScale], Handle]:
+    names = list(parameters_of(layer))
     cls, attributes = layer.__class__, set(layer.__dict__)
-    scale = SpectralScale(weight, init)
-    _register(layer, scale)
+    scales = {weight: SpectralScale(layer.get_parameter(weight), init) for weight in weights}
+    _register(layer, scales)
 
     def undo() -> None:
-        trained = _stored(layer)
+        trained = stored(layer)
+        if not trained:  # `fold_layer` has made it an ordinary layer
+            return
         del submodules_of(layer)["parametrizations"]
         set_class(layer, cls)
         for extra in set(layer.__dict__) - attributes:
             del layer.__dict__[extra]
-        kept = {**parameters_of(layer), "weight": trained}
+        kept = {**parameters_of(layer), **trained}
         parameters_of(layer).clear()
         parameters_of(layer).update({name: kept[name] for name in names})
 
-    return scale, Handle(undo)
+    return scales, Handle(undo)
 
 
-def _stored(layer: nn.Module) -> nn.Parameter:
-    """Returns the trained weight of a reparametrised layer."""
-    return layer.get_submodule("parametrizations.weight").get_parameter("original")
+def _scaled(layer: nn.Module) -> dict[str, parametrize.ParametrizationList]:
+    """Returns the parametrizations of a layer's weights under the remedy, by name of the weight."""
+    made = submodules_of(layer).get("parametrizations")
+    found = {} if made is None else submodules_of(made)
+    return {
+        name: one
+        for name, one in found.items()
+        if isinstance(one, parametrize.ParametrizationList) and isinstance(one[0], SpectralScale)
+    }
 
 
-def _register(layer: nn.Module, scale: SpectralScale) -> None:
-    # "unsafe" skips a trial forward, which would count as a training forward.
-    parametrize.register_parametrization(layer, "weight", scale, unsafe=True)
+def _scales(layer: nn.Module) -> dict[str, SpectralScale]:
+    found = {name: one[0] for name, one in _scaled(layer).items()}
+    return {name: scale for name, scale in found.items() if isinstance(scale, SpectralScale)}
+
+
+def stored(layer: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the trained weights of a layer under the remedy, by name; {} for other layers."""
+    return {name: one.get_parameter("original") for name, one in _scaled(layer).items()}
+
+
+def _register(layer: nn.Module, scales: Mapping[str, SpectralScale]) -> None:
+    for weight, scale in scales.items():
+        # "unsafe" skips a trial forward, which would count as a training forward.
+        parametrize.register_parametrization(layer, weight, scale, unsafe=True)
     layer.get_submodule("parametrizations").train(layer.training)
     pickle_by(layer, _reduced)
+    if isinstance(layer, nn.MultiheadAttention):  # it also reads its weights for their dtype
+        forward_inside(layer, _reading_once)
+
+
+@contextmanager
+def _reading_once(layer: nn.Module) -> Iterator[None]:
+    """Lets all reads of a weight in this context return the same tensor."""
+    scales = [*_scales(layer).values()]
+    for scale in scales:
+        scale.keep(True)
+    try:
+        yield
+    finally:
+        for scale in scales:
+            scale.keep(False)
 
 
 def _reduced(layer: nn.Module, protocol: object) -> tuple[object, ...]:
-    """Pickles a layer as its original class, its stored weight and its scale."""
+    """Pickles a layer as its original class, its stored weights and their scales."""
     state = state_without(layer, "parametrizations")
-    weights = layer.get_submodule("parametrizations.weight")
-    kept = weights.get_parameter("original"), weights.get_submodule("0")
-    return _restored, (layer.__class__.__bases__[0], state, *kept)
+    return _restored, (layer.__class__.__bases__[0], state, stored(layer), _scales(layer))
 
 
-def _restored(cls: type[nn.Module], state: dict[str, object], weight: nn.Parameter, scale: SpectralScale) -> nn.Module:
+def _restored(cls: type[nn.Module], state: dict[str, object], weights: Any, scales: Any) -> nn.Module:
     layer = object.__new__(cls)
     layer.__dict__.update(state)
-    put_first(layer, "weight", weight)
-    _register(layer, scale)
+    if isinstance(weights, Tensor):  # in pickles of 0.1.0
+        weights, scales = {"weight": weights}, {"weight": scales}
+    _put_back(layer, weights)
+    _register(layer, scales)
     return layer
 
 
-@torch.no_grad()
-def folded(layer: nn.Module) -> bool:
-    """Writes Ŵ, as computed in evaluation mode, into the stored weight and makes the layer an ordinary one again.
+def _put_back(layer: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
+    """Makes these weights the first parameters of the layer, in this order."""
+    for name, weight in reversed([*weights.items()]):
+        put_first(layer, name, weight)
 
-    Returns False for other layers."""
-    try:
-        found = layer.get_submodule("parametrizations.weight")
-    except AttributeError:
-        return False
-    if not isinstance(found, parametrize.ParametrizationList) or not isinstance(found[0], SpectralScale):
-        return False
-    training = found.training
-    found.eval()
-    value = found()
-    found.train(training)
-    weight = found.get_parameter("original")
-    weight.copy_(value)
+
+@torch.no_grad()
+def fold_layer(layer: nn.Module) -> None:
+    """Writes Ŵ, as computed in evaluation mode, into the stored weights and makes the layer an ordinary one again."""
+    weights = stored(layer)
+    for name, scaled in _scaled(layer).items():
+        training = scaled.training
+        scaled.eval()
+        weights[name].copy_(scaled())
+        scaled.train(training)
     del submodules_of(layer)["parametrizations"]
     set_class(layer, layer.__class__.__bases__[0])
-    put_first(layer, "weight", weight)
-    return True
+    _put_back(layer, weights)

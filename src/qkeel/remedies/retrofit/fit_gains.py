@@ -23,7 +23,7 @@ from qkeel.remedies.base import where
 from qkeel.remedies.change_norm import HeadNorm
 from qkeel.remedies.change_spec import settle
 from qkeel.remedies.retrofit.replay import Gap, QueryRows, Reference, Replay, predictions
-from qkeel.remedies.sigma_reparam import SigmaReparam, folded
+from qkeel.remedies.sigma_reparam import SigmaReparam, fold_layer, stored
 from qkeel.sites.find import find_sites
 from qkeel.spec import InverseSqrt, NoNorm
 from qkeel.spec.norm import Norm, NormedPart
@@ -382,7 +382,8 @@ class Folded:
 def fold(model: nn.Module) -> Folded:
     """Writes scale factors back into weights in place. Outputs stay the same up to rounding.
 
-    - In any model, Ŵ = (γ/σ) W of `sigma_reparam` becomes the weight of an ordinary layer again.
+    - In any model, Ŵ = (γ/σ) W of `sigma_reparam` becomes the weight of an ordinary layer again, unless another layer
+      shares W.
     - In qkeel's own modules, a logit scale other than 1/√d, constant or learned (`logit_scale`, a temperature), is
       moved into W_q and its bias, or, after a norm with a gain on q, into that gain. Position-dependent factors stay.
 
@@ -403,9 +404,8 @@ def fold(model: nn.Module) -> Folded:
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to fold, got {type(model).__name__}")
     plain = unwrapped(model)
-    written = [f"sigma_reparam of {name or 'the model'}" for name, m in plain.named_modules() if folded(m)]
-    kept: list[str] = []
-    if written:
+    written, kept = _fold_scaled_layers(plain)
+    if written and not kept:  # otherwise the handle still has layers to restore
         forget(plain, lambda remedy: isinstance(remedy, SigmaReparam))
     for site in find_sites(plain) if any(isinstance(m, SpecModule) for m in plain.modules()) else ():
         reason = _fold_scale(plain, site)
@@ -416,6 +416,42 @@ def fold(model: nn.Module) -> Folded:
             + ("; ".join(kept) or "no layer under sigma_reparam, and no scale other than 1/√d in qkeel's own attention")
         )
     return Folded(written=tuple(written), kept=tuple(kept))
+
+
+def _fold_scaled_layers(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Folds the layers under sigma_reparam whose weights nothing else uses. Returns phrases for these and for the
+    others."""
+    written, kept, held = list[str](), list[str](), _holders(model)
+    layers = [(f"sigma_reparam of {name or 'the model'}", m, stored(m)) for name, m in model.named_modules()]
+    for phrase, layer, weights in [each for each in layers if each[2]]:
+        others = {n: m for p in weights.values() for n, m in held[id(p)].items() if m is not layer}
+        if others:
+            kept.append(
+                f"{phrase}: {', '.join(n or 'the model' for n in others)} shares its weight and would change too; give "
+                "the layer a weight of its own before the remedy is applied, or remove() the handle"
+            )
+        else:
+            fold_layer(layer)
+            written.append(phrase)
+    return written, kept
+
+
+def _holders(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
+    """Returns the modules that hold each parameter, by id of the parameter and name of the module.
+
+    A module with several names is one module. A layer whose weight is computed from the parameter holds it."""
+    found: dict[int, dict[str, nn.Module]] = {}
+    for name, module in model.named_modules():
+        owner = _owner(name)
+        for p in parameters_of(module).values():
+            if p is not None:
+                found.setdefault(id(p), {})[owner] = model.get_submodule(owner)
+    return found
+
+
+def _owner(name: str) -> str:
+    """Returns the name of a module, or of the layer if the module is one of a layer's parametrizations."""
+    return f".{name}".partition(".parametrizations.")[0].removeprefix(".")
 
 
 def _fold_scale(model: nn.Module, site: AttentionSite) -> str | None:
@@ -457,6 +493,10 @@ def _into_weights(model: nn.Module, site: AttentionSite, ratio: Tensor) -> str:
     for piece in pieces:
         if id(model.get_parameter(piece.parameter)) in owned:
             return f"{piece.parameter} is shared with another attention layer"
+    held = _holders(model)
+    for piece in pieces:
+        if len(held[id(model.get_parameter(piece.parameter))]) > 1:
+            return f"{piece.parameter} is shared with another layer"
     for piece in pieces:
         for part in filter(None, (piece, piece.bias_of())):
             p = model.get_parameter(part.parameter)
