@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from qkeel.errors import InvalidValueError
 from qkeel.handle import Handle, compose
 
 
@@ -65,8 +66,15 @@ def test_more_than_ten_parts_keep_their_own_state() -> None:
     assert [v["x"] for v in values] == list(range(12))
 
 
-def test_a_handle_without_state_saves_and_loads_nothing() -> None:
+def test_a_handle_without_state_saves_nothing_and_refuses_the_state_of_another() -> None:
     handle = Handle(lambda: None)
     assert handle.state() == {}
-    handle.load({"anything": 1})
+    handle.load({})
+    with pytest.raises(InvalidValueError, match="the state holds 'anything', which this change does not have"):
+        handle.load({"anything": 1})
+    two = compose([Handle(lambda: None, state=lambda: {"x": 1}, load=lambda _: None), Handle(lambda: None)])
+    two.load({"0.x": 1})
+    for wrong in ("1.x", "2.x", "x", "0x"):
+        with pytest.raises(InvalidValueError, match="load the state of the same model and remedy"):
+            two.load({wrong: 1})
     assert compose([]).state() == {}

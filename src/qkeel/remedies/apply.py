@@ -333,7 +333,8 @@ class AtNextPass(Handle):
             note = optimizer.register_step_post_hook(lambda *_: self._note())
             self._after_step = Handle(note.remove)
         if self._before is not None and self._everybody_has_a_state():
-            self._inner.load({**self._inner.state(), **self._before})
+            initial = self._inner.state()
+            self._inner.load({**initial, **{name: x for name, x in self._before.items() if name in initial}})
         if self._carried:  # a state from before the first pass is empty
             self._inner.load(self._carried)
 
