@@ -57,10 +57,7 @@ def test_a_step_that_was_skipped_counts_for_the_next_one() -> None:
         assert set(calls.values()) == {3 * 2 * 5}  # of steps 0, 3 and 4
 
 
-@pytest.mark.parametrize("attempt", [0, 1])
-def test_the_numbers_of_steps_go_on_in_a_run_that_torchrun_has_started_again(
-    attempt: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_numbers_of_steps_go_on_in_a_run_that_is_resumed() -> None:
     """The script loads its checkpoint after `watch`, as late as it can: before the first pass."""
 
     def trained(steps: Iterable[int], loaded: dict[str, Any] | None) -> tuple[list[int], dict[str, Any]]:
@@ -77,9 +74,22 @@ def test_the_numbers_of_steps_go_on_in_a_run_that_torchrun_has_started_again(
 
     found, state = trained(range(3), None)
     assert found == [0, 2]
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-    assert trained(range(3, 7), state)[0] == ([4, 6] if attempt else [0, 2])
+    assert trained(range(3, 7), state)[0] == [4, 6]
     assert trained(range(3), None)[0] == [0, 2]  # no checkpoint was there: from the beginning
+
+
+def test_the_numbers_of_steps_go_on_where_watching_begins_late_unless_they_are_set() -> None:
+    for own in (None, 100):
+        model = small()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(5):
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+        with watch(model, optimizer, every=1) as monitor:
+            if own is not None:
+                monitor.steps = own
+            loop(monitor, optimizer, range(3))
+            assert monitor.history.steps.tolist() == ([5, 6, 7] if own is None else [100, 101, 102])
 
 
 def test_the_end_of_a_training_is_measured_once_by_a_pass_that_changes_nothing() -> None:
@@ -95,7 +105,7 @@ def test_the_end_of_a_training_is_measured_once_by_a_pass_that_changes_nothing()
             optimizer.step()
             weights.append([p.clone() for p in model.parameters()])
             if step == 4:
-                monitor.measure_end()  # step 4 was measured
+                monitor.measure_end()  # the state after five steps, although the fifth was measured from its beginning
             if step == 5:
                 monitor.measure_end()  # and so step 6, which begins with these weights, is not measured again
             optimizer.zero_grad()
@@ -105,7 +115,7 @@ def test_the_end_of_a_training_is_measured_once_by_a_pass_that_changes_nothing()
         monitor.measure_end()
         assert not model.training
         assert torch.equal(torch.get_rng_state(), state)
-        assert monitor.history.steps.tolist() == [0, 4, 6, 8]
+        assert monitor.history.steps.tolist() == [0, 4, 5, 6, 8]
         end = monitor.sample
     plain.load_state_dict(model.state_dict())
     with watch(plain, every=1) as others, torch.autocast("cpu"):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import qkeel
-from qkeel.errors import AlreadyAppliedError, InvalidValueError, RefusedError
+from qkeel.errors import AlreadyAppliedError, InvalidValueError, QkeelWarning, RefusedError
 
 from .families import FAMILIES, Encoder, batch, run
 from .models import gradients, step_by
@@ -500,6 +500,48 @@ def test_a_later_optimizer_that_trains_without_the_remedy_is_warned_about_once(
     assert len(warned(recwarn)) == 1
     assert f"{remedy} was applied with another optimizer (AdamW)" in warned(recwarn)[0]
     handle.remove()
+
+
+class ByData(torch.optim.Optimizer):
+    """Changes weights through `.data`, which torch does not count."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.data.add_(p.grad, alpha=-0.01)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda ps: torch.optim.AdamW(ps, fused=True), lambda ps: torch.optim.SGD(ps, fused=True), ByData]
+)
+def test_a_later_optimizer_whose_changes_torch_does_not_count_is_warned_about(
+    make: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    model, first, handle = applied("lalr")
+    train(model, first)
+    train(model, make(model.parameters()), steps=3)
+    assert len(warned(recwarn)) == 1
+    handle.remove()
+
+
+def test_optimizers_that_are_only_created_leave_nothing_behind() -> None:
+    model, first, handle = applied("lalr")
+    before = len(first._optimizer_step_post_hooks)
+    for i in range(5):
+        later = torch.optim.SGD(model.parameters(), lr=0.01)
+        if i == 4:
+            with pytest.warns(QkeelWarning, match="had no effect"):
+                train(model, later)
+        train(model, first)
+    assert len(first._optimizer_step_post_hooks) == before + 1
+    handle.remove()
+    assert not first._optimizer_step_post_hooks
+    assert not first._optimizer_step_pre_hooks
+    assert not later._optimizer_step_post_hooks
+    assert not later._optimizer_step_pre_hooks
 
 
 @every_remedy

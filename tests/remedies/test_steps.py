@@ -504,6 +504,30 @@ def test_a_cap_never_changes_frozen_weights_and_is_refused_if_they_are_over_it()
     assert not torch.equal(model.k_proj.weight, before["k_proj.weight"])
 
 
+def test_a_frozen_weight_that_momentum_still_moves_is_capped() -> None:
+    model = attention()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.99)
+    qkeel.apply("spectral_cap:cap=0.5", model, optimizer)
+    for i, grads in enumerate(gradients(model, 5)):
+        step_by(model, optimizer, grads)
+        model.q_proj.weight.requires_grad_(i < 1)
+    heads = model.q_proj.weight.detach().unflatten(0, (4, -1))
+    assert float(torch.linalg.matrix_norm(heads, 2).max()) <= 0.5 * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_weight_that_was_capped_and_is_frozen_can_be_capped_again(seed: int) -> None:
+    model = attention(torch.float32)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        model.q_proj.weight.normal_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with qkeel.apply("spectral_cap:cap=0.5", model, optimizer):
+        step_by(model, optimizer, next(gradients(model, 1)))
+    model.q_proj.weight.requires_grad_(False)
+    qkeel.apply("spectral_cap:cap=0.5", model, optimizer)
+
+
 STATES = ["lalr", "lalr:norm=spectral", "qk_clip:threshold=0.5,steps=matched", "qk_lr", "softcap"]
 
 

@@ -39,7 +39,7 @@ from qkeel.monitor.rules import Alarm, Rule
 from qkeel.monitor.sinks import Sink
 from qkeel.monitor.token_classes import Classes, PassTokens, QueryMaskSource
 from qkeel.patching.forward import owners, unwrapped
-from qkeel.patching.modes import FaultGuard, joined, restarted
+from qkeel.patching.modes import FaultGuard, joined
 from qkeel.patching.optimizers import StepHooks, stepping, steps_taken
 from qkeel.sites.tap import Phase, Tap
 
@@ -224,7 +224,7 @@ class TrainingEnd:
         Raises: RefusedError; see `Monitor.measure_end`.
         """
         self.skip()
-        if not self._missing:
+        if self._steps.last is not None and self._steps.last >= self._steps.done:
             return
         if dist.world() > 1 or self._group.members is not None:
             raise RefusedError(
@@ -299,9 +299,9 @@ class Monitor(Handle):
     """Measures the attention of a model; created by `qkeel.watch`, removed by `remove()` or at the end of `with`.
 
     With an optimizer, a measurement at step s describes the model after s optimizer steps, over all micro-batches of
-    the next step. If torchrun restarts a run (`--max-restarts`), the step numbers continue from the optimizer's loaded
-    state. Without an optimizer, each training pass is a step. Passes in eval mode are recorded separately. An internal
-    fault causes one warning and switches the monitor off.
+    the next step. If the optimizer's state counts steps before the first watched pass, as that of a resumed run does,
+    the step numbers continue from there. Without an optimizer, each training pass is a step. Passes in eval mode are
+    recorded separately. An internal fault causes one warning and switches the monitor off.
 
     Data flows in one direction: the tap measures calls, the end of the step collects the numbers, the group of
     processes merges them, the journal records what arrives, and the rules and sinks read the record.
@@ -331,8 +331,8 @@ class Monitor(Handle):
         self._steps = MeasuredSteps(every, model, by_optimizer=optimizer is not None)
         if planned is not None:
             self._steps.besides.add(planned.steps - 1)
-        if optimizer is not None and restarted():
-            # By then the script has loaded its checkpoint.
+        if optimizer is not None:
+            # It is called in the first pass, when a script that is resumed has loaded its checkpoint.
             self._steps.continued = functools.partial(steps_taken, optimizer)
         self._guard = FaultGuard(_OFF, self._switch_off)
         introduced = Handshake(whole, lambda: self.sites, layout)
@@ -409,14 +409,14 @@ class Monitor(Handle):
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps done; set it to continue counting where an earlier run stopped."""
+        """The number of optimizer steps done; set it if the optimizer's state does not say where a run continues."""
         return self._steps.done
 
     @steps.setter
     def steps(self, done: int) -> None:
         if done != self.steps and self._steps.step_due and self._models.has("train"):
             self._steps.besides.add(done)  # measured for a step that was skipped; it counts for this one
-        self._steps.done = done
+        self._steps.done, self._steps.continued = done, None
 
     def measure_next(self) -> None:
         """Measures the current step regardless of the cadence; call it before the step's first forward pass.
@@ -433,8 +433,8 @@ class Monitor(Handle):
 
         The state of the model after N steps is recorded at step N. It is measured in one more forward pass in training
         mode, on the batch of the last training pass; random number generators and buffers are restored afterwards.
-        Gradients are not measured, because there is no backward pass. Nothing is done if the last step was already
-        measured.
+        Gradients are not measured, because there is no backward pass. Nothing is done if there is a record of step N.
+        `close()` and `with` do nothing if the last training pass, before step N, was measured.
 
         Raises:
             RefusedError: several processes train, no optimizer was given or it is in the middle of a step, no training

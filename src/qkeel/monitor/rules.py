@@ -451,11 +451,18 @@ def _one_key(history: History, records: Sequence[int], entropy: np.ndarray) -> n
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite(Rule):
     """The logits of a head are NaN or infinite. The alarm names the first layer with such a head, because later layers
-    only inherit these values."""
+    only inherit these values.
+
+    If a finite logit was over 100 before, growth is the likely cause, and the alarm has the cause and the remedy of
+    growth. Otherwise smaller logits would not help, and the alarm says where to look."""
 
     severity: Severity = Severity.CRITICAL
     source: str = "by definition"
-    remedy: str = f"{HOLD}  # from the last checkpoint before this step"
+    remedy: str = (
+        "torch.autograd.set_detect_anomaly(True)  # from the last checkpoint before this step; the logits were small, "
+        "so look at the batch, the loss scale and the norms"
+    )
+    cause: str = "attention logits are NaN or infinite"
 
     @property
     def name(self) -> str:
@@ -469,8 +476,18 @@ class NonFinite(Rule):
             count = int((broken[-1] > 0).sum())
             heads = "this head" if count == 1 else f"{count} heads (this is the first)"
             text = f"the logits of {heads} are NaN or infinite"
-            return self.alarm(history, text, np.nan, at=RecordPlace(NON_FINITE, layer, head))
+            alarm = self.alarm(history, text, np.nan, at=RecordPlace(NON_FINITE, layer, head))
+            if _over(history, thresholds.CLIPS):
+                remedy = f"{HOLD}  # from the last checkpoint before this step"
+                return dataclasses.replace(alarm, cause=GROWTH, remedy=remedy)
+            return alarm
         return None
+
+
+def _over(history: History, threshold: float) -> bool:
+    """Returns whether a finite logit of any record is over the threshold."""
+    series = [history.series("max_logit"), history.top("max_logit"), history.values.get("max_logit")]
+    return any((np.where(np.isfinite(x), x, -np.inf) > threshold).any() for x in series if x is not None)
 
 
 @final

@@ -167,7 +167,8 @@ def _compiles_checkpoint(frame: FrameType) -> bool:
 def call_uncompiled(function: Callable[..., T], *args: object) -> T:
     """Calls a function that torch.compile neither compiles nor makes part of other compiled code."""
     run: Any = torch.compiler.disable
-    return run(function)(*args)
+    why = "it depends on the checkpoint in which it runs (sigma_reparam); fullgraph=False is needed there"
+    return run(function, reason=why)(*args)
 
 
 call_uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -6,7 +6,6 @@ import abc
 import dataclasses
 import functools
 import inspect
-import os
 import re
 import sys
 import threading
@@ -593,11 +592,6 @@ def _is_wrapper(module: nn.Module) -> bool:
 def process_store() -> distributed.Store:
     """Returns the key-value store of the default process group, which cannot be blocked by a silent process."""
     return distributed.distributed_c10d._get_default_store()
-
-
-def restarted() -> bool:
-    """True in a process that torchrun has restarted after some process of the run failed."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 _STAGES = "torch.distributed.pipelining.stage"

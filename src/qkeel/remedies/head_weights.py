@@ -260,8 +260,8 @@ def warn_of_later_optimizers(target: Target, remedy: str) -> Handle:
     """Warns if an optimizer that is created later changes the remedy's weights in a step of its own.
 
     The remedy acts only in the steps of the optimizer that it was applied with, and ends with that optimizer. Each
-    later optimizer is watched until it changes one of the weights. One that calls the remedy's optimizer inside its
-    step is a wrapper, and nothing is wrong. No hook is global, so no other step becomes slower.
+    later optimizer that is created with one of the weights is watched until it changes one. One that calls the remedy's
+    optimizer inside its step is a wrapper, and nothing is wrong. No hook is global, so no other step becomes slower.
     """
     optimizer = innermost(target.need_optimizer(remedy))
     own, first = weakref.ref(optimizer), type(optimizer).__name__
@@ -269,58 +269,88 @@ def warn_of_later_optimizers(target: Target, remedy: str) -> Handle:
     names = {id(p): (name, weakref.ref(p)) for name, p in parameters.items()}
     sites = [weakref.ref(site.module) for site in target.sites]
     del optimizer, parameters  # what follows must not keep them alive
+    taken = [0]  # steps of the remedy's optimizer, counted while there is a later one
+    counting: list[StepHooks] = []
+    followed: list[tuple[weakref.ref[Optimizer], StepHooks]] = []
+
+    def replaced(name: str, second: str) -> None:
+        ended = own() is None
+        found = [m for ref in sites if (m := ref()) is not None]
+        again = ended and any(other.on_steps for m in found for other in m.__dict__.get(APPLIED, {}).values())
+        if ended:
+            watch.remove()
+        if again:
+            return
+        why = (
+            f"{remedy} ended when its optimizer ({first}) was deleted"
+            if ended
+            else f"{remedy} was applied with another optimizer ({first})"
+        )
+        caution(
+            f"{remedy} had no effect on {name} in this step of {second}: {why}. To continue with it, remove() its "
+            "handle and apply it with the optimizer that now trains the model"
+        )
 
     def made(other: Optimizer) -> None:
+        followed[:] = [(ref, hooks) for ref, hooks in followed if ref() is not None]
         held = [p for group in other.param_groups for p in group["params"] if id(p) in names and names[id(p)][1]() is p]
         if not held or not runs_step_hooks(other):
             return
-        mine, second = own(), type(other).__name__
-        versions: list[int] = []
-        inside: list[bool] = []
+        change, steps = _ChangeOf(held), [0]
 
         def before(_: Optimizer) -> None:
-            inside.clear()
-            versions[:] = map(version_of, held)
+            steps[0] = taken[0]
+            change.begin()
 
-        def after(_: Optimizer) -> None:
-            changed = versions != list(map(version_of, held))
-            if not inside and not changed:
+        def after(stepping: Optimizer) -> None:
+            inside = taken[0] != steps[0]
+            if not inside and not change.seen():
                 return
-            for hook in hooks:
-                hook.remove()
-                pending.remove(hook)
-            ended = own() is None
-            again = ended and any(
-                active.on_steps
-                for ref in sites
-                if (m := ref()) is not None
-                for active in m.__dict__.get(APPLIED, {}).values()
-            )
-            if not inside and not again:
-                why = (
-                    f"{remedy} ended when its optimizer ({first}) was deleted"
-                    if ended
-                    else f"{remedy} was applied with another optimizer ({first})"
-                )
-                caution(
-                    f"{remedy} had no effect on {names[id(held[0])][0]} in this step of {second}: {why}. To continue "
-                    "with it, remove() its handle and apply it with the optimizer that now trains the model"
-                )
-            if ended:
-                watch.remove()
+            hooks.remove()  # which only disables them inside a step, so `followed` keeps them
+            name = names[id(held[0])][0]
+            change.forget()
+            held.clear()
+            if not inside:
+                replaced(name, type(stepping).__name__)
 
-        hooks = [StepHooks(before, after, other)]
-        if mine is not None:
-            hooks.append(StepHooks(None, lambda _: inside.append(True), mine))
-        pending.extend(hooks)
+        hooks = StepHooks(before, after, other)
+        followed.append((weakref.ref(other), hooks))
+        if not counting and (mine := own()) is not None:
+            counting.append(StepHooks(None, lambda _: taken.__setitem__(0, taken[0] + 1), mine))
 
-    pending: list[StepHooks] = []  # on optimizers that have not yet changed a weight
     watch = when_made(made)
     for other in target.later:
         made(other)
-    gone = weakref.finalize(target.model, lambda: [hook.remove() for hook in (watch, *pending)])
+    gone = weakref.finalize(
+        target.model, lambda: [hook.remove() for hook in (watch, *counting, *(hooks for _, hooks in followed))]
+    )
     gone.atexit = False
     return Handle(gone)
+
+
+@final
+class _ChangeOf:
+    """Whether a step changes one of some weights. Fused steps and steps through `.data` change no version."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._weights = list(weights)
+        self._versions: list[int] = []
+        self._sample: tuple[Tensor, Tensor] | None = None
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        self._versions = [*map(version_of, self._weights)]
+        trained = next((p for p in self._weights if p.grad is not None), None)
+        self._sample = None if trained is None else (trained, trained.detach().clone())
+
+    @torch.no_grad()
+    def seen(self) -> bool:
+        if self._versions != [*map(version_of, self._weights)]:
+            return True
+        return self._sample is not None and not torch.equal(*map(dist.local, self._sample))
+
+    def forget(self) -> None:
+        self._weights, self._sample = [], None
 
 
 def _logit_weights(target: Target) -> dict[str, None]:

@@ -326,8 +326,9 @@ class _Clip:
 
     def load(self, values: dict[str, Tensor]) -> None:
         """Continues from the maxima and the factors of a checkpoint."""
-        taken = [site.name for site in self.sites] if self.steps is None else [*map(str, values)]
-        check_taken(values, taken, "qk_clip with steps=full")
+        factors = [] if self.steps is None else [*self.steps.state()]
+        kind = "full" if self.steps is None else "matched"
+        check_taken(values, [*factors, *(site.name for site in self.sites)], f"qk_clip with steps={kind}")
         if self.steps is not None:
             self.steps.load(values)
         row = self.shared.row(values)

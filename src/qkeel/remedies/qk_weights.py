@@ -199,7 +199,8 @@ class SpectralCap(StepRemedy):
         tensors = weights.in_full_precision(optimizer, self.name, "makes small changes")
         for s, p in zip(weights.slices, weights.parameters):
             check_whole(s.parameter, p, self.name)
-            if not p.requires_grad and bool((self.factors(s.heads(p.detach())) < 1).any()):
+            rounding = 8 * torch.finfo(p.dtype).eps  # a weight that was capped before may be over the cap by that
+            if not p.requires_grad and bool((self.factors(s.heads(p.detach())) < 1 - rounding).any()):
                 raise RefusedError(
                     f"spectral_cap never changes frozen weights, and {s.parameter} is frozen with a singular value "
                     f"over {self.cap:g}. Choose a larger cap, or train the weight"
@@ -213,7 +214,8 @@ class SpectralCap(StepRemedy):
         def after(stepped: Optimizer, *_: object) -> None:
             infinite = found_inf(stepped)
             for p, entries in owners:
-                if not weights.parameters[entries[0]].requires_grad:  # below the cap since the last step that moved it
+                weight = weights.parameters[entries[0]]
+                if not weight.requires_grad and weight.grad is None and p.grad is None:  # so that no step moves it
                     continue
                 shares = [(weights.slices[i], self.factors(weights.slices[i].heads(p.detach()))) for i in entries]
                 factor = factor_per_row(shares, p)

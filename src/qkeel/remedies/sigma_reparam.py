@@ -180,6 +180,10 @@ class SigmaReparam(Remedy):
     With init="keep", γ starts at σ(W), so that nothing changes at first (as in the authors' vision code); with "one" it
     starts at 1 (as in the paper). γ is added to the optimizer in the same way as gains. The γ of a frozen weight is
     frozen.
+
+    Gradient checkpointing recomputes each pass with its own σ, for which this part of compiled code runs uncompiled
+    inside a checkpoint, so that fullgraph=True is impossible there. Code that is first compiled outside a checkpoint
+    and then runs inside one has wrong gradients: compile it where it runs.
     """
 
     on: Literal["all", "attention"] = "all"
@@ -217,10 +221,13 @@ class SigmaReparam(Remedy):
     def _changes(self, layers: Mapping[str, tuple[nn.Module, list[str]]], target: Target) -> Iterator[Handle]:
         gains: dict[str, nn.Parameter] = {}
         near = [layer.get_parameter(weights[0]) for layer, weights in layers.values()]
+        groups = [] if target.optimizer is None else target.optimizer.param_groups
+        held = {id(p) for group in groups for p in group["params"]}
         for name, (layer, weights) in layers.items():
             scales, handle = _reparametrise(layer, weights, self.init)
             for weight, scale in scales.items():
-                if scale.gamma.requires_grad:
+                # An optimizer that holds a frozen weight would train it once it is unfrozen, and so it must γ.
+                if scale.gamma.requires_grad or id(stored(layer)[weight]) in held:
                     gains[inside(name, f"parametrizations.{weight}.0.gamma")] = scale.gamma
             yield handle
         if layers:

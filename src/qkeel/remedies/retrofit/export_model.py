@@ -409,6 +409,9 @@ def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None
         out: as for `convert`.
         norm_eps: the eps of the q/k norms. By default it is read from the norms that `qk_norm` added.
 
+    The model's generation config is written too. The tokenizer is not part of the model: save it in the same directory
+    with `tokenizer.save_pretrained(out)`.
+
     Raises:
         RefusedError, RunDirectoryError: as for `convert`.
 
@@ -448,6 +451,9 @@ def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None
         shards = list(_shards(weights))
         files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
         _write(part, planned, ((f, {n: weights[n].detach().cpu() for n in own}) for f, own in zip(files, shards)))
+        generation = getattr(plain, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(part)
     return Path(out)
 
 

@@ -383,7 +383,7 @@ def fold(model: nn.Module) -> Folded:
     """Writes scale factors back into weights in place. Outputs stay the same up to rounding.
 
     - In any model, Ŵ = (γ/σ) W of `sigma_reparam` becomes the weight of an ordinary layer again, unless another layer
-      shares W.
+      shares W. Pass the whole model, since layers outside it are not seen.
     - In qkeel's own modules, a logit scale other than 1/√d, constant or learned (`logit_scale`, a temperature), is
       moved into W_q and its bias, or, after a norm with a gain on q, into that gain. Position-dependent factors stay.
 
