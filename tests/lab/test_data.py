@@ -133,6 +133,21 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     assert len(after.train) == 540
 
 
+def test_files_that_match_a_pattern_are_read_again_when_one_changes_or_is_added(tmp_path: Path) -> None:
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_bytes(text(500, seed=i))
+    pattern = data(tmp_path / "*.txt")
+    before = load(pattern)
+    assert load(pattern) is before
+    (tmp_path / "notes.md").write_bytes(text(500, seed=8))
+    assert load(pattern) is before, "the pattern does not match this file"
+    (tmp_path / "0.txt").write_bytes(text(600, seed=7))
+    changed = load(pattern)
+    assert changed.sha256 != before.sha256
+    (tmp_path / "3.txt").write_bytes(text(500, seed=3))
+    assert load(pattern).sha256 != changed.sha256
+
+
 def test_folders_globs_and_files_are_read(tmp_path: Path) -> None:
     for i in range(12):
         (tmp_path / f"f{i}.txt").write_bytes(text(200, seed=i))

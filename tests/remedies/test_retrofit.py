@@ -17,7 +17,7 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, Refuse
 from qkeel.remedies.change_norm import HeadNorm
 from qkeel.remedies.retrofit import Retrofit, RetrofitConfig, retrofit
 from qkeel.remedies.retrofit.fit_gains import Balance, least_squares
-from qkeel.remedies.retrofit.replay import QueryRows, Reference
+from qkeel.remedies.retrofit.replay import QueryRows, Reference, captured
 from qkeel.sites import find_sites
 
 from .foreign import example, hf
@@ -407,6 +407,58 @@ def test_the_loss_is_that_of_the_tokens_in_whatever_order_arguments_come(
     assert retrofit(copy.deepcopy(llama), "qk_norm", batch, fitting=RetrofitConfig(iterations=0)).report.old_loss == (
         pytest.approx(float(loss), rel=1e-5)
     )
+
+
+def padded(rows: int, pad: int, *, labels: bool) -> dict[str, Tensor]:
+    """A batch whose first row starts with padding; labels leave out the first tokens of every row too."""
+    tokens = text(rows, torch.Generator().manual_seed(rows))
+    mask = torch.ones_like(tokens)
+    mask[0, :pad] = 0
+    chosen = tokens.masked_fill(mask == 0, -100)
+    chosen[:, :5] = -100
+    return {"input_ids": tokens, "attention_mask": mask, **({"labels": chosen} if labels else {})}
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_the_gap_is_that_of_all_tokens_however_they_are_batched(labels: bool, llama: nn.Module) -> None:
+    several = [padded(6, 0, labels=labels), padded(1, 18, labels=labels)]
+    model = copy.deepcopy(llama)
+    report = retrofit(model, "qk_norm", several, fitting=RetrofitConfig(iterations=1, balance=False)).report
+    kl, before, after = [], [], []
+    with torch.no_grad():
+        for batch in several:
+            known = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            p, q = (m(**known).logits.double().log_softmax(-1) for m in (llama, model))
+            kl.append((p.exp() * (p - q)).sum(-1)[batch["attention_mask"] == 1])
+            counted = (batch["labels"][:, 1:] != -100) if labels else (batch["attention_mask"][:, 1:] == 1)
+            for z, into in ((p, before), (q, after)):
+                into.append(-z[:, :-1].gather(-1, batch["input_ids"][:, 1:, None])[..., 0][counted])
+    old, new = (float(torch.cat(losses).mean()) for losses in (before, after))
+    assert report.old_loss == pytest.approx(old, rel=1e-5)
+    assert report.gap.kl == pytest.approx(float(torch.cat(kl).mean()), rel=1e-3)
+    assert report.gap.loss == pytest.approx(new - old, rel=1e-3, abs=1e-5)
+    assert abs(float(sum(one.mean() for one in kl)) / 2 / report.gap.kl - 1) > 0.02, "the batches do not differ enough"
+
+
+def test_the_fit_minimises_the_gap_of_all_tokens_and_batches_of_equal_size_count_alike(
+    llama: nn.Module, batches: list[Tensor]
+) -> None:
+    def divergences(given: list[Any]) -> tuple[float, float, list[Tensor]]:
+        arguments = [((), one) if isinstance(one, dict) else ((one,), {}) for one in given]
+        model = copy.deepcopy(llama)
+        reference = Reference(model, arguments)
+        replays = captured(model, find_sites(model, *arguments[0][0], **arguments[0][1]), arguments)
+        with qkeel.apply("qk_norm", model, example=batches[0]), torch.no_grad():
+            return float(reference.divergence()), reference.gap().kl, [replay.divergence() for replay in replays]
+
+    alike, alone = divergences(batches[:2]), [divergences([one]) for one in batches[:2]]
+    assert alike[1] == sum(one[1] for one in alone) / 2, "bit for bit"
+    for layer, found in enumerate(alike[2]):
+        assert torch.equal(found, torch.stack([one[2][layer] for one in alone]).mean(0))
+    whole, parts = divergences(batches[:1]), divergences([batches[0][:13], batches[0][13:]])
+    assert parts[:2] == pytest.approx(whole[:2], rel=1e-5)
+    for found, expected in zip(parts[2], whole[2]):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
 
 
 def test_a_llama_reordered_and_normed_over_all_heads_is_an_olmo_2(batches: list[Tensor], tmp_path: Path) -> None:

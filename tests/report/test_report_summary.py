@@ -24,7 +24,7 @@ from qkeel.metrics import paired_effects
 from qkeel.records import RunStatus
 from qkeel.report.study import provenance
 from qkeel.report.study.collect import RunData, StudyData, collect
-from qkeel.report.study.compare import MARGIN, judge, losses, sensitivity, standings
+from qkeel.report.study.compare import MARGIN, judge, losses, ranking, sensitivity, standings
 from qkeel.report.study.findings import findings, reference_findings
 from qkeel.report.study.page import chart_data, pairs
 from qkeel.report.study.provenance import verdict_table
@@ -274,6 +274,79 @@ def test_gains_are_judged_together_and_a_loss_of_nan_is_left_out():
     assert clear.effect.level == pytest.approx(0.95), "the only one that can be tested"
     assert (broken.effect, single.effect) == (None, None)
     assert (single.over(), single.verdict) == ("one seed: no verdict", "undecided")
+
+
+def test_a_loss_that_is_not_finite_is_not_called_one_seed():
+    nan = float("nan")
+    base = [run("none", lr, s, 2.4 + 0.01 * s) for lr in (0.01, 0.1) for s in range(3)]
+    several = [run("x", 0.1, s, nan if s else 2.5, collapsed=True) for s in range(3)]
+    (broken,) = judge(study([*base, *several]).rows(), [("x", "none", 0.1)])
+    assert (broken.over(), broken.verdict) == ("a loss is not finite: no verdict", "undecided")
+    lead = texts([*base, *several], "lead")[0]
+    assert lead == "A loss is not finite in each comparison, so no remedy is judged against none."
+    lead = texts([*base, *several, run("x", 0.01, 0, 2.5)], "lead")[0]
+    assert lead == (
+        "One seed is not enough to decide, and the losses of all other comparisons are not finite, so no remedy is "
+        "judged against none."
+    )
+    assert texts([*base, run("x", 0.01, 0, 2.5)], "lead")[0].startswith("One seed is not enough to decide, so no")
+    assert "one seed" not in str(verdict_table(study([*base, *several])))
+    assert "one seed" not in str(ranking(study([*base, *several])))
+
+
+def in_parts(by_part: Sequence[Sequence[Sequence[float]]]) -> StudyData:
+    """A study in parts; `by_part` holds the differences of each remedy from none, seed by seed."""
+    runs = []
+    for part, remedies in enumerate(by_part):
+        for seed in range(len(remedies[0])):
+            runs += [run("none", 0.1, seed, 2.5, role=f"part {part}")]
+            runs += [run(f"r{i}", 0.1, seed, 2.5 - own[seed], role=f"part {part}") for i, own in enumerate(remedies)]
+    return study(runs)
+
+
+def test_all_parts_of_a_page_are_judged_as_one_family():
+    rng = np.random.default_rng(0)
+    drawn = rng.normal(0.0, 0.05, (4, 2, 4)) + np.array([0.2, 0.1, 0.0, 0.0])[:, None, None]
+    made = in_parts(drawn.tolist())
+    by_hand = paired_effects([own.tolist() for own in drawn.reshape(8, 4)], MARGIN)
+    alone = paired_effects(drawn[0].tolist(), MARGIN)
+    for number, (name, part) in enumerate(made.parts().items()):
+        lines = {line.remedy: line for line in standings(part)}
+        for i in range(2):
+            effect, expected = lines[f"r{i}"].gains[0.1].effect, by_hand[2 * number + i]
+            assert effect is not None
+            assert (effect.n, effect.verdict) == (4, expected.verdict)
+            assert effect.level == pytest.approx(expected.level)
+            assert (effect.low, effect.high) == pytest.approx((expected.low, expected.high))
+        assert any("for 8 comparisons with none in all parts" in f.text for f in findings(part)), name
+    one = in_parts(drawn[:1].tolist()).parts()["part 0"]
+    levels = [line.gains[0.1].effect.level for line in standings(one) if line.gains and line.gains[0.1].effect]
+    assert sorted(levels) == pytest.approx(sorted(effect.level for effect in alone)), "one part is a family of its own"
+    assert any("for 2 comparisons with none)" in f.text for f in findings(one))
+
+
+def test_a_page_of_many_parts_without_a_true_difference_rarely_has_a_verdict():
+    rng = np.random.default_rng(1)
+    wrong = 0
+    for _ in range(40):
+        made = in_parts(rng.normal(0.0, 0.1, (8, 2, 4)).tolist())
+        judged = [g for part in made.parts().values() for line in standings(part) for g in line.gains.values()]
+        assert len(judged) == 16
+        wrong += any(g.verdict in ("better", "worse") for g in judged)
+    assert wrong <= 5  # expected: at most 2; without the correction over parts, about a quarter of the pages
+
+
+def test_a_grid_beside_parts_belongs_to_their_family():
+    differences = [[0.02, 0.05, 0.03, 0.06]]
+    parts = in_parts([differences, differences])
+    grid = [dataclasses.replace(made, role="grid") for made in parts.runs if made.role == "part 0"]
+    whole = dataclasses.replace(parts, runs=[*parts.runs, *grid])
+    family = paired_effects([differences[0]] * 3, MARGIN)
+    for data in (whole, *whole.parts().values()):
+        (gain,) = (g for line in standings(data) for g in line.gains.values())
+        assert gain.effect is not None
+        assert gain.effect.level in {effect.level for effect in family}
+        assert gain.effect.level > 0.95
 
 
 def test_the_ranking_has_intervals_over_seeds():

@@ -332,6 +332,8 @@ def recommend(source: RunConfig | str | Path) -> Recommendation:
     known = evidence()
     law = known["law"]
     beyond = (*unknown, *outside(config, law["boxes"]))
+    if config.remedy != "none":  # the law is that of logits without a remedy; gains are those over no remedy
+        beyond += (f"remedy is {config.remedy}; measured: none",)
     gains = (*unknown, *outside(config, known["gain_boxes"]))
     sums = summed_rates(config) if not beyond else [0.0]
     course = [(step, expected_logit(config, law, sums[step])) for step in range(FIRST_STEP, len(sums))]

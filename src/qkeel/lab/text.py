@@ -84,6 +84,11 @@ def _topics() -> Documents:
 BUILT_IN: dict[str, Callable[[], Documents]] = {"stdlib": functools.cache(_stdlib), "topics": functools.cache(_topics)}
 
 
+def _matches(pattern: Path) -> list[Path]:
+    """Returns the files that match a glob pattern, sorted."""
+    return sorted(Path(p) for p in glob.glob(str(pattern), recursive=True) if Path(p).is_file())
+
+
 def _files(source: str) -> Iterator[bytes]:
     path = Path(source).expanduser()
     if path.is_dir():
@@ -93,7 +98,7 @@ def _files(source: str) -> Iterator[bytes]:
     elif path.exists():
         paths = [path]
     else:
-        paths = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+        paths = _matches(path)
         if not paths:
             raise _missing(source)
     for file in paths:
@@ -537,11 +542,15 @@ def stamp(source: str) -> tuple[tuple[str, int, int], ...]:
     """Returns a value that changes when the files of the source change."""
     place = Path(source.partition("#")[0]).expanduser()
     try:
-        if source in BUILT_IN or not place.exists():
+        if source in BUILT_IN or source.startswith("hf:"):
             return ()
+        exists = place.exists()
     except OSError as error:  # e.g. a name that is too long
         raise DataError(f"cannot use {source!r}: {error.strerror}. Give an existing file or folder.") from error
-    files = sorted(place.rglob("*")) if place.is_dir() else [*place.parent.glob("*.bin"), place]
+    if not exists:
+        files = _matches(Path(source).expanduser())
+    else:
+        files = sorted(place.rglob("*")) if place.is_dir() else [*place.parent.glob("*.bin"), place]
     stats = ((str(file), file.stat()) for file in files)
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 

@@ -15,7 +15,7 @@ from qkeel.records import fold_heads
 from qkeel.records.disk import make_directory
 from qkeel.report.html import rate
 from qkeel.report.study.collect import BASELINE, StudyData, as_paths, collect
-from qkeel.report.study.compare import gains
+from qkeel.report.study.compare import page_gains
 from qkeel.report.watch_page import Watched, is_watched, read_watched, short_names
 
 FORMATS = ("pdf", "svg", "png")
@@ -157,14 +157,13 @@ def _heads(ax: Foreign, values: np.ndarray, names: Sequence[str], step: int) -> 
 
 
 def _of_study(study: StudyData) -> Drawing:
-    rows = study.rows()
     if len(study.lrs()) > 1:
         loss = f"held-out loss ({study.loss_unit()})"
         yield "val_loss_by_lr", lambda ax: _by_rate(ax, study, "val_loss", loss, log=False)
         yield "max_logit_by_lr", lambda ax: _by_rate(ax, study, "max_logit", "largest logit (nats)", log=True)
     for lr in sorted({run.lr for run in study.runs if run.metrics and run.role == "grid"}):
         yield f"max_logit_lr_{rate(lr).replace(chr(0x2212), '-')}", lambda ax, lr=lr: _courses(ax, study, lr)
-    found = [gain for gain in gains(rows, study.remedies, study.baseline) if gain.effect is not None]
+    found = [gain for gain in page_gains(study) if gain.effect is not None]
     if found:
         yield "gains", lambda ax: _gains(ax, study, found)
 

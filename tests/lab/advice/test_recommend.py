@@ -77,6 +77,25 @@ def test_outside_of_what_was_measured_every_setting_is_named_and_no_number_is_gi
         assert all(one.gain is None for one in advice.remedies)
 
 
+def test_the_logits_of_a_run_with_a_remedy_are_not_known_but_a_remedy_is_recommended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = recommend(at(0.1))
+    normed = dataclasses.replace(at(0.1), remedy="qk_norm")
+    write_json(tmp_path / "config.json", normed.to_dict())
+    for source in (normed, tmp_path):
+        advice = recommend(source)
+        assert advice.outside == ("remedy is qk_norm; measured: none",)
+        assert not advice.logits
+        assert not advice.passes
+        assert (advice.outside_gain, advice.remedies) == (plain.outside_gain, plain.remedies)
+        assert advice.remedy == plain.remedy is not None
+    assert main(["recommend", "--remedy", "softcap:cap=5", "--lr", "0.1"]) == 0
+    said = capsys.readouterr().out
+    assert "remedy is softcap:cap=5; measured: none" in said
+    assert "step 150" not in said
+
+
 def test_a_remedy_is_recommended_where_its_interval_lies_above_zero_and_its_evidence_is_near() -> None:
     for lr in (0.03, 0.1):
         advice = recommend(at(lr, width=128, depth=1))

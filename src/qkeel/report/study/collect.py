@@ -125,7 +125,8 @@ class StudyData:
 
     name: the name of the study; empty if there is no study.json. tuned: the rates chosen for the remedies, as in
     study.json, if each remedy is compared at its own rate. chaos: the pairs in the study's chaos.json. baseline: the
-    remedy with which the other remedies are compared. primary: the primary comparison; see `lab.plan.Primary`.
+    remedy with which the other remedies are compared. primary: the primary comparison; see `lab.plan.Primary`. beside:
+    for a part of a study, the finished rows of each other part, whose comparisons are judged together with its own.
     """
 
     name: str
@@ -136,6 +137,7 @@ class StudyData:
     chaos: Sequence[Row] = ()
     baseline: str = BASELINE
     primary: Row | None = None
+    beside: Sequence[Sequence[Row]] = ()
 
     def rows(self, role: str = "grid") -> list[Row]:
         """Returns the table rows of the finished runs of a role."""
@@ -149,7 +151,17 @@ class StudyData:
         found: dict[str, list[RunData]] = {}
         for run in (run for run in self.runs if run.role not in ("grid", "drift")):
             found.setdefault(run.role, []).append(dataclasses.replace(run, role="grid"))
-        return {role: dataclasses.replace(self, runs=runs, primary=None) for role, runs in found.items()}
+        parts = {role: dataclasses.replace(self, runs=runs, primary=None) for role, runs in found.items()}
+        rows = {role: part.rows() for role, part in parts.items()}
+        grid = [] if self.primary else self.rows()  # a primary comparison is judged alone
+        return {
+            role: dataclasses.replace(part, beside=[grid, *(rows[other] for other in parts if other != role)])
+            for role, part in parts.items()
+        }
+
+    def rows_beside(self) -> Sequence[Sequence[Row]]:
+        """Returns the finished rows of each other grid on the page: the other parts, or all parts beside the grid."""
+        return self.beside or [part.rows() for part in self.parts().values()]
 
     def lrs(self) -> list[float]:
         """Returns the learning rates of the finished runs of the grid."""

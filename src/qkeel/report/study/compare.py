@@ -29,6 +29,7 @@ from qkeel.report.study.collect import BASELINE, RunData, StudyData
 # groups them by remedy and learning rate.
 
 MARGIN = 0.01  # nats, a tenth of typical gains at high rates; smaller differences of held-out loss count as none
+Comparison = tuple[str, str, float]  # a remedy, the remedy it is compared with, and the learning rate of both
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,8 @@ class PairedGain:
 
     def over(self) -> str:
         """Returns the interval in words, and whether rounding alone causes differences of this size."""
+        if self.effect is None and not math.isfinite(self.mean):
+            return "a loss is not finite: no verdict"
         under = self.floor is not None and abs(self.mean) <= self.floor
         return interval_text(self.effect) + (f"; under the chaos floor of {h.number(self.floor, 2)}" if under else "")
 
@@ -146,13 +149,16 @@ def collapses(rows: Sequence[Row], remedy: str, lr: float) -> bool:
     return any(row["collapsed"] for row in rows if row["remedy"] == remedy and row["lr"] == lr)
 
 
-def judge(rows: Sequence[Row], comparisons: Sequence[tuple[str, str, float]]) -> list[PairedGain]:
-    """Returns the gain for each (remedy, baseline, LR) over the seeds with both runs, corrected together by Holm's
-    method."""
+def judge(
+    rows: Sequence[Row], comparisons: Sequence[Comparison], beside: Sequence[Sequence[float]] = ()
+) -> list[PairedGain]:
+    """Returns the gain for each comparison over the seeds with both runs, corrected together by Holm's method.
+
+    `beside` holds the differences of further comparisons that belong to the same correction.
+    """
     known = [(of, found) for of in comparisons if (found := paired_gain(rows, *of))]
-    # One seed has no interval, and an infinite loss has no mean difference.
-    judged = [i for i, (_, found) in enumerate(known) if len(found) > 1 and all(map(math.isfinite, found))]
-    effects = dict(zip(judged, paired_effects([known[i][1] for i in judged], MARGIN)))
+    judged = [i for i, (_, found) in enumerate(known) if _testable(found)]
+    effects = dict(zip(judged, paired_effects([*(known[i][1] for i in judged), *beside], MARGIN)))
     return [
         PairedGain(
             remedy=remedy,
@@ -165,6 +171,11 @@ def judge(rows: Sequence[Row], comparisons: Sequence[tuple[str, str, float]]) ->
         )
         for i, ((remedy, baseline, lr), found) in enumerate(known)
     ]
+
+
+def _testable(differences: Sequence[float]) -> bool:
+    """True if the differences can be judged: one seed has no interval, and an infinite loss has no mean difference."""
+    return len(differences) > 1 and all(map(math.isfinite, differences))
 
 
 def _floor(rows: Sequence[Row], both: tuple[str, str], lr: float) -> float | None:
@@ -195,8 +206,27 @@ def _gains_alone(study: StudyData) -> list[PairedGain]:
 
 def gains(rows: Sequence[Row], remedies: Sequence[str], baseline: str = BASELINE) -> list[PairedGain]:
     """Returns the gain of each remedy at each LR, corrected together by Holm's method."""
+    return judge(rows, _against(rows, remedies, baseline))
+
+
+def page_gains(study: StudyData) -> list[PairedGain]:
+    """Returns the gain of each remedy over the baseline at each LR, corrected by Holm's method together with those of
+    the page's other parts."""
+    rows = study.rows()
+    return judge(rows, _against(rows, study.remedies, study.baseline), differences_beside(study))
+
+
+def differences_beside(study: StudyData) -> list[list[float]]:
+    """Returns the differences from the baseline that the page's other parts judge, one list per comparison."""
+    each = [
+        paired_gain(rows, *of) for rows in study.rows_beside() for of in _against(rows, study.remedies, study.baseline)
+    ]
+    return [found for found in each if _testable(found)]
+
+
+def _against(rows: Sequence[Row], remedies: Sequence[str], baseline: str) -> list[Comparison]:
     lrs = sorted({row["lr"] for row in rows})
-    return judge(rows, [(remedy, baseline, lr) for remedy in remedies if remedy != baseline for lr in lrs])
+    return [(remedy, baseline, lr) for remedy in remedies if remedy != baseline for lr in lrs]
 
 
 def sensitivity(rows: Sequence[Row], remedy: str, lrs: Sequence[float], clip: bool) -> Spread | None:
@@ -236,7 +266,7 @@ def standings(study: StudyData) -> list[Standing]:
     sensitivity."""
     rows = study.rows()
     present = {row["remedy"] for row in rows}
-    judged = _gains_alone(study) if study.primary else gains(rows, study.remedies, study.baseline)
+    judged = _gains_alone(study) if study.primary else page_gains(study)
     lines = [
         _standing(rows, remedy, study.lrs(), {g.lr: g for g in judged if g.remedy == remedy}, study.baseline)
         for remedy in study.remedies

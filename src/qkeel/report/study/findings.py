@@ -27,12 +27,14 @@ from qkeel.report.study.compare import (
     PairedGain,
     Spread,
     collapses,
+    differences_beside,
     gains,
     interval_text,
     judge,
     less,
     losses,
     more_seeds,
+    page_gains,
     primary_gain,
     spread,
     spread_cell,
@@ -222,7 +224,7 @@ def findings(study: StudyData) -> list[Finding]:
         return [*counts, *_primary(study, study.primary), *drift, *references, *_unfinished(study)]
     found = _drift(study)
     if len({row["remedy"] for row in rows}) > 1:
-        found += _headline(study, rows) + _ties(study, rows) + _losses_against_baseline(study, rows)
+        found += _headline(study, rows) + _ties(study, rows) + _losses_against_baseline(study)
     if len(rows) > 1:
         found += _collapse(study, rows) + _best(study, rows)
     elif not found:
@@ -334,14 +336,18 @@ def _headline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
         without = "without a remedy (none)" if study.baseline == BASELINE else f"of {study.baseline}"
         text = f"No run {without} has finished, so no gain can be computed: add {study.baseline} to the remedies."
         return [Finding("caution", text)]
-    found = [g for g in gains(rows, study.remedies, study.baseline) if math.isfinite(g.mean)]
+    judged = page_gains(study)
+    found = [g for g in judged if math.isfinite(g.mean)]
+    if judged and not found:
+        text = f"A loss is not finite in each comparison, so no remedy is judged against {study.baseline}."
+        return [Finding("lead", text)]
     if not found:
         return [
             Finding("caution", f"No seed has finished both with a remedy and with {study.baseline} at the same LR.")
         ]
     praised = [g for g in found if g.praised]
     if not praised:
-        return [Finding("lead", _nothing_shown(found)), *_logits(rows, found)]
+        return [Finding("lead", _nothing_shown(found, broken=len(found) < len(judged))), *_logits(rows, found)]
     best = max(praised, key=lambda g: g.mean)
     better = f"its held-out loss is {h.loss(best.mean)} nats better ({best.over()})"
     low = min((g for g in found if g.remedy == best.remedy), key=lambda g: g.lr)
@@ -352,10 +358,14 @@ def _headline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     ]
 
 
-def _nothing_shown(found: Sequence[PairedGain]) -> str:
-    """Returns the lead if no remedy is better: the largest difference, and how many seeds would decide it."""
+def _nothing_shown(found: Sequence[PairedGain], *, broken: bool) -> str:
+    """Returns the lead if no remedy is better: the largest difference, and how many seeds would decide it.
+
+    `broken` is whether the losses of further comparisons are not finite.
+    """
     if all(g.effect is None for g in found):
-        return f"One seed is not enough to decide, so no remedy is judged against {found[0].baseline}."
+        other = ", and the losses of all other comparisons are not finite" if broken else ""
+        return f"One seed is not enough to decide{other}, so no remedy is judged against {found[0].baseline}."
     text = f"No remedy's held-out loss is shown to be better than that of {found[0].baseline} at any LR"
     near = [g for g in found if g.effect and g.verdict == "undecided" and g.mean > 0 and not g.collapsed]
     if not near:
@@ -454,9 +464,9 @@ def _term(remedy: str) -> Term | None:
     return terms[0] if len(terms) == 1 else None
 
 
-def _losses_against_baseline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
+def _losses_against_baseline(study: StudyData) -> list[Finding]:
     """Returns the remedies that are worse than the baseline."""
-    found = [g for g in gains(rows, study.remedies, study.baseline) if g.verdict == "worse"]
+    found = [g for g in page_gains(study) if g.verdict == "worse"]
     worse = [f"{g.remedy} at LR {h.rate(g.lr)} ({g.figures()})" for g in found]
     return [Finding("note", f"Worse than {study.baseline}: {h.listing(worse)}.")] if worse else []
 
@@ -517,10 +527,12 @@ def _seeds(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     seeds = {row["seed"] for row in rows}
     if len(seeds) == 1:
         return [Finding("caution", "One seed: no interval, so no difference is judged.")]
-    tests = sum(g.effect is not None for g in gains(rows, study.remedies, study.baseline))
+    others = len(differences_beside(study))
+    tests = sum(g.effect is not None for g in page_gains(study)) + others
     text = "Differences are paired by seed: mean, then 95 % interval"
     if tests > 1:
-        text += f" (Student's t, corrected by Holm's method for {tests} comparisons with {study.baseline})"
+        where = " in all parts" if others else ""
+        text += f" (Student's t, corrected by Holm's method for {tests} comparisons with {study.baseline}{where})"
     return [Finding("caution", f"{text}; {len(seeds)} seeds.")]
 
 
