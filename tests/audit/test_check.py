@@ -185,3 +185,14 @@ def test_wrong_usage_is_exit_code_2(tmp_path: Path, capsys: Capture) -> None:
     assert main(["check", "meta-llama/Llama-3-8B"]) == 2
     assert "to download it: hf download meta-llama/Llama-3-8B" in capsys.readouterr().err
     assert main(["check", str(run(tmp_path / "r", [1.0])), "--threshold", "-1"]) == 2
+
+
+def test_a_run_of_the_lab_is_judged_although_it_does_not_name_its_layers(tmp_path: Path) -> None:
+    from qkeel.lab import ModelConfig, RunConfig
+    from qkeel.lab import run as train
+
+    config = RunConfig(model=ModelConfig(d_model=16, n_layers=2, n_heads=2), steps=4, log_every=2)
+    train(config, tmp_path / "run")
+    found = qkeel.check(tmp_path / "run")
+    assert str(found).startswith("healthy: largest logit")
+    assert [row[0] for row in found.rows] == ["layer 0", "layer 1"]

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import qkeel
 from qkeel.cli.app import main
 from qkeel.errors import DataError, QkeelError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.remedies.retrofit import SHAPES, convert, export
@@ -312,3 +313,21 @@ def test_models_that_are_not_of_transformers_are_refused(tmp_path: Path) -> None
     with pytest.raises(RefusedError, match="expected a transformers model"):
         export(decoder(), "qwen3", tmp_path / "out")
     assert set(SHAPES) == {"qwen3", "olmo2", "gemma3"}
+
+
+def test_the_generation_config_of_a_model_in_memory_is_kept(tmp_path: Path) -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    model.generation_config.eos_token_id = [1, 2]
+    model.generation_config.do_sample = True
+    model.generation_config.temperature = 0.6
+    with qkeel.apply("qk_norm", model, example=TOKENS):
+        export(model, "qwen3", tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert (loaded.eos_token_id, loaded.do_sample, loaded.temperature) == ([1, 2], True, 0.6)
+
+
+def test_a_type_that_cannot_be_exported_is_named(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 23, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    with pytest.raises(RefusedError, match="a model of type 'gpt2' cannot become qwen3"):
+        export(model, "qwen3", tmp_path / "out")

@@ -144,7 +144,7 @@ def _of_heads(heads: Heads, threshold: float) -> Health:
     flat = logits.nan_to_num(-math.inf).flatten()
     at = int(flat.argmax())
     record, layer, head = (int(i) for i in torch.unravel_index(torch.tensor(at), logits.shape))
-    named = heads.layers or [f"layer {i}" for i in range(logits.shape[1])]  # the runs of the lab do not name them
+    named = heads.layers or [f"layer {i}" for i in range(logits.shape[1])]  # runs of the lab do not name them
     names = [name or "the model itself" for name in named]
     largest = float(flat[at]) if math.isfinite(float(flat[at])) or float(flat[at]) > 0 else math.nan
     last = heads.values.get("entropy")

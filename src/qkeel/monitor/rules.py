@@ -459,8 +459,8 @@ class NonFinite(Rule):
     severity: Severity = Severity.CRITICAL
     source: str = "by definition"
     remedy: str = (
-        "torch.autograd.set_detect_anomaly(True)  # from the last checkpoint before this step; the logits were small, "
-        "so look at the batch, the loss scale and the norms"
+        "print([n for n, p in model.named_parameters() if not p.isfinite().all()])  # in the last checkpoint before "
+        "this step; if there are none, look at the batch, the loss scale and the norms"
     )
     cause: str = "attention logits are NaN or infinite"
 

@@ -119,8 +119,9 @@ def plan(to: str, config: ModelConfigFields, shapes: Shapes, *, norm_eps: float 
         RefusedError: the model computes something that the architecture does not.
     """
     check_known("architecture to export to", to, SHAPES)
-    shape, sizes = SHAPES[to], _sizes(config, shapes)
+    shape = SHAPES[to]
     _check_source(to, shape, config)
+    sizes = _sizes(config, shapes)
     moves: dict[str, Move] = {}
     for name, size in shapes.items():
         if not _IGNORED.fullmatch(name):
