@@ -50,6 +50,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "qk_channels": 32,
         "v_channels": 32,
     },
+    "pegasus_x": {"block_size": 7, "stagger_local_blocks": False},  # the same for whole blocks of 7 tokens
     "qwen2_5_vl": {"text_config": _mrope(2, 1, 1)},
     "qwen2_vl": {"text_config": _mrope(2, 1, 1)},
     "ReformerForMaskedLM": {"is_decoder": False, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
@@ -57,6 +58,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "segformer": {"sr_ratios": [1, 1, 1, 1], "image_size": 64},
     "step3p7": {"text_config": {"sliding_window": 16}},
     "swin": _SWIN,
+    # Without padding to whole windows, whose rows the weights that are returned contain and qkeel leaves out.
+    "swinv2": {"window_size": 2},
     "vjepa2": {
         "crop_size": 32,
         "frames_per_clip": 4,

@@ -123,10 +123,14 @@ def _configured_heads(module: nn.Module, args: Args) -> int:
 
     At a site that isn't known yet, nothing else tells the heads of a packed call from its tokens.
     """
-    groups, config = getattr(module, "num_key_value_groups", None), getattr(module, "config", None)
-    heads, q = getattr(config, "num_attention_heads", None), args[0] if args else None
-    packed = isinstance(q, Tensor) and q.ndim == 4 and q.shape[2] == groups
-    return heads if packed and isinstance(heads, int) else 0
+    groups, q = getattr(module, "num_key_value_groups", None), args[0] if args else None
+    if not (isinstance(q, Tensor) and q.ndim == 4 and q.shape[2] == groups):
+        return 0
+    try:
+        heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
+    except Exception:  # a config with a number per layer raises an error of its own
+        return 0
+    return heads if isinstance(heads, int) else 0
 
 
 def _in_own(frame: ModuleCall) -> bool:
