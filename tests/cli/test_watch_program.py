@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import os
 import signal
 import sys
@@ -246,3 +247,28 @@ except KeyboardInterrupt:
     place = tmp_path / "qkeel-runs" / "train"
     assert (place / "metrics.jsonl").exists()
     assert not (place / "DONE").exists()
+
+
+RESUMED = """
+import os
+torch.manual_seed(0)
+model = Attention()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+if os.path.exists("last.pt"):
+    optimizer.load_state_dict(torch.load("last.pt"))
+for step in range(6):
+    model(torch.randn(2, 8, 16)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.save(optimizer.state_dict(), "last.pt")
+"""
+
+
+def test_a_resumed_script_continues_the_numbers_of_its_steps(tmp_path: Path, here: Watch) -> None:
+    script(tmp_path, RESUMED)
+    found = []
+    for name in ("run", "run-2"):
+        assert here("--out", "run", "--every", "2", "--", "python", "train.py")[0] == 0
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        found.append([json.loads(line)["step"] for line in lines])
+    assert found == [[0, 2, 4, 6], [6, 8, 10, 12]]

@@ -39,7 +39,7 @@ from qkeel.monitor.watch import watch as attach
 from qkeel.options import parse as parse_terms
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import is_made, submodules_of
-from qkeel.patching.optimizers import StepHooks, when_made
+from qkeel.patching.optimizers import StepHooks, steps_taken, when_made
 from qkeel.records.disk import read_regular
 from qkeel.remedies.apply import Asked, AtNextPass
 from qkeel.remedies.apply import parse as parse_remedies
@@ -298,7 +298,9 @@ class ModelFinder(Handle):
 
     def _begin(self, chain: list[nn.Module], optimizer: Optimizer) -> None:
         monitor = self._start(chain[0], optimizer)
-        monitor.steps = self._steps[optimizer]
+        done = self._steps[optimizer]
+        if done and not steps_taken(optimizer):  # otherwise the monitor continues from what the optimizer counts
+            monitor.steps = done
         self._watches.append(_Watch(chain, optimizer, monitor, self._end))
 
     def _before_step(self, optimizer: Optimizer) -> None:
