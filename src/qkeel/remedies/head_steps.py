@@ -21,7 +21,7 @@ from qkeel.patching.optimizers import before_change, go_first, in_real_steps
 from qkeel.remedies.base import Target
 from qkeel.remedies.fused_adam import AdamPass, refusal
 from qkeel.remedies.head_groups import HeadGroups, WeightNorm, frobenius_norm, views_by_tensor
-from qkeel.remedies.head_weights import HeadWeights, ReplacementCheck, SplitNorms, found_inf, innermost
+from qkeel.remedies.head_weights import HeadWeights, SplitNorms, WeightCheck, found_inf, innermost
 
 # Tests whether an optimizer's step is proportional to its rate, on a small matrix and never on the user's weights.
 
@@ -287,8 +287,7 @@ def head_steps(
     """
     optimizer = innermost(target.need_optimizer(remedy))
     tensors = check_linear(optimizer, remedy, weights, decay=decay)
-    left_out = [name for name, tensor in zip(weights.names, tensors) if tensor is None]
-    replaced = ReplacementCheck(target.model, remedy, weights.names, left_out=left_out)
+    replaced = WeightCheck(target.model, remedy, weights.names, tensors=tensors)
     return HeadSteps(optimizer, remedy, replaced, weights, tensors, measure, decay)
 
 
@@ -317,7 +316,7 @@ class HeadSteps:
         self,
         optimizer: Optimizer,
         remedy: str,
-        replaced: ReplacementCheck,
+        replaced: WeightCheck,
         weights: HeadWeights,
         tensors: Sequence[Tensor | None],
         measure: WeightNorm | None,

@@ -178,7 +178,7 @@ OptimizerState = dict[str, Any]
 
 
 @final
-class ReplacementCheck:
+class WeightCheck:
     """Detects, at almost no cost per step, when a weight has been replaced, frozen or unfrozen.
 
     A renamed weight is still tracked.
@@ -186,8 +186,8 @@ class ReplacementCheck:
     Args:
         model: the model with the weights. remedy: the name of the remedy, for messages.
         names: the weights on which the remedy acts.
-        left_out: those that are frozen and that the optimizer does not hold, so that the remedy leaves them out. None
-            of them may be trained later.
+        tensors: what the optimizer updates for each of them. It is None for frozen weights that the optimizer does not
+            hold; the remedy leaves them out, and none of them may be trained later.
         may_freeze: if False, a weight that is trained now may not be frozen later.
     """
 
@@ -197,14 +197,15 @@ class ReplacementCheck:
         remedy: str,
         names: Iterable[str],
         *,
-        left_out: Iterable[str] = (),
+        tensors: Iterable[Tensor | None] = (),
         may_freeze: bool = True,
     ) -> None:
+        named = [*names]
         self._model, self._remedy = model, remedy
-        self._weights = {name: model.get_parameter(name) for name in dict.fromkeys(names)}
+        self._weights = {name: model.get_parameter(name) for name in dict.fromkeys(named)}
         self._links = _links(model, self._weights)
-        missing = set(left_out)
-        watched = {n: p for n, p in self._weights.items() if n in missing or (p.requires_grad and not may_freeze)}
+        left_out = {name for name, tensor in zip(named, tensors) if tensor is None}
+        watched = {n: p for n, p in self._weights.items() if n in left_out or (p.requires_grad and not may_freeze)}
         self._fixed, self._trained = watched, [p.requires_grad for p in watched.values()]
 
     def check(self) -> None:

@@ -29,8 +29,8 @@ from qkeel.remedies.head_weights import (
     LOW_PRECISION,
     UNDOES_MATCHED_STEPS,
     HeadWeights,
-    ReplacementCheck,
     StepRemedy,
+    WeightCheck,
     copies_in_state,
     found_inf,
     innermost,
@@ -122,7 +122,7 @@ class QKClip(StepRemedy):
         optimizer = innermost(target.need_optimizer(self.name))
         plan = _ClippedRows(self, target, optimizer)
         check_changes_last(optimizer, self.name, plan.stepped)
-        replaced = ReplacementCheck(target.model, self.name, plan.names, may_freeze=self.frozen == "scale")
+        replaced = WeightCheck(target.model, self.name, plan.names, may_freeze=self.frozen == "scale")
         steps = _MatchedSteps(self, target, plan, optimizer) if self.steps == "matched" else None
         clip = _Clip(self, target, plan, optimizer, steps)
 

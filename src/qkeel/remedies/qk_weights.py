@@ -22,8 +22,8 @@ from qkeel.remedies.head_groups import HeadGroups, factor_per_row, views_by_tens
 from qkeel.remedies.head_steps import DecayFactors, check_changes_last, head_steps
 from qkeel.remedies.head_weights import (
     HeadWeights,
-    ReplacementCheck,
     StepRemedy,
+    WeightCheck,
     check_whole,
     found_inf,
     innermost,
@@ -73,8 +73,7 @@ class FrozenQK(StepRemedy):
             slices.append(extra)
             tensors.append(stepped(optimizer, target.parameter(extra.parameter)))
         views = [view for _, _, own in views_by_tensor(tensors, slices) for view in own]
-        left_out = [s.parameter for s, tensor in zip(slices, tensors) if tensor is None]
-        replaced = ReplacementCheck(target.model, self.name, (s.parameter for s in slices), left_out=left_out)
+        replaced = WeightCheck(target.model, self.name, (s.parameter for s in slices), tensors=tensors)
         counts = [s.n for s in slices]
         groups = HeadGroups(lambda view: view.places(counts))
         pairs = [(view, view.weight) for view in views]
@@ -142,8 +141,7 @@ class QKWeightDecay(StepRemedy):
         weights = HeadWeights.of(target)
         tensors = weights.in_full_precision(optimizer, self.name, "shrinks weights by a few parts in ten thousand")
         check_changes_last(optimizer, self.name, tensors)
-        left_out = [name for name, tensor in zip(weights.names, tensors) if tensor is None]
-        replaced = ReplacementCheck(target.model, self.name, weights.names, left_out=left_out)
+        replaced = WeightCheck(target.model, self.name, weights.names, tensors=tensors)
         views = [view for _, _, own in views_by_tensor(tensors, weights.slices) for view in own]
         stepped = [(view, view.weight) for view in views]
         groups = HeadGroups(lambda view: view.places(weights.counts))
@@ -206,8 +204,7 @@ class SpectralCap(StepRemedy):
                     f"over {self.cap:g}. Choose a larger cap, or train the weight"
                 )
         check_changes_last(optimizer, self.name, tensors)
-        left_out = [name for name, tensor in zip(weights.names, tensors) if tensor is None]
-        replaced = ReplacementCheck(target.model, self.name, weights.names, left_out=left_out)
+        replaced = WeightCheck(target.model, self.name, weights.names, tensors=tensors)
         owners = [(tensor, entries) for tensor, entries, _ in views_by_tensor(tensors, weights.slices)]
 
         @torch.no_grad()
