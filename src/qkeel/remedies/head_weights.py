@@ -179,7 +179,7 @@ OptimizerState = dict[str, Any]
 
 @final
 class WeightCheck:
-    """Detects, at almost no cost per step, when a weight has been replaced, frozen or unfrozen.
+    """Detects, at almost no cost per step, when a weight has been replaced, or unfrozen after it was left out.
 
     A renamed weight is still tracked.
 
@@ -187,8 +187,7 @@ class WeightCheck:
         model: the model with the weights. remedy: the name of the remedy, for messages.
         names: the weights on which the remedy acts.
         tensors: what the optimizer updates for each of them. It is None for frozen weights that the optimizer does not
-            hold; the remedy leaves them out, and none of them may be trained later.
-        may_freeze: if False, a weight that is trained now may not be frozen later.
+            hold; the remedy leaves them out, and warns if one is trained later.
     """
 
     def __init__(
@@ -198,20 +197,17 @@ class WeightCheck:
         names: Iterable[str],
         *,
         tensors: Iterable[Tensor | None] = (),
-        may_freeze: bool = True,
     ) -> None:
         named = [*names]
         self._model, self._remedy = model, remedy
         self._weights = {name: model.get_parameter(name) for name in dict.fromkeys(named)}
         self._links = _links(model, self._weights)
-        left_out = {name for name, tensor in zip(named, tensors) if tensor is None}
-        watched = {n: p for n, p in self._weights.items() if n in left_out or (p.requires_grad and not may_freeze)}
-        self._fixed, self._trained = watched, [p.requires_grad for p in watched.values()]
+        self._left_out = {name: self._weights[name] for name, tensor in zip(named, tensors) if tensor is None}
 
     def check(self) -> None:
-        """Raises RefusedError if one of the weights is no longer in the model, or is frozen or trained by now."""
-        if self._trained != [p.requires_grad for p in self._fixed.values()]:
-            self._refuse_change()
+        """Raises RefusedError if one of the weights is no longer in the model."""
+        if self._left_out:
+            self._warn_of_unfrozen()
         tables, keys, objects = self._links
         if all(map(operator.is_, map(dict.get, tables, keys), objects)):  # some hundred per step, so no Python loop
             return
@@ -228,17 +224,15 @@ class WeightCheck:
         self._weights = {names[id(p)]: p for p in self._weights.values()}
         self._links = _links(self._model, self._weights)
 
-    def _refuse_change(self) -> None:
-        now = [p.requires_grad for p in self._fixed.values()]
-        name, trained = next((n, new) for n, new, old in zip(self._fixed, now, self._trained) if new != old)
-        dist.report_failure(f"{name} has been {'unfrozen' if trained else 'frozen'}")
-        raise RefusedError(
-            f"{self._remedy} left {name} out because it was frozen, and it is trained now. The step was not taken. "
-            "remove() the remedy's handle and apply it again"
-            if trained
-            else f"{self._remedy} would scale {name}, which has been frozen since the remedy was applied. The step was "
-            "not taken. remove() the remedy's handle, or apply it again with frozen=scale"
-        )
+    def _warn_of_unfrozen(self) -> None:
+        """Warns once if a weight that was left out is trained now."""
+        name = next((name for name, p in self._left_out.items() if p.requires_grad), None)
+        if name is not None:
+            self._left_out = {}
+            caution(
+                f"{self._remedy} has no effect on {name}, which was frozen when the remedy was applied and is trained "
+                "now. remove() the remedy's handle, and apply it again"
+            )
 
 
 def _links(

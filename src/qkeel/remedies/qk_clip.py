@@ -22,7 +22,7 @@ from qkeel.kernels.statistics import FoundExtremes, find_kernel_rows, find_plain
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.modes import FaultGuard
 from qkeel.patching.optimizers import in_real_steps
-from qkeel.remedies.base import HeadsBySite, Target, active_at
+from qkeel.remedies.base import HeadsBySite, Target, active_at, where
 from qkeel.remedies.head_groups import HeadGroups, HeadView, LogitShare, head_views, logit_shares, stacked
 from qkeel.remedies.head_steps import check_changes_last, head_steps
 from qkeel.remedies.head_weights import (
@@ -122,7 +122,7 @@ class QKClip(StepRemedy):
         optimizer = innermost(target.need_optimizer(self.name))
         plan = _ClippedRows(self, target, optimizer)
         check_changes_last(optimizer, self.name, plan.stepped)
-        replaced = WeightCheck(target.model, self.name, plan.names, may_freeze=self.frozen == "scale")
+        replaced = WeightCheck(target.model, self.name, plan.names)
         steps = _MatchedSteps(self, target, plan, optimizer) if self.steps == "matched" else None
         clip = _Clip(self, target, plan, optimizer, steps)
 
@@ -234,9 +234,11 @@ class _Clip:
         self.tap.own_alone = all(isinstance(site.module, SpecModule) for site in target.sites)  # others aren't clipped
         self.kept: Tensor | None = None  # maxima from a step that a GradScaler skipped, -inf from other steps
         self._copies: dict[int, tuple[str, ...]] = {}
-        self._warned = False
+        self._warned = self._warned_of_frozen = False
         self._groups = HeadGroups(plan.table)
         self._spared = _spared(remedy.heads, target.sites)
+        own = [[target.parameter(share.weight.parameter) for share in remedy.shares(s) or ()] for s in target.sites]
+        self._weights = own if remedy.frozen == "refuse" else []  # of each site
         self._seen: SiteStats | None = None  # statistics of the passes since the last step, once they have been read
         self._gone = weakref.finalize(optimizer, _stop, weakref.ref(self.tap))
         self._gone.atexit = False
@@ -276,6 +278,20 @@ class _Clip:
         under = float(self.remedy.threshold).__lt__  # no loop in Python; NaN is not over
         return not _readable(top) or any(map(under, top.tolist()))
 
+    def _without_frozen(self, row: Tensor) -> Tensor:
+        """Leaves out the maxima [heads] of sites with a weight that has been frozen since, and warns of the first."""
+        frozen = [not all(p.requires_grad for p in own) for own in self._weights]
+        if not any(frozen):
+            return row
+        if not self._warned_of_frozen:
+            self._warned_of_frozen = True
+            caution(
+                f"qk_clip does not clip {where(self.sites[frozen.index(True)])} while a query or key weight is frozen. "
+                "With frozen=scale, it also scales frozen weights"
+            )
+        heads = [torch.full((site.n_heads,), off) for site, off in zip(self.sites, frozen)]
+        return row.masked_fill(torch.cat(heads).to(row.device), -torch.inf)
+
     @torch.no_grad()
     def _clip(self, optimizer: Optimizer, infinite: Tensor | None) -> None:
         if not self._passes() and self.kept is None and not self.shared.several:
@@ -284,6 +300,7 @@ class _Clip:
         if self._spared is not None:
             self._spared = self._spared.to(row.device)
             row = row.masked_fill(self._spared, -torch.inf)
+        row = self._without_frozen(row)
         if self.kept is not None:
             row = torch.maximum(row.to(self.kept), self.kept)
         self.kept = None
