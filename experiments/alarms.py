@@ -1,10 +1,10 @@
 """How early and how often wrongly alarms go off, how good forecasts are, on recorded studies; what an update costs.
 
-    python -m benchmarks.alarms STUDY…
-    python -m benchmarks.alarms [--toy]
+    python -m experiments.alarms STUDY…
+    python -m experiments.alarms [--toy]
 
 Studies that hold `qk_norm` runs to compare losses with are used for alarms, all of them for forecasts. Without a study,
-the time of one update late in a long run. See research/alarms.md.
+the time of one update late in a long run. See experiments/notes/alarms.md.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def cost(layers: int = 80, heads: int = 64, last: int = 50, records: int = 100_0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the tables of research/alarms.md."""
+    """Print the tables of experiments/notes/alarms.md."""
     flags = {"studies": {"nargs": "*", "type": Path, "metavar": "STUDY"}}
     bench = Bench("alarms", __doc__, arguments, rounds=None, flags=flags)
     studies = bench.options.studies

@@ -1,8 +1,8 @@
 """The autopilot on what it was not made on: held-out seeds, rates, widths, schedules, tasks and optimizers.
 
-python -m benchmarks.autopilot run OUT.csv --seeds 40 41 42 43 [--settings wide muon]: trains what is missing in OUT,
+python -m experiments.autopilot run OUT.csv --seeds 40 41 42 43 [--settings wide muon]: trains what is missing in OUT,
 seed by seed, a line a run, so that it can be stopped at any time and several may write parts of their own.
-`page CSV ...` prints the page research/autopilot.md from such files (benchmarks.autopilot_page). `mla OUT.csv`
+`page CSV ...` prints the page experiments/notes/autopilot.md from such files (experiments.autopilot_page). `mla OUT.csv`
 trains what the table of latent attention on that page compares, and prints the table.
 """
 
@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.autopilot_page import latent_table, page
+from experiments.autopilot_page import latent_table, page
 from qkeel.autopilot import POLICIES, Action, Decision, Policy, Records
 from qkeel.errors import QkeelWarning, RefusedError
 from qkeel.lab import DataConfig, ModelConfig, OptimConfig, RunConfig, run
@@ -29,7 +29,7 @@ COLUMNS = ("setting", "lr", "seed", "remedy", "val_loss", "collapsed", "max_logi
            "first_step", "actions", "cpu_seconds")  # fmt: skip
 LALR, CLIP, AT_ONCE = "lalr:tau=0.1", "qk_clip:threshold=15", "autopilot:at_step="
 MATCHED = f"{CLIP},steps=matched"
-# Of the table of MLA; that of research/autopilot.md has the first six, with the first policy.
+# Of the table of MLA; that of experiments/notes/autopilot.md has the first six, with the first policy.
 LATENT = (LALR, f"{LALR}+{CLIP}", AT_ONCE + "3", OWN, "autopilot:patience=1", AT_ONCE + "5", "qk_norm", MATCHED)
 Cell = tuple[str, float, int, str]  # a setting, a peak rate, a seed, a remedy
 ALWAYS = ("none", "qk_norm", LALR, CLIP)

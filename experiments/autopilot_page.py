@@ -1,4 +1,4 @@
-"""The page research/autopilot.md, from the lines that benchmarks.autopilot wrote; it adds nothing to them."""
+"""The page experiments/notes/autopilot.md, from the lines that experiments.autopilot wrote; it adds nothing to them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ What it did at seed 40: clips on heads of the first layer at step 3, of the seco
 it was 4.9 at step 8 and 9.4 at step 16. To tell the reasons apart, the same model was trained with both remedies always
 on, and with a policy in the place of the autopilot's that puts both on all heads when the record of one step is there
 (`at_step`). Held-out loss in the mean of seeds 40 to 43, printed by
-`python -m benchmarks.autopilot mla benchmarks/results/autopilot-mla-2026-11-22.csv`:
+`python -m experiments.autopilot mla experiments/results/autopilot-mla-2026-11-22.csv`:
 
 | remedy | loss | less lalr:tau=0.1 |
 |---|---|---|
@@ -124,7 +124,7 @@ class Results:
 def page(files: Sequence[Path]) -> str:
     """The whole page."""
     results = Results(files)
-    command = " ".join(["python -m benchmarks.autopilot page", *(f"benchmarks/results/{path.name}" for path in files)])
+    command = " ".join(["python -m experiments.autopilot page", *(f"benchmarks/results/{path.name}" for path in files)])
     seeds = sorted({seed for _, seed, _ in results.each})
     count, settings = sum(len(runs) for *_, runs in results.each), dict.fromkeys(cell[0] for cell in results.runs)
     what = f"{count} runs on seeds {', '.join(map(str, seeds))}; settings {', '.join(settings)}. 2 cores, torch 2.13."

@@ -1,8 +1,8 @@
 """Does the residual stream grow late in training, and is it the images that make it grow? (Chameleon, section 2.3)
 
-    python -m benchmarks.multimodal_stream run --out ROWS    appends a row for each run that ROWS lacks
-    python -m benchmarks.multimodal_stream table ROWS        writes the committed table
-    python -m benchmarks.multimodal_stream page              writes the page's section from that table
+    python -m experiments.multimodal_stream run --out ROWS    appends a row for each run that ROWS lacks
+    python -m experiments.multimodal_stream table ROWS        writes the committed table
+    python -m experiments.multimodal_stream page              writes the page's section from that table
 
 The runs are those of `qkeel study multimodal`, watched with `stats="max+residual"`. Late growth is the root mean square
 of what leaves the last block at the end of training over that in the middle.
@@ -30,7 +30,7 @@ from qkeel.metrics import paired_effect
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "benchmarks" / "results" / "multimodal-stream-2026-11-26.json"
 PAGE = ROOT / "research" / "multimodal.md"
-BEGIN, END = "<!-- benchmarks.multimodal_stream: begin -->", "<!-- benchmarks.multimodal_stream: end -->"
+BEGIN, END = "<!-- experiments.multimodal_stream: begin -->", "<!-- experiments.multimodal_stream: end -->"
 REMEDIES = {"none": "none", "qk_norm": "qk_norm", "swin_norm": "swin_norm", "Chameleon 34B": CHAMELEON_34B}
 MIXES, LRS, SEEDS, EVERY = ("text", "mix"), (0.01, 0.1), range(6), 10  # of five, no exact interval of 95 % is finite
 RMS, RATIO = "block_output_rms", "block_output_channel_ratio"
@@ -137,7 +137,7 @@ def with_section(page: str, text: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs, or writes the table or the page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.multimodal_stream", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.multimodal_stream", description=__doc__)
     parser.add_argument("what", choices=("run", "table", "page"))
     parser.add_argument("rows", type=Path, nargs="?", default=TABLE)
     parser.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS])
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run(options.seeds, options.out)
     elif options.what == "table":
         rows = sorted(read(options.rows), key=key)
-        text = json.dumps({"command": "python -m benchmarks.multimodal_stream run", "rows": rows})
+        text = json.dumps({"command": "python -m experiments.multimodal_stream run", "rows": rows})
         TABLE.write_text(text.replace('{"remedy"', '\n{"remedy"') + "\n", encoding="utf-8")
     else:
         page = PAGE.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """What naive insertion of a q/k norm costs a tiny trained Llama, and what is left after a retrofit.
 
-python -m benchmarks.retrofit [--toy]
+python -m experiments.retrofit [--toy]
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The figures of research/theory.md: python -m benchmarks.theory. Tiny models: orderings, not effect sizes."""
+"""The figures of experiments/notes/theory.md: python -m experiments.theory. Tiny models: orderings, not effect sizes."""
 
 from __future__ import annotations
 

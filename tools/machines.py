@@ -1,8 +1,8 @@
-"""The quick tests on machines that this one is not: python -m tests.machines --only NAME --tests PATH.
+"""The quick tests on machines that this one is not: python -m tools.machines --only NAME --tests PATH.
 
 A condition is what a processor, a compiler, a user or a system may be otherwise. What it could decide is run under it:
 tests that round, train or compile under those of the processor, tests of files, commands and processes under those of
-the system. The table of outcomes replaces the rows of the conditions that were run in internals/machines.md.
+the system. The table of outcomes replaces the rows of the conditions that were run in docs/internals/machines.md.
 
 --pieces N --minutes M runs a condition's tests as N pieces, starts no further piece after M minutes, and writes the row
 when all have run. Call it again to continue: pieces in which no test failed are not run again.
@@ -51,14 +51,14 @@ ABOUT = """# The tests on other machines
 
 No outcome of a test may depend on the processor, the number of threads, a compiler, the user, the home folder, a space
 in a path, the locale, the order of tests or the load. `make machines` runs the quick tests under each condition below
-and writes this table. `python -m tests.machines --only "AVX2" "not root"` runs some conditions, and `--tests PATH`
+and writes this table. `python -m tools.machines --only "AVX2" "not root"` runs some conditions, and `--tests PATH`
 other tests than the usual ones. With `--pieces 4 --minutes 8` it stops after some minutes, and the next call continues.
 
 Tests that round, train or compile try the conditions of a processor. Tests of files, commands and processes try those
 of a system. `tests/machines.py` lists both, as `NUMBERS` and `SYSTEM`. Processor seconds are those of all processes,
 compiling included.
 
-<!-- written by python -m tests.machines; a run replaces the rows of its conditions -->
+<!-- written by python -m tools.machines; a run replaces the rows of its conditions -->
 
 """
 HEAD = "| condition | how | passed | failed | skipped | processor seconds |\n|---|---|---|---|---|---|\n"
@@ -345,7 +345,7 @@ def _room_for(out: Path) -> Iterator[dict[str, str]]:
 
 def main() -> int:
     """Runs conditions one after the other; 1 where a test failed."""
-    reader = argparse.ArgumentParser(prog="python -m tests.machines", description=(__doc__ or "").partition("\n")[0])
+    reader = argparse.ArgumentParser(prog="python -m tools.machines", description=(__doc__ or "").partition("\n")[0])
     reader.add_argument(
         "--only", nargs="+", choices=list(CONDITIONS), default=list(CONDITIONS), help="conditions to run"
     )

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from claims.claim import OF_ALL_RATES, Cell
-from claims.judge import HERE, PAGE, page
-from claims.measures import MEASURES
-from claims.site_page import SITE, site_page
-from claims.studies import CORPORA, STUDIES
-from claims.table import EVERY
+from experiments.claims.claim import OF_ALL_RATES, Cell
+from experiments.claims.judge import HERE, PAGE, page
+from experiments.claims.measures import MEASURES
+from experiments.claims.site_page import SITE, site_page
+from experiments.claims.studies import CORPORA, STUDIES
+from experiments.claims.table import EVERY
 from qkeel.errors import DataError, QkeelError, RunDirectoryError
 from qkeel.lab import Execution, RunConfig, make_plan, run_plan
 from qkeel.lab.checkpoint import computed_with
@@ -29,7 +29,7 @@ from qkeel.records import RunDirectory, read_json, write_json, write_text
 
 def asked(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m claims", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.claims", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/claims"), help="directory of the studies")
     parser.add_argument("--only", nargs="*", choices=list(STUDIES), default=list(STUDIES), help="studies to run")
     parser.add_argument("--seeds", type=int, help="number of seeds [of each study, see claims.studies]")
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_pages(options.page, results)
             print(f"{name}: {len(results[name]['rows'])} rows")
     except QkeelError as error:
-        print(f"python -m claims: {error}", file=sys.stderr)
+        print(f"python -m experiments.claims: {error}", file=sys.stderr)
         return 1
     write_pages(options.page, results)
     return 0

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from claims.claim import MARGINS, OF_ALL_RATES, Cell, Claim, Margin
-from claims.studies import CORPORA, SEEDS, STUDIES
-from claims.table import CLAIMS, EVERY, PUBLISHED, SECTIONS
+from experiments.claims.claim import MARGINS, OF_ALL_RATES, Cell, Claim, Margin
+from experiments.claims.studies import CORPORA, SEEDS, STUDIES
+from experiments.claims.table import CLAIMS, EVERY, PUBLISHED, SECTIONS
 from qkeel.metrics import common_level, exact_interval, largest_stable_lr, lr_sensitivity
 
 Results = Mapping[str, Mapping[str, Any]]  # by study: command, identity, rows
@@ -155,7 +155,7 @@ def fewer_seeds() -> str:
 
 
 def page(results: Results) -> str:
-    """The text of research/claims.md: a chart, the claims, what no row judges; then procedure, sources and hashes."""
+    """The text of experiments/notes/claims.md: a chart, the claims, what no row judges; then procedure, sources and hashes."""
     judged = judge(results)
     place = {id(one.claim): one for one in judged}
     spent = sum(results[study].get("cpu_seconds", 0) for study in STUDIES if study in results)

@@ -5,8 +5,8 @@ Models learn 64 bytes and are tested on 512; columns are those of records.EXTRAP
 
 from __future__ import annotations
 
-from claims.claim import SU, Cell, Claim, at_length
-from claims.studies import METHODS
+from experiments.claims.claim import SU, Cell, Claim, at_length
+from experiments.claims.studies import METHODS
 from qkeel.report.study.other_findings import ACCURACY
 
 KEPT, LONG = "kept_nonrepeat", "accuracy_nonrepeat"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from claims.claim import CHAMELEON, DEHGHANI, DRIFT, HENRY, OURS, WORTSMAN, Cell, Claim, logit, loss, mixed
-from claims.studies import (
+from experiments.claims.claim import CHAMELEON, DEHGHANI, DRIFT, HENRY, OURS, WORTSMAN, Cell, Claim, logit, loss, mixed
+from experiments.claims.studies import (
     BARE,
     CHAMELEON_7B,
     CHAMELEON_34B,

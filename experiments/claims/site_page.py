@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from claims.claim import Claim
-from claims.judge import HERE, LOOKS, VERDICTS, Judged, Results, counted, fewer_seeds, judge, short, verdicts
-from claims.studies import SEEDS, STUDIES
-from claims.table import CLAIMS, SECTIONS
+from experiments.claims.claim import Claim
+from experiments.claims.judge import HERE, LOOKS, VERDICTS, Judged, Results, counted, fewer_seeds, judge, short, verdicts
+from experiments.claims.studies import SEEDS, STUDIES
+from experiments.claims.table import CLAIMS, SECTIONS
 
 SITE = HERE.parent / "docs" / "what-we-found.md"
 

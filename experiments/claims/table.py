@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from claims.claim import Claim
-from claims.lengths import LENGTHS, PUBLISHED
-from claims.modalities import MODALITIES
-from claims.training import TRAINING
+from experiments.claims.claim import Claim
+from experiments.claims.lengths import LENGTHS, PUBLISHED
+from experiments.claims.modalities import MODALITIES
+from experiments.claims.training import TRAINING
 
 SECTIONS: dict[str, tuple[Claim, ...]] = {
     "Stability and remedies": TRAINING,

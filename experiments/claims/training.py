@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from claims.claim import (
+from experiments.claims.claim import (
     ANSON,
     DEHGHANI,
     DRIFT,
@@ -22,7 +22,7 @@ from claims.claim import (
     sensitivity,
     stable,
 )
-from claims.studies import CAP, CLIP, FIXED, L2, LALR
+from experiments.claims.studies import CAP, CLIP, FIXED, L2, LALR
 
 MLA = {"block": "mla", "optimizer": "adamw"}
 NONE = {"remedy": "none", "lr": 0.1}

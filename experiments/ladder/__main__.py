@@ -1,4 +1,4 @@
-"""`python -m ladder`: writes research/ladder.md from the plan, the predictions and the rows that are there."""
+"""`python -m experiments.ladder`: writes experiments/notes/ladder.md from the plan, the predictions and the rows that are there."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ladder.plan import ARMS, AUTOPILOT, FIRST_POLICY, LEVEL, QUESTIONS, RUNGS, Question, units
-from ladder.predict import LEAST
-from ladder.rows import RESULTS, Row, read, values
+from experiments.ladder.plan import ARMS, AUTOPILOT, FIRST_POLICY, LEVEL, QUESTIONS, RUNGS, Question, units
+from experiments.ladder.predict import LEAST
+from experiments.ladder.rows import RESULTS, Row, read, values
 from qkeel.metrics import largest_stable_lr
 from qkeel.metrics.paired_effect import quantile
 from qkeel.records import read_json, write_text
@@ -21,7 +21,7 @@ _HEAD = """# The ladder: does it hold at 124 million?
 
 Most results on the page of [claims](claims.md) come from models of 131,000 parameters, and none from a large one. This
 page asks the same questions of models with 1, 10 and 124 million parameters (GPT-2 small), by a plan that was committed
-before its first run: `ladder/plan.py`. `make ladder` trains the runs that are still missing and writes this page; it
+before its first run: `experiments/ladder/plan.py`. `make ladder` trains the runs that are still missing and writes this page; it
 can be stopped and started at will, and never trains a run twice. The heading of each rung says how many of its runs are
 done.
 
@@ -46,16 +46,16 @@ with no remedy. At 124M the plan has seven runs: `none` and `qk_norm` at both ra
 `frozen_qk` at the hot one.
 
 **The statement.** Each difference of losses, and the logarithm of the largest logit, is modelled as a + b · ln N, where
-N is the number of parameters, with a scatter of rungs and of seeds. `ladder/predict.py` predicts the mean of a rung
+N is the number of parameters, with a scatter of rungs and of seeds. `experiments/ladder/predict.py` predicts the mean of a rung
 from the smaller rungs, with an interval of 90 %, which is written next to the results before the rung's first run. The
 frozen laws of [logits](results/drift-law.md) and [gains](results/gains.md) predict all four rungs
-(`ladder/results/frozen-laws.json`, in the commit of the plan); their intervals are for single runs.
+(`experiments/ladder/results/frozen-laws.json`, in the commit of the plan); their intervals are for single runs.
 The plan requires that 84 to 96 % of the measured values, over all rungs and questions, lie in their intervals. A
 difference under 0.01 nats counts as none.
 
 **What was changed.** The autopilot's policy was replaced ([why](autopilot-drawn.md)) when the autopilot's runs at 0.13M
 and 1M were done and its runs at 10M had not begun. All rungs show the present policy, with predictions that were made
-anew before its first run on a rung. Runs of the first policy are in `ladder/results/first-policy.jsonl`. Its
+anew before its first run on a rung. Runs of the first policy are in `experiments/ladder/results/first-policy.jsonl`. Its
 predictions for 1M, of which 3 of 4 were right, no longer count.
 
 """
@@ -249,7 +249,7 @@ def machine(row: Row) -> str:
 
 
 def page() -> str:
-    """The text of research/ladder.md."""
+    """The text of experiments/notes/ladder.md."""
     arms = ", ".join(f"`{remedy}`" for remedy in ARMS.values())
     lines = [_HEAD + "\n".join(plan_table()), _STATEMENT.format(arms=arms)]
     lines += ["## Answers", "", _ANSWERS, "", *answers([name for name in RUNGS if read(name)]), ""]

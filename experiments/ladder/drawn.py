@@ -1,9 +1,9 @@
 """The autopilot's drawn tests: 40 settings at random from a stated space, two seeds each, the policy frozen before.
 
-    python -m ladder.drawn run [--draw 1|2] [--seed SEED …] [--idle] [--work FOLDER] [--results FOLDER]
+    python -m experiments.ladder.drawn run [--draw 1|2] [--seed SEED …] [--idle] [--work FOLDER] [--results FOLDER]
         what is left; stops and goes on as the ladder does. Several processes can share a draw if each has its own seeds
         and folders; join their rows with `cat`.
-    python -m ladder.drawn judge [--draw 1|2]    writes what the rows say into the draw's page, by the rule that stands
+    python -m experiments.ladder.drawn judge [--draw 1|2]    writes what the rows say into the draw's page, by the rule that stands
                                                  here
 
 Everything about a draw was committed before the first of its runs, and the settings are drawn by numpy from a seed:
@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from benchmarks.autopilot_page import share_interval
+from experiments.autopilot_page import share_interval
 
-from ladder.rows import RESULTS, Row, append, number, read
-from ladder.run import Stop, check_text, step_aside
+from experiments.ladder.rows import RESULTS, Row, append, number, read
+from experiments.ladder.run import Stop, check_text, step_aside
 from qkeel.errors import DataError, RefusedError
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
 from qkeel.lab.train_runs import run
@@ -166,7 +166,7 @@ def row_of(i: int, of: Mapping[str, Any], arm: str, seed: int, place: Path) -> R
     """Trains one run, and returns its line; of a remedy that refuses the model the line has no loss."""
     about = {"setting": i, "arm": arm, "seed": seed, "commit": made_on().get("commit", "")}
     try:
-        done = run(config(of, arm, seed), place, command="python -m ladder.drawn run")
+        done = run(config(of, arm, seed), place, command="python -m experiments.ladder.drawn run")
     except RefusedError as error:
         return {**about, "refused": str(error)[:120], "val_loss": None, "collapsed": None, "touched": None}
     found = done.summary()
@@ -247,11 +247,11 @@ This page tests {policy}.
 
 The policy of the [autopilot](../docs/guides/autopilot.md) was frozen and tested once on {settings} settings, which
 numpy drew from a stated space with seed {seed}. Each was trained on two seeds with {arms} arms: {runs} runs. The draw,
-the arms and the rule below were committed before the first of these runs, in `ladder/drawn.py`.
+the arms and the rule below were committed before the first of these runs, in `experiments/ladder/drawn.py`.
 
 ```sh
 {run}
-python -m ladder.drawn judge --draw {number}
+python -m experiments.ladder.drawn judge --draw {number}
 ```
 
 **What was known before.** {known}
@@ -279,7 +279,7 @@ def head(test: Draw, settings: int, runs: int) -> str:
         seed=test.seed,
         arms=len(test.arms),
         runs=runs,
-        run=f"python -m ladder.drawn run{f'  # at commit {test.commit}' if test.commit else f' --draw {test.number}'}",
+        run=f"python -m experiments.ladder.drawn run{f'  # at commit {test.commit}' if test.commit else f' --draw {test.number}'}",
         number=test.number,
         known=test.known,
         rivals=", ".join(f"`{rival}`" for rival in test.rivals),
@@ -402,7 +402,7 @@ def page(test: Draw, rows: Sequence[Row], settings: Sequence[Mapping[str, Any]])
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what is left, or judges what is there."""
-    parser = argparse.ArgumentParser(prog="python -m ladder.drawn", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.ladder.drawn", description=__doc__)
     parser.add_argument("what", choices=["run", "judge", "draw"])
     parser.add_argument(
         "--draw", type=int, choices=list(DRAWS), default=max(DRAWS), help="which draw (default: the last)"
@@ -419,7 +419,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if test.commit:
             raise RefusedError(
                 f"draw {test.number} tested a policy that has been replaced; to repeat it, check out {test.commit} and "
-                "run python -m ladder.drawn run"
+                "run python -m experiments.ladder.drawn run"
             )
         check_text("0.13M")
         if options.idle:

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ladder.plan import FIRST_SEED, LEVEL, QUESTIONS, RUNGS, Question
-from ladder.rows import Row, values
+from experiments.ladder.plan import FIRST_SEED, LEVEL, QUESTIONS, RUNGS, Question
+from experiments.ladder.rows import Row, values
 from qkeel.lab.recommendation import evidence, expected_logit, predict, summed_rates
 
 WIDE = 10.0  # standard deviation of a: nothing is known of it

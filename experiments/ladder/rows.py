@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ladder.plan import RUNGS, Point, Question
+from experiments.ladder.plan import RUNGS, Point, Question
 
 Row = Mapping[str, Any]
 RESULTS = Path(__file__).parent / "results"

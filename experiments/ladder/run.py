@@ -1,8 +1,8 @@
 """`make ladder`: runs what is left of the plan, the smallest size first, and writes rows as runs end.
 
-    python -m ladder.run [--rung 0.13M …] [--seed 5000 …] [--arm none …] [--work FOLDER] [--results FOLDER] [--idle]
-    python -m ladder.run --save-text library.jsonl
-    python -m ladder.run --device cuda --text library.jsonl
+    python -m experiments.ladder.run [--rung 0.13M …] [--seed 5000 …] [--arm none …] [--work FOLDER] [--results FOLDER] [--idle]
+    python -m experiments.ladder.run --save-text library.jsonl
+    python -m experiments.ladder.run --device cuda --text library.jsonl
 
 A run that is in the results is never run again. SIGTERM or SIGINT: checkpoints are written and the process ends;
 started again it goes on there, to the same numbers. Several processes can share a rung if each has its own seeds or
@@ -24,9 +24,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ladder.plan import ARMS, AUTOPILOT, CORPUS, FIRST_SEED, QUESTIONS, RUNGS, Point, Question, units
-from ladder.predict import predictions
-from ladder.rows import RESULTS, Row, append, number, point, read
+from experiments.ladder.plan import ARMS, AUTOPILOT, CORPUS, FIRST_SEED, QUESTIONS, RUNGS, Point, Question, units
+from experiments.ladder.predict import experiments.predictions
+from experiments.ladder.rows import RESULTS, Row, append, number, point, read
 from qkeel.errors import DataError
 from qkeel.lab.config import RunConfig, with_values
 from qkeel.lab.text import load, read_documents
@@ -199,7 +199,7 @@ def _predict(path: Path, questions: Sequence[Question], name: str, results: Path
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what is left."""
-    parser = argparse.ArgumentParser(prog="python -m ladder.run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.ladder.run", description=__doc__)
     parser.add_argument("--rung", nargs="*", choices=list(RUNGS), default=list(RUNGS), help="sizes, the smallest first")
     parser.add_argument("--seed", nargs="*", type=int, default=(), help="these seeds alone; without it every seed")
     parser.add_argument("--arm", nargs="*", choices=list(ARMS), default=(), help="these arms alone")

@@ -1,4 +1,4 @@
-"""`python -m predictions`: writes the pages of research/results from committed tables; `keep` makes a table of rows."""
+"""`python -m experiments.predictions`: writes the pages of experiments/notes/results from committed tables; `keep` makes a table of rows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-from predictions.pages import DOCS, edge_page, transfer_page, write
-from predictions.table import PLACES, tables_of
-from predictions.table import write as write_rows
+from experiments.predictions.pages import DOCS, edge_page, transfer_page, write
+from experiments.predictions.table import PLACES, tables_of
+from experiments.predictions.table import write as write_rows
 from qkeel.lab import RunConfig
 from qkeel.lab.checkpoint import computed_with
 
@@ -29,13 +29,13 @@ def keep(name: str, source: Path) -> None:
     runs = len(rows) * (2 if name == "edge" else 1)
     rows = [{key: value for key, value in row.items() if key not in ("study", "collapsed")} for row in rows]
     place = PLACES[name][-1]
-    about = {"command": f"python -m predictions.run {name}", "cut": CUT[name], "file": place.name}
+    about = {"command": f"python -m experiments.predictions.run {name}", "cut": CUT[name], "file": place.name}
     write_rows(place, rows, {**about, "runs": runs, "identity": identity})
 
 
 def main() -> None:
     """Keeps rows if asked to, then writes all pages."""
-    parser = argparse.ArgumentParser(prog="python -m predictions", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.predictions", description=__doc__)
     parser.add_argument("--keep", nargs=2, metavar=("STUDY", "ROWS"), help="rows that become the committed table")
     options = parser.parse_args()
     if options.keep:

@@ -1,6 +1,6 @@
 """The runs of the drift study as one compact table: what the laws of logits and of gains are fitted and tested on.
 
-    python -m predictions.drift fit|test|gain-fit|gain-test --out FOLDER --jobs 6 --seeds 0 1 2
+    python -m experiments.predictions.drift fit|test|gain-fit|gain-test --out FOLDER --jobs 6 --seeds 0 1 2
 
 Each process appends to FOLDER/rows-*.csv as runs end, one seed of all cells before the next, so that what is there
 when it is stopped is balanced; started again it does what is left.

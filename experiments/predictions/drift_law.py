@@ -1,6 +1,6 @@
 """The law of logit growth: chosen and fitted on the fitting grid, frozen, and tested on sizes that it never saw.
 
-    python -m predictions.drift_law    from drift-fit.csv: writes the table that the package carries
+    python -m experiments.predictions.drift_law    from drift-fit.csv: writes the table that the package carries
 
 The form is chosen by the error on the largest width and depth, which are left out in turn: that is what the test asks
 of it. Nothing here reads the table of the test; `predictions.drift_verdict` does.

@@ -1,6 +1,6 @@
 """The frozen law of logit growth, judged on runs that it was not fitted on.
 
-    python -m predictions.drift_verdict    writes the tables and pictures of research/results/drift-law.md
+    python -m experiments.predictions.drift_verdict    writes the tables and pictures of experiments/notes/results/drift-law.md
 
 Until drift-test.csv is there, the page has the prediction alone. What refutes the law: its intervals cover less than
 85 % of the held-out runs, or its error is not shown to be smaller than that of both rivals.
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from benchmarks.charts import COLOURS, Axes, picture, span
 
-from predictions.drift_law import FIT, TEST, Points, Row, read_rows, recipe, size_of
+from experiments.predictions.drift_law import FIT, TEST, Points, Row, read_rows, recipe, size_of
 from qkeel.lab.config import RunConfig
 from qkeel.lab.recommendation import Expected, evidence, expected_logit, summed_rates
 from qkeel.lab.studies import find_study

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from predictions.edge_of_chaos import EDGE, FLOOR, PREDICTED, Table, edges, exponents, knees, miss, order, passes_logit
-from predictions.order import kendall, over_seeds, verdict
+from experiments.predictions.edge_of_chaos import EDGE, FLOOR, PREDICTED, Table, edges, exponents, knees, miss, order, passes_logit
+from experiments.predictions.order import kendall, over_seeds, verdict
 
 SEEDS = (4, 5, 6, 7)
 NEW = ("key_norm", "qk_lr:factor=0.1", "swin_norm")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from predictions.order import crossing, kendall, over_seeds, verdict
+from experiments.predictions.order import crossing, kendall, over_seeds, verdict
 
 # Per step: two runs that begin 2^-24 apart, relative, are a tenth of their size apart after the 150 steps of a run.
 EDGE = math.log(0.1 * 2**24) / 150

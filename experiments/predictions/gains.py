@@ -1,7 +1,7 @@
 """The law of gains: how much a remedy lowers the loss of a run, fitted, frozen, and tested on sizes that it never saw.
 
-    python -m predictions.gains freeze    from gain-fit.csv: writes the remedies of the table that the package carries
-    python -m predictions.gains           writes the tables of research/results/gains.md
+    python -m experiments.predictions.gains freeze    from gain-fit.csv: writes the remedies of the table that the package carries
+    python -m experiments.predictions.gains           writes the tables of experiments/notes/results/gains.md
 
 A gain is the held-out loss of one run without the remedy less that of the run of its seed with it. Form and intervals
 are chosen as those of the law of logits are, in `predictions.drift_law`. Nothing that is frozen reads the table of the
@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from predictions.drift import GAINS
-from predictions.drift_law import FIT, HEAD, LEVEL, Points, Row, choose, fit, read_rows
-from predictions.drift_verdict import COVERED, written
+from experiments.predictions.drift import GAINS
+from experiments.predictions.drift_law import FIT, HEAD, LEVEL, Points, Row, choose, fit, read_rows
+from experiments.predictions.drift_verdict import COVERED, written
 from qkeel.lab.config import RunConfig
 from qkeel.lab.recommendation import EVIDENCE, band, evidence, predict
 from qkeel.metrics import paired_effect
@@ -68,7 +68,7 @@ def gains(rows: Sequence[Row], remedy: str) -> Points:
 def cost(remedy: str) -> dict[str, Any]:
     """Returns the ratio of processor time to that without the remedy, median and span, of what, and where it stands."""
     if remedy not in COSTS:
-        return {**CLIP, "source": "internals/benchmarks.md, the optimizer step"}
+        return {**CLIP, "source": "docs/internals/benchmarks.md, the optimizer step"}
     of, name, case = COSTS[remedy]
     table = next(rows for title, rows in read_json(COST_TABLE)["tables"].items() if title.startswith(name))
     ratios = {row["case"]: row["ratio"] for row in table}

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from predictions import edge_again, edge_of_chaos, transfer, transfer_again
-from predictions.charts import Axis, chart
-from predictions.table import tables_of
+from experiments.predictions import edge_again, edge_of_chaos, transfer, transfer_again
+from experiments.predictions.charts import Axis, chart
+from experiments.predictions.table import tables_of
 from qkeel.metrics import PairedEffect
 
 HERE = Path(__file__).parent

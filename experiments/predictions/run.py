@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from claims.studies import CORPORA
+from experiments.claims.studies import CORPORA
 
 from qkeel.errors import DataError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
@@ -150,7 +150,7 @@ def run(units: Sequence[Unit], out: Path, jobs: int) -> list[Row]:
 
 def asked(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m predictions.run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.predictions.run", description=__doc__)
     parser.add_argument("study", choices=["edge", "transfer"])
     parser.add_argument("--out", type=Path, required=True, help="file of rows, one JSON object a line")
     parser.add_argument("--seeds", type=int, nargs="*", help="seeds [those of the study]")
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what is left of one study."""
     options = asked(sys.argv[1:] if arguments is None else arguments)
     if load(RunConfig().data).sha256 != CORPORA["stdlib"]:
-        raise DataError("the predictions are of the text of the claims, see research/claims.md; this is another one")
+        raise DataError("the predictions are of the text of the claims, see experiments/notes/claims.md; this is another one")
     print(json.dumps(computed_with(dataclasses.replace(RunConfig(), device="cpu"))))
     grid = find_study(options.study).grid
     seeds, widths = options.seeds or list(grid.seeds), options.widths or grid.d_model

@@ -1,8 +1,8 @@
 """Does what a step adds to W_QᵀW_K predict the change of the logits, and does it lead the alarms?
 
-    python -m predictions.step_spectra run --seeds 40 41 42 --out ROWS    appends a row for each run that ROWS lacks
-    python -m predictions.step_spectra judge ROWS                            prints the verdicts, writes the table
-    python -m predictions.step_spectra judge                                 the same from the table, writes the page
+    python -m experiments.predictions.step_spectra run --seeds 40 41 42 --out ROWS    appends a row for each run that ROWS lacks
+    python -m experiments.predictions.step_spectra judge ROWS                            prints the verdicts, writes the table
+    python -m experiments.predictions.step_spectra judge                                 the same from the table, writes the page
 
 What was predicted is in step_spectra.md, written before the first run.
 """
@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.alarms import lasting_gap
+from experiments.alarms import lasting_gap
 from torch import Tensor, nn
 
 import qkeel
-from predictions.order import over_seeds, verdict
+from experiments.predictions.order import over_seeds, verdict
 from qkeel.lab.build_run import learning_rate
 from qkeel.lab.config import DataConfig, OptimConfig
 from qkeel.lab.text import Corpus, batch, heldout, load
@@ -283,13 +283,13 @@ def page(found: Row) -> str:
     table = ["| prediction | found | verdict |", "|---|---|---|"]
     table += [f"| {' | '.join(one)} |" for one in verdicts(found)]
     head = "# Does what a step adds to the weights predict the logits?\n\n"
-    head += "Made by `python -m predictions.step_spectra judge`.\n"
+    head += "Made by `python -m experiments.predictions.step_spectra judge`.\n"
     return "\n".join([head, before, "## Verdicts\n", *table, "", after])
 
 
 def main() -> None:
     """Runs or judges."""
-    parser = argparse.ArgumentParser(prog="python -m predictions.step_spectra", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.predictions.step_spectra", description=__doc__)
     parser.add_argument("what", choices=("run", "judge"))
     parser.add_argument("rows", type=Path, nargs="?", default=TABLE)
     parser.add_argument("--seeds", type=int, nargs="+", default=[*TUNED, *JUDGED])
@@ -305,7 +305,7 @@ def main() -> None:
         PAGE.write_text(page(found), encoding="utf-8")
     else:
         text = json.dumps(
-            {"command": "python -m predictions.step_spectra run", "verdicts": found, "rows": rows}, default=str
+            {"command": "python -m experiments.predictions.step_spectra run", "verdicts": found, "rows": rows}, default=str
         )
         TABLE.write_text(text + "\n", encoding="utf-8")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from predictions.order import kendall, over_seeds, verdict
+from experiments.predictions.order import kendall, over_seeds, verdict
 from qkeel.metrics import paired_effects
 
 Row = Mapping[str, Any]

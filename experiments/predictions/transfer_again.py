@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from predictions.order import over_seeds, verdict
-from predictions.transfer import RIGHT, TARGET, TUNING, Row, advice, losses, order
-from predictions.transfer import judged as judged_first
+from experiments.predictions.order import over_seeds, verdict
+from experiments.predictions.transfer import RIGHT, TARGET, TUNING, Row, advice, losses, order
+from experiments.predictions.transfer import judged as judged_first
 
 SEEDS = range(8, 16)
 OLD = ("qk_norm", "qkv_norm", "softcap:cap=50", "qk_clip:threshold=30", "lalr:tau=0.1", "sigmoid")

@@ -13,9 +13,9 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from ladder.__main__ import measured
-from ladder.plan import QUESTIONS, RUNGS
-from ladder.rows import read, values
+from experiments.ladder.__main__ import measured
+from experiments.ladder.plan import QUESTIONS, RUNGS
+from experiments.ladder.rows import read, values
 from tests import forked
 from tests.docs.page_text import loaded
 
@@ -41,7 +41,7 @@ def found(page: str, pattern: str) -> tuple[str, ...]:
 
 def architectures() -> str:
     rows = re.findall(
-        r"^\| (?!-|architecture|model\b|class\b)", (ROOT / "internals/zoo.md").read_text(encoding="utf-8"), re.M
+        r"^\| (?!-|architecture|model\b|class\b)", (ROOT / "docs/internals/zoo.md").read_text(encoding="utf-8"), re.M
     )
     return str(len(rows))
 
@@ -56,7 +56,7 @@ RATIO = r"\| (?P<low>[\d.]+) / ([\d.]+) / ([\d.]+)"
 
 
 def ratio(row: str) -> tuple[str, ...]:
-    low, middle, high = found("internals/benchmarks.md", rf"\| {row} {RATIO}")
+    low, middle, high = found("docs/internals/benchmarks.md", rf"\| {row} {RATIO}")
     return middle, low, high
 
 
@@ -89,7 +89,7 @@ def test_on_the_largest_rung_the_differences_that_readme_names_are_within_the_no
 
 
 SCRIPT, RETROFIT = "docs/tutorials/your-script.md", "docs/tutorials/retrofit.md"
-LADDER = "research/ladder.md"
+LADDER = "experiments/notes/ladder.md"
 H200 = "benchmarks/results/gpu-nvidia-h200-2026-11-27.md"
 # What README says, by the words around its figures, and where each figure comes from.
 FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
@@ -179,9 +179,9 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
     (
         r"\| ([\d.]+) and ([\d.]+) compiled, on two CPUs; ([\d.]+) with PyTorch's operations",
         lambda: (
-            *found("internals/benchmarks.md", r"AdamW, fused \+ lalr, compiled C\+\+ \| \*\*([\d.]+)\*\*"),
-            *found("internals/benchmarks.md", r"LALR ≤ 1.03 [^|]*\|[^|]*\*\*([\d.]+);"),
-            *found("internals/benchmarks.md", r"AdamW, fused \+ lalr, torch's operations \| ([\d.]+)"),
+            *found("docs/internals/benchmarks.md", r"AdamW, fused \+ lalr, compiled C\+\+ \| \*\*([\d.]+)\*\*"),
+            *found("docs/internals/benchmarks.md", r"LALR ≤ 1.03 [^|]*\|[^|]*\*\*([\d.]+);"),
+            *found("docs/internals/benchmarks.md", r"AdamW, fused \+ lalr, torch's operations \| ([\d.]+)"),
         ),
     ),
     (
@@ -193,13 +193,13 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
         lambda: (f"{float(found(H200, r'everything, at every step . [0-9.]+ ms, ([0-9.]+)')[0]):.2f}",),
     ),
     (r"(\d+) architectures of transformers", lambda: (architectures(),)),
-    (r"(\d+) other packages", lambda: found("internals/foreign.md", r"targets of (\d+) packages")),
+    (r"(\d+) other packages", lambda: found("docs/internals/foreign.md", r"targets of (\d+) packages")),
     (
         r"(\d+) of (\d+) attention layers identified correctly, the other (\d+)",
         lambda: (
-            *found("internals/foreign.md", r"attentions: (\d+) right"),
-            *found("internals/foreign.md", r"Their (\d+) attentions"),
-            *found("internals/foreign.md", r"attentions: \d+ right \([\d.]+ %\), (\d+) reported"),
+            *found("docs/internals/foreign.md", r"attentions: (\d+) right"),
+            *found("docs/internals/foreign.md", r"Their (\d+) attentions"),
+            *found("docs/internals/foreign.md", r"attentions: \d+ right \([\d.]+ %\), (\d+) reported"),
         ),
     ),
     (r"Apache-([\d.]+)", lambda: requires(r'license = "Apache-([\d.]+)"')),
@@ -295,7 +295,7 @@ def test_the_text_of_the_picture_has_the_numbers_of_its_run_and_the_comparison_i
 
 
 # What the page of what was found says beside its claims, and where each figure comes from.
-CLAIMS = "research/claims.md"
+CLAIMS = "experiments/notes/claims.md"
 FOUND: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
     (r"for models of ([\d,]+) parameters", lambda: found(CLAIMS, r"micro: ([\d,]+) parameters")),
     (
@@ -305,7 +305,7 @@ FOUND: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
     (
         r"also ends ([\d.]+) nats ahead",
         lambda: found(
-            "research/claims.md", r"it ended ([\d.]+) nats \(0.085 to 0.173\) \*better\* than without a remedy"
+            "experiments/notes/claims.md", r"it ended ([\d.]+) nats \(0.085 to 0.173\) \*better\* than without a remedy"
         ),
     ),
     (r"a margin of ([\d.]+); over thirteen", lambda: found(CLAIMS, r"\| ([\d.]+) nats \| a run that")),
@@ -335,7 +335,7 @@ def test_the_tables_of_what_was_found_are_those_of_the_studies_pages() -> None:
     sections = [part for part in page.split("\n## ") if "[Details](../" in part or "[details](../" in part]
     assert len(sections) >= 7
     for part in sections:
-        (source,) = re.findall(r"\[[Dd]etails\]\(\.\./(research/[\w-]+\.md)\)", part)
+        (source,) = re.findall(r"\[[Dd]etails\]\(\.\./(experiments/notes/[\w-]+\.md)\)", part)
         known = set(re.findall(r"[\d.,]*\d", (ROOT / source).read_text(encoding="utf-8")))
         rows = [line.partition(" | ")[2] for line in part.splitlines() if line.startswith("|") and "---" not in line][
             1:

@@ -1,8 +1,8 @@
-"""What research/alarms.md counts: a gap that lasts, and coarser logs."""
+"""What experiments/notes/alarms.md counts: a gap that lasts, and coarser logs."""
 
 from __future__ import annotations
 
-from benchmarks.alarms import every, lasting_gap
+from experiments.alarms import every, lasting_gap
 
 from qkeel.monitor import History
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.autopilot_page import latent_table, page, share_interval
+from experiments.autopilot_page import latent_table, page, share_interval
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from benchmarks.multimodal_stream import (
+from experiments.multimodal_stream import (
     BEGIN,
     END,
     LRS,

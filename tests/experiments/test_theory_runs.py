@@ -1,9 +1,9 @@
-"""The figures of research/theory.md can be made."""
+"""The figures of experiments/notes/theory.md can be made."""
 
 from __future__ import annotations
 
 import pytest
-from benchmarks import theory
+from experiments import theory
 
 from qkeel.lab.config import DataConfig
 from qkeel.lab.text import load

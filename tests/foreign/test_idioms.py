@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch
-from tests.foreign import idioms
-from tests.foreign.checks import overall
-from tests.foreign.idioms import (
+from tools.foreign import idioms
+from tools.foreign.checks import overall
+from tools.foreign.idioms import (
     COMBINING,
     HEADS,
     LOOKS_ALIKE,

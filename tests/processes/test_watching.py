@@ -118,7 +118,7 @@ def row(setup: Setup) -> str:
 
 
 def page_table() -> str:
-    """The table of internals/processes.md."""
+    """The table of docs/internals/processes.md."""
     head = ["setup", "processes in the tests", "statistics and weights' numbers", "collectives a step", *columns()]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *map(row, SETUPS.values())]
     return "\n".join(lines)

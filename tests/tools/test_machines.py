@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.machines import ABOUT, CONDITIONS, _path_without_compilers, page, pieces_of, rows_of
+from tools.machines import ABOUT, CONDITIONS, _path_without_compilers, page, pieces_of, rows_of
 
 
 def test_a_page_is_read_back_row_by_row_in_the_order_of_the_conditions() -> None:

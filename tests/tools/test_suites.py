@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("expecttest")  # which torch's own tests need
 
 import torch
-from tests.suites import __main__ as suites
-from tests.suites import operator_samples, optimizers
+from tools.suites import __main__ as suites
+from tools.suites import operator_samples, optimizers
 
 import qkeel
 from qkeel.handle import Handle

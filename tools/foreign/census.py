@@ -1,6 +1,6 @@
 """Every target in a forked process of its own, and the page of what was found.
 
-python -m tests.foreign.census [--only timm,litgpt] [--names Swin] [--jobs 1] [--cases 2000] [--idioms 500] [--out FILE]
+python -m tools.foreign.census [--only timm,litgpt] [--names Swin] [--jobs 1] [--cases 2000] [--idioms 500] [--out FILE]
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from tests.foreign import generator, idioms
-from tests.foreign.checks import judged, overall
-from tests.foreign.page import attentions, page, shares
-from tests.foreign.reference import calls, capped_output
-from tests.foreign.tables import TARGETS
-from tests.foreign.target import Target, another, settled, uneven
-from tests.foreign.work import Subject
+from tools.foreign import generator, idioms
+from tools.foreign.checks import judged, overall
+from tools.foreign.page import attentions, page, shares
+from tools.foreign.reference import calls, capped_output
+from tools.foreign.tables import TARGETS
+from tools.foreign.target import Target, another, settled, uneven
+from tools.foreign.work import Subject
 
 LIMIT = 600  # seconds for one target
 FIRST = (0, 10_000, 20_000)  # where the seeds of the idioms begin

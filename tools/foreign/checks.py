@@ -6,8 +6,8 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable
 
-from tests.foreign import effects, sight
-from tests.foreign.work import MODEL, Answers, Finding, Subject, Verdict, Work, short
+from tools.foreign import effects, sight
+from tools.foreign.work import MODEL, Answers, Finding, Subject, Verdict, Work, short
 
 from qkeel.errors import QkeelError, RefusedError
 

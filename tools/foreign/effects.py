@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar, final
 
 import torch
-from tests.foreign.reference import Call, tensors
-from tests.foreign.sight import numbers
-from tests.foreign.work import MODEL, Answer, Answers, Work, changed, loss, rows_of, short
+from tools.foreign.reference import Call, tensors
+from tools.foreign.sight import numbers
+from tools.foreign.work import MODEL, Answer, Answers, Work, changed, loss, rows_of, short
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 

@@ -1,6 +1,6 @@
 """Attention at random: layouts × groups × products × biases × mixes × caps × masks × softmaxes, from a seed.
 
-python -m tests.foreign.generator [--cases 2000] [--first 0]
+python -m tools.foreign.generator [--cases 2000] [--first 0]
 
 Every module computes, besides its output, what its logits are, plainly and in one canonical shape; nothing of qkeel
 takes part in that.
@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
-from tests.foreign.checks import QUESTIONS, judged, overall
-from tests.foreign.reference import Call, Example
-from tests.foreign.work import MODEL, Finding, Subject, Verdict
+from tools.foreign.checks import QUESTIONS, judged, overall
+from tools.foreign.reference import Call, Example
+from tools.foreign.work import MODEL, Finding, Subject, Verdict
 from torch import Tensor, nn
 
 HEADS, SIZE, WIDTH = 4, 4, 16

@@ -1,7 +1,7 @@
 """Attention in the idioms of the literature: ways of scoring × of normalising × of combining × orders of dimensions,
 attentions of a shape of their own, and what looks alike and is none.
 
-python -m tests.foreign.idioms [--cases 500] [--first 0]
+python -m tools.foreign.idioms [--cases 500] [--first 0]
 
 Nobody lists here what qkeel can follow: an idiom is right if its numbers are, reported if qkeel says so, and wrong if
 it vanishes without a word. Every scoring and every normaliser has a second, plain definition, which is the reference.
@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tests.foreign.checks import QUESTIONS, judged, overall
-from tests.foreign.reference import Call, Example
-from tests.foreign.work import MODEL, Finding, Subject, Verdict
+from tools.foreign.checks import QUESTIONS, judged, overall
+from tools.foreign.reference import Call, Example
+from tools.foreign.work import MODEL, Finding, Subject, Verdict
 from torch import Tensor, nn
 
 import qkeel

@@ -1,4 +1,4 @@
-"""internals/foreign.md: what is asked of each target, and the table of answers."""
+"""docs/internals/foreign.md: what is asked of each target, and the table of answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Sequence
 from typing import Any
 
-from tests.foreign.target import Target
+from tools.foreign.target import Target
 
 _INTRODUCTION = """# Foreign packages
 
@@ -36,9 +36,9 @@ Verdicts are counted twice. By target: all of a model is right, each remedy on t
 answers about this one are right; where a remedy is refused by the model as a whole it is tried on the attentions of
 each module alone, since some may take it and others need not.
 
-`python -m tests.foreign.generator` asks the same of attention at random: layouts × groups of keys × norms × products ×
+`python -m tools.foreign.generator` asks the same of attention at random: layouts × groups of keys × norms × products ×
 biases × mixtures of heads × caps × masks × softmaxes, 2,000 cases from seeds, of which most have one or two parts that
-are not plain; `make foreign` runs it too. `python -m tests.foreign.idioms` draws attention in the idioms of the
+are not plain; `make foreign` runs it too. `python -m tools.foreign.idioms` draws attention in the idioms of the
 literature: ways of scoring × of normalising × of combining × orders of dimensions, attentions of a shape of their own,
 and what looks alike (routers, gates, classifiers, losses, linear attention), which must not be called attention.
 """

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.foreign.reference import Example, Shape
-from tests.foreign.target import TOKENS, VOCAB, Made, Target, built, given, text
+from tools.foreign.reference import Example, Shape
+from tools.foreign.target import TOKENS, VOCAB, Made, Target, built, given, text
 
 FOUR = Shape(heads=4)
 

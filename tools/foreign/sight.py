@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from tests.foreign.work import MODEL, Answers, Work, changed, loss, short
+from tools.foreign.work import MODEL, Answers, Work, changed, loss, short
 from torch import Tensor
 
 import qkeel

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.foreign.sequences import SEQUENCES
-from tests.foreign.target import Target
-from tests.foreign.vision import VISION
+from tools.foreign.sequences import SEQUENCES
+from tools.foreign.target import Target
+from tools.foreign.vision import VISION
 
 TARGETS: list[Target] = sorted([*VISION, *SEQUENCES], key=lambda t: t.package.lower())

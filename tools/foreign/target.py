@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.foreign.reference import Example, Shape
+from tools.foreign.reference import Example, Shape
 from torch import Tensor, nn
 
 IMAGE, TOKENS, VOCAB = 32, 7, 40

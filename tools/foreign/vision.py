@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.foreign.reference import Shape
-from tests.foreign.target import Made, Target, built, given, image
+from tools.foreign.reference import Shape
+from tools.foreign.target import Made, Target, built, given, image
 
 VIT = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 32, "depth": 2, "heads": 4, "mlp_dim": 24}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
-from tests.foreign.reference import Call, Example, tensors
+from tools.foreign.reference import Call, Example, tensors
 from torch import Tensor, nn
 
 import qkeel

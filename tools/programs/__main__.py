@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.programs.table import PROGRAMS, Program
+from tools.programs.table import PROGRAMS, Program
 
 MODES = ("plain", "watch", "hot", "autopilot")
 SHIMS = Path(__file__).parent / "shims"
@@ -35,7 +35,7 @@ takes checkouts of the repositories from the folder that `QKEEL_PROGRAMS` names.
 - *hot*: the largest logit on record at the high rate, without the autopilot and with it, and what the autopilot did.
 
 A commit of transformers is that of a checkout, since its package has no examples. *Needs* says what a program was given
-around it: `tests/programs/data.py` writes the data and `tests/programs/shims` has the rest.
+around it: `tools/programs/data.py` writes the data and `tools/programs/shims` has the rest.
 """
 
 
@@ -149,14 +149,14 @@ def _recorded(run: Path) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what is asked for; 1 where a program does not end as it does alone."""
-    parser = argparse.ArgumentParser(prog="python -m tests.programs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.programs", description=__doc__)
     parser.add_argument("names", nargs="*", default=[], help="of the table; all without any")
     parser.add_argument("--checkouts", type=Path, default=os.environ.get("QKEEL_PROGRAMS"), help="one folder for each")
     parser.add_argument("--work", type=Path, default=Path("programs"), help="where the runs go")
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has the programs' libraries")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds of one run")
-    parser.add_argument("--out", type=Path, default=Path("internals/programs.md"))
+    parser.add_argument("--out", type=Path, default=Path("docs/internals/programs.md"))
     given = parser.parse_args(arguments)
     if given.checkouts is None:
         parser.error("expected --checkouts or QKEEL_PROGRAMS: the folder that holds a checkout of each repository")

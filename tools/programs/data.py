@@ -1,4 +1,4 @@
-"""The tiny texts, pictures, tokenizer and model that the programs train on: python -m tests.programs.data CHECKOUTS"""
+"""The tiny texts, pictures, tokenizer and model that the programs train on: python -m tools.programs.data CHECKOUTS"""
 
 from __future__ import annotations
 

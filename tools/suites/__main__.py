@@ -52,7 +52,7 @@ where it has the outcome that it has without qkeel, on the same machine in the s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what is asked for; 1 where anything differs."""
-    parser = argparse.ArgumentParser(prog="python -m tests.suites", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.suites", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--transformers", default=os.environ.get("QKEEL_TRANSFORMERS", ""), help="a checkout")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
     parser.add_argument("--only", choices=("transformers", "samples", "optimizers"), nargs="+")
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=0, help="of a family run so many tests, at even distances; 0: all")
     parser.add_argument("--said", default="", help="where the checkout is from, for the page")
     parser.add_argument("--kept", type=Path, help="a folder of outcomes; none by default")
-    parser.add_argument("--out", type=Path, default=Path("internals/suites.md"))
+    parser.add_argument("--out", type=Path, default=Path("docs/internals/suites.md"))
     given = parser.parse_args(arguments)
     wanted = given.only or ["transformers", "samples", "optimizers"]
     written = dict(_parts(given.out.read_text(encoding="utf-8"))) if given.out.exists() else {}
@@ -170,7 +170,7 @@ def _tested(given: argparse.Namespace, family: str, mode: str) -> dict[str, Any]
 
 
 def _samples(given: argparse.Namespace) -> tuple[list[str], int]:
-    from tests.suites.operator_samples import outcomes
+    from tools.suites.operator_samples import outcomes
 
     asked, same, different = outcomes()
     lines = [HEADS["samples"], "", "| what | asked | the same |", "|---|---|---|"]
@@ -180,7 +180,7 @@ def _samples(given: argparse.Namespace) -> tuple[list[str], int]:
 
 
 def _optimizers(given: argparse.Namespace) -> tuple[list[str], int]:
-    from tests.suites.optimizers import verdicts
+    from tools.suites.optimizers import verdicts
 
     found = list(verdicts())
     lines = [HEADS["optimizers"], ""]

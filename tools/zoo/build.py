@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import transformers
-from tests.zoo.compose import COMPOSED, all_shared
-from tests.zoo.examples import PLACES
-from tests.zoo.overrides import OVERRIDES as CAUSAL
-from tests.zoo.overrides_others import OTHERS
-from tests.zoo.tables import Entry
+from tools.zoo.compose import COMPOSED, all_shared
+from tools.zoo.examples import PLACES
+from tools.zoo.overrides import OVERRIDES as CAUSAL
+from tools.zoo.overrides_others import OTHERS
+from tools.zoo.tables import Entry
 from torch import nn
 from transformers import PretrainedConfig
 

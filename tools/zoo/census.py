@@ -1,6 +1,6 @@
 """All architectures of both tables, one forked process each, and the page of what was found.
 
-python -m tests.zoo.census [--jobs 2] [--tables causal,others] [--only llama,gpt2] [--out internals/zoo.md]
+python -m tools.zoo.census [--jobs 2] [--tables causal,others] [--only llama,gpt2] [--out docs/internals/zoo.md]
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.zoo.compare import compare
-from tests.zoo.page import IMPLEMENTATIONS, page, summary, verdict
-from tests.zoo.tables import TABLES, Entry, entries
+from tools.zoo.compare import compare
+from tools.zoo.page import IMPLEMENTATIONS, page, summary, verdict
+from tools.zoo.tables import TABLES, Entry, entries
 
 LIMIT = 60.0  # seconds for one architecture on one implementation
 

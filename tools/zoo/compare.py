@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tests.zoo.build import build
-from tests.zoo.overrides import UNRETURNED
-from tests.zoo.reference import given_away
-from tests.zoo.tables import Entry
+from tools.zoo.build import build
+from tools.zoo.overrides import UNRETURNED
+from tools.zoo.reference import given_away
+from tools.zoo.tables import Entry
 from torch import Tensor, nn
 
 from qkeel.capture.calls import HeadLayout, cat_heads, statistics

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.zoo.build import build
-from tests.zoo.tables import Entry
+from tools.zoo.build import build
+from tools.zoo.tables import Entry
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,12 +1,12 @@
-"""internals/zoo.md: what counts as a pass, and the two tables."""
+"""docs/internals/zoo.md: what counts as a pass, and the two tables."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
-from tests.zoo.overrides import CUT, NEEDS, NOTES, REASONS, UNRETURNED, WITHOUT_ATTENTION
-from tests.zoo.tables import NOT_TAKEN
+from tools.zoo.overrides import CUT, NEEDS, NOTES, REASONS, UNRETURNED, WITHOUT_ATTENTION
+from tools.zoo.tables import NOT_TAKEN
 from transformers import __version__
 
 IMPLEMENTATIONS = ("eager", "sdpa")

@@ -17,8 +17,8 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from tests.zoo.examples import parts
-from tests.zoo.overrides import CUT, POINTS
+from tools.zoo.examples import parts
+from tools.zoo.overrides import CUT, POINTS
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode

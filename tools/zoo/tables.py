@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.zoo import examples
+from tools.zoo import examples
 from torch import nn
 from transformers.models.auto import modeling_auto
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from claims.__main__ import columns, configured, joined, main, whole_seeds
-from claims.claim import OF_ALL_RATES, Cell, Claim, sensitivity, stable
-from claims.judge import HERE, PAGE, counted, differences, judge, page, short
-from claims.measures import MEASURES
-from claims.site_page import SITE, site_page
-from claims.studies import CORPORA, STUDIES
-from claims.table import CLAIMS, EVERY
+from experiments.claims.__main__ import columns, configured, joined, main, whole_seeds
+from experiments.claims.claim import OF_ALL_RATES, Cell, Claim, sensitivity, stable
+from experiments.claims.judge import HERE, PAGE, counted, differences, judge, page, short
+from experiments.claims.measures import MEASURES
+from experiments.claims.site_page import SITE, site_page
+from experiments.claims.studies import CORPORA, STUDIES
+from experiments.claims.table import CLAIMS, EVERY
 
 from qkeel.errors import RunDirectoryError
 from qkeel.lab import Grid, RunConfig
@@ -70,13 +70,13 @@ SENTENCES: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("docs/remedies.md", "contradicted"): [
         ("did not help Kimi; here it is among the best", "Lowering only the rate of q and k does not help (LR 0.1)"),
     ],
-    ("research/theory.md", "contradicted"): [
+    ("experiments/notes/theory.md", "contradicted"): [
         (
             "So shift invariance is not the cause",
             "Softmax's shift invariance makes logits grow: without it (sigmoid) they stay under 100 (LR 0.1)",
         ),
     ],
-    ("research/multimodal.md", "contradicted"): [
+    ("experiments/notes/multimodal.md", "contradicted"): [
         (
             "Text gives images less than an even share of its attention, not more.",
             "Images dominate attention: text gives them more than an even share (LR 0.01)",
@@ -95,19 +95,19 @@ SENTENCES: dict[tuple[str, str], list[tuple[str, str]]] = {
             "… behind norms before attention too (LR 0.01)",
         ),
     ],
-    ("research/multimodal.md", "reproduced"): [
+    ("experiments/notes/multimodal.md", "reproduced"): [
         (
             "The recipe of 34B is better than that of 7B.",
             "The recipe of Chameleon 34B (norms after the branches and z-loss) trains better than that of 7B (LR 0.1)",
         ),
     ],
-    ("research/multimodal.md", "undecided"): [
+    ("experiments/notes/multimodal.md", "undecided"): [
         (
             "that a z-loss gains 0.01 or more is not decided",
             "A z-loss with QK-norm trains better than QK-norm alone (LR 0.1)",
         ),
     ],
-    ("research/precision.md", "undecided"): [
+    ("experiments/notes/precision.md", "undecided"): [
         (
             "With {n} seeds on the default path ([claims](claims.md)) {mean:.0f} of 150 steps are skipped in the "
             "mean, but by seed they range too widely to decide",
@@ -119,25 +119,25 @@ SENTENCES: dict[tuple[str, str], list[tuple[str, str]]] = {
             "Logits beyond the range of bf16 break training: bf16 loses against float32 without a remedy (LR 0.1)",
         ),
     ],
-    ("research/translation.md", "reproduced"): [
+    ("experiments/notes/translation.md", "reproduced"): [
         (
             "with {n} seeds, judged by intervals ([claims](claims.md)), the first paper's form gains {mean:.2f} nats",
             "… and at a high rate (LR 0.1)",
         ),
     ],
-    ("research/translation.md", "undecided"): [
+    ("experiments/notes/translation.md", "undecided"): [
         (
             "at LR 0.01 it is not decided whether either norm gains",
             "RMS QK-norm translates better (by loss, 1,000 pairs, LR 0.01)",
         ),
     ],
-    ("research/vision.md", "contradicted"): [
+    ("experiments/notes/vision.md", "contradicted"): [
         (
             "it does not rise again, as that of the published 8B model did",
             "Without a norm the loss of a vision transformer falls, then rises (LR 0.1, last two thirds of training)",
         ),
     ],
-    ("research/vision.md", "reproduced"): [
+    ("experiments/notes/vision.md", "reproduced"): [
         (
             "With {n} seeds on the default path ([claims](claims.md)) LayerNorm on q and k gains {points:.0f} "
             "points at LR",
@@ -150,7 +150,7 @@ SENTENCES: dict[tuple[str, str], list[tuple[str, str]]] = {
             "LALR is free at a low rate (LR 0.01)",
         ),
     ],
-    ("research/extrapolation.md", "reproduced"): [
+    ("experiments/notes/extrapolation.md", "reproduced"): [
         (
             "ReRoPE (window 16) keeps at least 95 %",
             "ReRoPE extends a plain model to 8 times the training length without training (95 % kept)",
@@ -161,7 +161,7 @@ SENTENCES: dict[tuple[str, str], list[tuple[str, str]]] = {
         ),
         ("as it is beats Baseline under PI and under ABF", "… and of one under ABF"),
     ],
-    ("research/extrapolation.md", "contradicted"): [
+    ("experiments/notes/extrapolation.md", "contradicted"): [
         (
             "Long texts do not bring plain models a share of unseen angles that is larger than under KNA by a point.",
             "Plain models fail because long texts bring more unseen angles than under KeyNorm (share of pairs)",

@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 import pytest
-from claims.claim import Cell, Claim
-from claims.judge import ERROR, HERE, LOOKS, PAGE, Judged, judge, short
-from claims.table import CLAIMS, EVERY
+from experiments.claims.claim import Cell, Claim
+from experiments.claims.judge import ERROR, HERE, LOOKS, PAGE, Judged, judge, short
+from experiments.claims.table import CLAIMS, EVERY
 
 from qkeel.records import read_json
 

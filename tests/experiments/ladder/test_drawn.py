@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ladder import drawn
-from ladder.drawn import DRAWS, Draw
-from ladder.rows import read
+from experiments.ladder import drawn
+from experiments.ladder.drawn import DRAWS, Draw
+from experiments.ladder.rows import read
 
 from qkeel.errors import RefusedError
 from qkeel.lab.build_run import check, resolve

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ladder import __main__ as written
-from ladder import predict, rows, run
-from ladder.__main__ import PAGE, page
-from ladder.plan import ARMS, FIRST_SEED, QUESTIONS, RUNGS, Question, units
+from experiments.ladder import __main__ as written
+from experiments.ladder import predict, rows, run
+from experiments.ladder.__main__ import PAGE, page
+from experiments.ladder.plan import ARMS, FIRST_SEED, QUESTIONS, RUNGS, Question, units
 from scipy import stats
 
 from qkeel.errors import DataError
@@ -209,7 +209,7 @@ def test_the_committed_predictions_of_the_frozen_laws_are_those_of_the_code() ->
 
 
 def test_the_page_says_what_the_committed_rows_and_predictions_say() -> None:
-    assert page() == PAGE.read_text(encoding="utf-8"), "run python -m ladder"
+    assert page() == PAGE.read_text(encoding="utf-8"), "run python -m experiments.ladder"
 
 
 def test_no_row_is_there_twice_and_each_is_of_the_plan() -> None:

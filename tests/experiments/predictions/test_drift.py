@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from predictions import drift, drift_law, drift_verdict, gains
+from experiments.predictions import drift, drift_law, drift_verdict, gains
 
 from qkeel.lab.config import ModelConfig, RunConfig
 from qkeel.lab.recommendation import EVIDENCE
@@ -24,7 +24,7 @@ def test_the_table_of_the_package_follows_from_the_fitting_grids(fitted: list[dr
         gains.frozen(drift_law.read_rows(gains.GAIN_FIT)),
         read_json(EVIDENCE),
     )
-    assert law["law"]["form"] == carried["law"]["form"], "run python -m predictions.drift_law"
+    assert law["law"]["form"] == carried["law"]["form"], "run python -m experiments.predictions.drift_law"
     alike({**law, **remedies}, {name: carried[name] for name in (*law, *remedies)})
 
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from predictions import edge_again, edge_of_chaos, transfer, transfer_again
-from predictions.__main__ import PAGES
-from predictions.order import crossing, kendall, over_seeds
-from predictions.pages import DOCS, HERE
-from predictions.run import SIZES, compared_units, edge_units, left, tuning_units
-from predictions.table import PLACES, tables_of
+from experiments.predictions import edge_again, edge_of_chaos, transfer, transfer_again
+from experiments.predictions.__main__ import PAGES
+from experiments.predictions.order import crossing, kendall, over_seeds
+from experiments.predictions.pages import DOCS, HERE
+from experiments.predictions.run import SIZES, compared_units, edge_units, left, tuning_units
+from experiments.predictions.table import PLACES, tables_of
 from tests.quick import quick
 
 from qkeel.lab.plan import ONE_OF_EACH
@@ -40,7 +40,7 @@ REGISTERED = {
 def test_a_page_says_what_the_committed_tables_say(study: str) -> None:
     tables = tables_of(study)
     for name, text in PAGES[study](*tables).items():
-        assert (DOCS / name).read_text(encoding="utf-8") == text, "run python -m predictions"
+        assert (DOCS / name).read_text(encoding="utf-8") == text, "run python -m experiments.predictions"
     rows, grid = tables[-1][1], find_study(study).grid
     assert {row["remedy"] for row in rows} <= set(grid.remedies)
     assert {row["seed"] for row in rows} <= {*grid.seeds, *grid.tuning_seeds}

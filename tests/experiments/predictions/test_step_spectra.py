@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from predictions import step_spectra as study
+from experiments.predictions import step_spectra as study
 
 from qkeel.records import read_json
 
