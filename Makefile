@@ -145,9 +145,9 @@ drawn: $(VENV)/.dev  ## the autopilot's last drawn test: 560 runs, as far as the
 	$(ONE_THREAD) $(BIN)/python -m experiments.ladder.drawn run --idle
 	$(BIN)/python -m experiments.ladder.drawn judge
 
-roofline: $(VENV)/.dev  ## operators under the measured peaks of this machine, and the picture of docs/internals/benchmarks.md
+roofline: $(VENV)/.dev  ## operators under the measured peaks of this machine, and the picture of docs/benchmarks.md
 	$(BIN)/python -m benchmarks.roofline
-	$(BIN)/python -m benchmarks.charts benchmarks/results/roofline-$$(date +%F).json docs/internals/images/roofline.svg
+	$(BIN)/python -m benchmarks.charts benchmarks/results/roofline-$$(date +%F).json docs/images/roofline.svg
 
 assets:  ## rebuild the vendored chart library (needs Node); its result is committed
 	cd assets && npm ci --no-audit --no-fund && npm run build

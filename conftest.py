@@ -4,7 +4,7 @@ import pytest
 from sybil import Sybil
 from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 
-FOLDERS = ("docs", "docs/tutorials", "docs/guides", "research", "internals")
+FOLDERS = ("docs", "docs/tutorials", "docs/guides", "docs/internals", "experiments/notes")
 
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["README.md", *(f"{folder}/*.md" for folder in FOLDERS)]

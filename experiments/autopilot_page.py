@@ -124,7 +124,7 @@ class Results:
 def page(files: Sequence[Path]) -> str:
     """The whole page."""
     results = Results(files)
-    command = " ".join(["python -m experiments.autopilot page", *(f"benchmarks/results/{path.name}" for path in files)])
+    command = " ".join(["python -m experiments.autopilot page", *(f"experiments/results/{path.name}" for path in files)])
     seeds = sorted({seed for _, seed, _ in results.each})
     count, settings = sum(len(runs) for *_, runs in results.each), dict.fromkeys(cell[0] for cell in results.runs)
     what = f"{count} runs on seeds {', '.join(map(str, seeds))}; settings {', '.join(settings)}. 2 cores, torch 2.13."

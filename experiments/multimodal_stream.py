@@ -28,8 +28,8 @@ from qkeel.lab.training import TrainingBackend, train_step
 from qkeel.metrics import paired_effect
 
 ROOT = Path(__file__).parents[1]
-TABLE = ROOT / "benchmarks" / "results" / "multimodal-stream-2026-11-26.json"
-PAGE = ROOT / "research" / "multimodal.md"
+TABLE = ROOT / "experiments" / "results" / "multimodal-stream-2026-11-26.json"
+PAGE = ROOT / "experiments" / "notes" / "multimodal.md"
 BEGIN, END = "<!-- experiments.multimodal_stream: begin -->", "<!-- experiments.multimodal_stream: end -->"
 REMEDIES = {"none": "none", "qk_norm": "qk_norm", "swin_norm": "swin_norm", "Chameleon 34B": CHAMELEON_34B}
 MIXES, LRS, SEEDS, EVERY = ("text", "mix"), (0.01, 0.1), range(6), 10  # of five, no exact interval of 95 % is finite

@@ -354,7 +354,7 @@ def main() -> int:
     reader.add_argument("--pieces", type=int, default=1, help="run the tests of a condition as so many pieces")
     reader.add_argument("--first", type=int, help="of the pieces run only so many; the table then says so")
     reader.add_argument("--minutes", type=float, default=float("inf"), help="start no further piece after that time")
-    reader.add_argument("--out", type=Path, default=ROOT / "internals" / "machines.md")
+    reader.add_argument("--out", type=Path, default=ROOT / "docs" / "internals" / "machines.md")
     options = reader.parse_args()
     _adopt_orphans()
     last_start = time.monotonic() + 60 * options.minutes

@@ -17,7 +17,7 @@ from qkeel.metrics import common_level, exact_interval, largest_stable_lr, lr_se
 
 Results = Mapping[str, Mapping[str, Any]]  # by study: command, identity, rows
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "research" / "claims.md"
+PAGE = HERE.parent / "notes" / "claims.md"
 ERROR = 0.05  # share of the page's verdicts that may be wrong on average
 # Four looks at growing numbers of seeds is the most that a row of this page had before this rule; the fifth, at twice
 # the seeds, is the last. Rows that had fewer are treated alike.

@@ -9,7 +9,7 @@ from experiments.claims.judge import HERE, LOOKS, VERDICTS, Judged, Results, cou
 from experiments.claims.studies import SEEDS, STUDIES
 from experiments.claims.table import CLAIMS, SECTIONS
 
-SITE = HERE.parent / "docs" / "what-we-found.md"
+SITE = HERE.parents[1] / "docs" / "what-we-found.md"
 
 
 def site_page(results: Results) -> str:

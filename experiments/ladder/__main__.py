@@ -1,4 +1,4 @@
-"""`python -m experiments.ladder`: writes experiments/notes/ladder.md from the plan, the predictions and the rows that are there."""
+"""`python -m experiments.ladder`: writes docs/ladder.md from the plan, the predictions and the rows that are there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qkeel.metrics import largest_stable_lr
 from qkeel.metrics.paired_effect import quantile
 from qkeel.records import read_json, write_text
 
-PAGE = Path(__file__).parents[1] / "research" / "ladder.md"
+PAGE = Path(__file__).parents[2] / "docs" / "ladder.md"
 _HEAD = """# The ladder: does it hold at 124 million?
 
 Most results on the page of [claims](claims.md) come from models of 131,000 parameters, and none from a large one. This
@@ -249,7 +249,7 @@ def machine(row: Row) -> str:
 
 
 def page() -> str:
-    """The text of experiments/notes/ladder.md."""
+    """The text of docs/ladder.md."""
     arms = ", ".join(f"`{remedy}`" for remedy in ARMS.values())
     lines = [_HEAD + "\n".join(plan_table()), _STATEMENT.format(arms=arms)]
     lines += ["## Answers", "", _ANSWERS, "", *answers([name for name in RUNGS if read(name)]), ""]

@@ -36,7 +36,7 @@ from qkeel.metrics import exact_interval
 from qkeel.records import read_json, write_json, write_text
 from qkeel.records.run_directory import made_on
 
-RESEARCH = Path(__file__).parents[1] / "research"
+RESEARCH = Path(__file__).parents[1] / "notes"
 SETTINGS, KEPT, MARGIN = 40, 0.9, 0.02
 BANDS = ((0.3, 1.0), (1.0, 3.16), (3.16, 10.0))
 ALWAYS_ON = ("qk_norm", "lalr:tau=0.1", "qk_clip:threshold=15")

@@ -22,7 +22,7 @@ from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
 from qkeel.lab.recommendation import EVIDENCE, FIRST_STEP, band, monomials, sizes, summed_rates
 from qkeel.records import read_json
 
-HERE = Path(__file__).parents[1] / "benchmarks" / "results"
+HERE = Path(__file__).parents[1] / "results"
 FIT, TEST = HERE / "drift-fit.csv", HERE / "drift-test.csv"
 LEVEL = 0.9  # of the intervals; at least 0.85 is to be measured on runs that were not fitted on
 BANDS = (0.02, 0.05)  # peak rates between which errors are of different size

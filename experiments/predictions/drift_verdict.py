@@ -22,7 +22,7 @@ from qkeel.lab.recommendation import Expected, evidence, expected_logit, summed_
 from qkeel.lab.studies import find_study
 from qkeel.metrics import PairedEffect, paired_effect
 
-PAGE = Path(__file__).parents[1] / "research" / "results" / "drift-law.md"
+PAGE = Path(__file__).parents[1] / "notes" / "results" / "drift-law.md"
 PICTURE = PAGE.parents[1] / "images" / "drift-law.svg"
 BEGIN, END = "<!-- written by predictions: {} -->", "<!-- end of {} -->"
 RIVALS = ("power law", "Wortsman's quadratic")

@@ -27,7 +27,7 @@ from qkeel.lab.recommendation import EVIDENCE, band, evidence, predict
 from qkeel.metrics import paired_effect
 from qkeel.records import read_json
 
-PAGE = Path(__file__).parents[1] / "research" / "results" / "gains.md"
+PAGE = Path(__file__).parents[1] / "notes" / "results" / "gains.md"
 GAIN_FIT, GAIN_TEST = FIT.with_name("gain-fit.csv"), FIT.with_name("gain-test.csv")
 COST_TABLE = FIT.with_name("cpu-2026-11-21.json")
 # The forms of a remedy's gain, in the letters of the law of logits; Σ lr is part of none.
@@ -68,7 +68,7 @@ def gains(rows: Sequence[Row], remedy: str) -> Points:
 def cost(remedy: str) -> dict[str, Any]:
     """Returns the ratio of processor time to that without the remedy, median and span, of what, and where it stands."""
     if remedy not in COSTS:
-        return {**CLIP, "source": "docs/internals/benchmarks.md, the optimizer step"}
+        return {**CLIP, "source": "docs/benchmarks.md, the optimizer step"}
     of, name, case = COSTS[remedy]
     table = next(rows for title, rows in read_json(COST_TABLE)["tables"].items() if title.startswith(name))
     ratios = {row["case"]: row["ratio"] for row in table}

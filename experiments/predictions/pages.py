@@ -14,7 +14,7 @@ from experiments.predictions.table import tables_of
 from qkeel.metrics import PairedEffect
 
 HERE = Path(__file__).parent
-DOCS = HERE.parent / "research" / "results"
+DOCS = HERE.parent / "notes" / "results"
 Rows = Sequence[Mapping[str, Any]]
 Table = tuple[Mapping[str, Any], Rows]  # what is said about rows, and the rows
 Size = tuple[str, int]

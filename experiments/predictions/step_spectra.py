@@ -31,8 +31,8 @@ from qkeel.monitor import AllSinks, GateShut, History, PlannedRates, Severity, r
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.spec import AttentionSpec, RMSNorm, Rope, Sink
 
-TABLE = Path(__file__).parents[1] / "benchmarks" / "results" / "step-spectra-2026-11-23.json"
-PAGE = Path(__file__).parents[1] / "research" / "results" / "step-spectra.md"
+TABLE = Path(__file__).parents[1] / "results" / "step-spectra-2026-11-23.json"
+PAGE = Path(__file__).parents[1] / "notes" / "results" / "step-spectra.md"
 STEPS, MEASURED, EVERY, HEADS, WIDTH = 150, 2, 5, 4, 64
 LRS = (0.003, 0.01, 0.03, 0.1, 0.3)
 TUNED, JUDGED = range(40, 43), range(50, 56)

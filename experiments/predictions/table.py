@@ -9,7 +9,7 @@ from typing import Any
 
 from qkeel.records import read_json, write_text
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 # Of each study the table of the first prediction, then that of the second.
 PLACES = {
     "edge": tuple(RESULTS / f"edge-of-chaos-2026-11-{day}.json" for day in (22, 23)),

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "experiments/recipes/README.md")]
 PAGES = sorted(page for page in DOCS.rglob("*.md") if not {"_made", "_build"} & set(page.parts))  # of the site
-OFF_SITE = sorted(page for folder in ("research", "internals") for page in (ROOT / folder).rglob("*.md"))
+OFF_SITE = sorted(page for folder in ("docs/internals", "experiments/notes") for page in (ROOT / folder).rglob("*.md"))
 # Pages that programs write, or that quote what they print.
 MADE_BY_PROGRAMS = {"compatibility", "what-we-found"}
 

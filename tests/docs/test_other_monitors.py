@@ -10,7 +10,7 @@ import pytest
 from qkeel.errors import UnknownNameError
 from qkeel.records import explain_field
 
-PAGE = Path(__file__).parents[2] / "internals" / "other-monitors.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "other-monitors.md"
 # As in the source code of llm-internal-medicine that the page is about: QK and DSA monitors, updates, status.
 KEYS = re.findall(
     r"\w+",

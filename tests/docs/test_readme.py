@@ -56,7 +56,7 @@ RATIO = r"\| (?P<low>[\d.]+) / ([\d.]+) / ([\d.]+)"
 
 
 def ratio(row: str) -> tuple[str, ...]:
-    low, middle, high = found("docs/internals/benchmarks.md", rf"\| {row} {RATIO}")
+    low, middle, high = found("docs/benchmarks.md", rf"\| {row} {RATIO}")
     return middle, low, high
 
 
@@ -89,7 +89,7 @@ def test_on_the_largest_rung_the_differences_that_readme_names_are_within_the_no
 
 
 SCRIPT, RETROFIT = "docs/tutorials/your-script.md", "docs/tutorials/retrofit.md"
-LADDER = "experiments/notes/ladder.md"
+LADDER = "docs/ladder.md"
 H200 = "benchmarks/results/gpu-nvidia-h200-2026-11-27.md"
 # What README says, by the words around its figures, and where each figure comes from.
 FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
@@ -179,9 +179,9 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
     (
         r"\| ([\d.]+) and ([\d.]+) compiled, on two CPUs; ([\d.]+) with PyTorch's operations",
         lambda: (
-            *found("docs/internals/benchmarks.md", r"AdamW, fused \+ lalr, compiled C\+\+ \| \*\*([\d.]+)\*\*"),
-            *found("docs/internals/benchmarks.md", r"LALR ≤ 1.03 [^|]*\|[^|]*\*\*([\d.]+);"),
-            *found("docs/internals/benchmarks.md", r"AdamW, fused \+ lalr, torch's operations \| ([\d.]+)"),
+            *found("docs/benchmarks.md", r"AdamW, fused \+ lalr, compiled C\+\+ \| \*\*([\d.]+)\*\*"),
+            *found("docs/benchmarks.md", r"LALR ≤ 1.03 [^|]*\|[^|]*\*\*([\d.]+);"),
+            *found("docs/benchmarks.md", r"AdamW, fused \+ lalr, torch's operations \| ([\d.]+)"),
         ),
     ),
     (

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_page_is_written_from_the_committed_runs() -> None:
     written, results = (
-        (ROOT / "research" / "autopilot.md").read_text(encoding="utf-8"),
-        ROOT / "benchmarks" / "results",
+        (ROOT / "experiments" / "notes" / "autopilot.md").read_text(encoding="utf-8"),
+        ROOT / "experiments" / "results",
     )
     assert page([results / "autopilot-2026-11-22.csv"]) == written
     assert latent_table(results / "autopilot-mla-2026-11-22.csv", (40, 41, 42, 43)) in written

@@ -125,5 +125,5 @@ def page_table() -> str:
 
 
 def test_the_page_has_the_table() -> None:
-    page = Path(__file__).parents[2] / "internals" / "processes.md"
+    page = Path(__file__).parents[2] / "docs" / "internals" / "processes.md"
     assert page_table() in page.read_text(encoding="utf-8"), f"expected in {page.name}:\n{page_table()}"

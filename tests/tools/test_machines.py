@@ -32,7 +32,7 @@ def test_a_path_without_compilers_has_the_other_programs(tmp_path: Path, monkeyp
 
 
 def test_every_path_of_every_condition_exists() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     for name, condition in CONDITIONS.items():
         assert [path for path in condition.tests if not (root / path).exists()] == [], name
 

@@ -25,7 +25,7 @@ from qkeel.records import EXTRAPOLATION_COLUMNS, TABLE_COLUMNS, read_json
 from qkeel.records.names_and_units import TASK_FIELDS
 from qkeel.remedies import canonical
 
-ROOT = HERE.parent
+ROOT = HERE.parents[1]
 KNOWN = {*EXTRAPOLATION_COLUMNS, *TABLE_COLUMNS, *TASK_FIELDS, *MEASURES}
 
 
@@ -205,7 +205,7 @@ def test_sentences_of_other_documents_follow_from_verdicts() -> None:
 def test_the_range_of_the_cost_of_qk_norm_in_the_readme_is_that_of_the_tables_of_gains() -> None:
     gains: dict[tuple[str, str], list[float]] = {}
     for name in ("gain-fit.csv", "gain-test.csv"):
-        with (ROOT / "benchmarks" / "results" / name).open(newline="") as text:
+        with (ROOT / "experiments" / "results" / name).open(newline="") as text:
             table = [row for row in csv.DictReader(text) if row["lr"] == "0.01"]
         losses = {(r["width"], r["depth"], r["seed"], r["remedy"]): float(r["val_loss"]) for r in table}
         for width, depth, seed, remedy in losses:
