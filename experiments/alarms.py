@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import final
 
 import numpy as np
-
 from benchmarks.measure import Bench
+
 from qkeel.lab.build_run import learning_rate
 from qkeel.lab.config import OptimConfig
 from qkeel.metrics import collapsed

@@ -22,7 +22,7 @@ The command below writes this page from the recorded runs, and a test checks tha
 here is the first one, which
 added lalr to a clip with full steps; another has taken its place. Both were tested on settings drawn at random:
 [the first](autopilot-drawn.md), [the present one](autopilot-drawn-2.md). What the autopilot does when:
-[autopilot](../docs/guides/autopilot.md).
+[autopilot](../../docs/guides/autopilot.md).
 
 ```sh
 {command}
@@ -124,7 +124,9 @@ class Results:
 def page(files: Sequence[Path]) -> str:
     """The whole page."""
     results = Results(files)
-    command = " ".join(["python -m experiments.autopilot page", *(f"experiments/results/{path.name}" for path in files)])
+    command = " ".join(
+        ["python -m experiments.autopilot page", *(f"experiments/results/{path.name}" for path in files)]
+    )
     seeds = sorted({seed for _, seed, _ in results.each})
     count, settings = sum(len(runs) for *_, runs in results.each), dict.fromkeys(cell[0] for cell in results.runs)
     what = f"{count} runs on seeds {', '.join(map(str, seeds))}; settings {', '.join(settings)}. 2 cores, torch 2.13."

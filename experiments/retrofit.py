@@ -9,10 +9,10 @@ import time
 
 import torch
 import transformers
+from benchmarks.measure import Bench
 from torch import Tensor, nn
 
 import qkeel
-from benchmarks.measure import Bench
 from qkeel.remedies.retrofit import RetrofitConfig
 from qkeel.remedies.retrofit.replay import Reference
 

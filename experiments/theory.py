@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from benchmarks.measure import Bench
 from torch import Tensor, nn
 
 import qkeel
-from benchmarks.measure import Bench
 from qkeel.functional.bounds import softmax_jacobian_norm
 from qkeel.functional.logits import entropy
 from qkeel.lab.config import DataConfig

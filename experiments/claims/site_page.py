@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from experiments.claims.claim import Claim
-from experiments.claims.judge import HERE, LOOKS, VERDICTS, Judged, Results, counted, fewer_seeds, judge, short, verdicts
+from experiments.claims.judge import (
+    HERE,
+    LOOKS,
+    VERDICTS,
+    Judged,
+    Results,
+    counted,
+    fewer_seeds,
+    judge,
+    short,
+    verdicts,
+)
 from experiments.claims.studies import SEEDS, STUDIES
 from experiments.claims.table import CLAIMS, SECTIONS
 

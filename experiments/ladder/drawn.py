@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from experiments.autopilot_page import share_interval
 
+from experiments.autopilot_page import share_interval
 from experiments.ladder.rows import RESULTS, Row, append, number, read
 from experiments.ladder.run import Stop, check_text, step_aside
 from qkeel.errors import DataError, RefusedError
@@ -245,7 +245,7 @@ _HEAD = """# The autopilot on settings drawn at random{title}
 
 This page tests {policy}.
 
-The policy of the [autopilot](../docs/guides/autopilot.md) was frozen and tested once on {settings} settings, which
+The policy of the [autopilot](../../docs/guides/autopilot.md) was frozen and tested once on {settings} settings, which
 numpy drew from a stated space with seed {seed}. Each was trained on two seeds with {arms} arms: {runs} runs. The draw,
 the arms and the rule below were committed before the first of these runs, in `experiments/ladder/drawn.py`.
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.ladder.plan import ARMS, AUTOPILOT, CORPUS, FIRST_SEED, QUESTIONS, RUNGS, Point, Question, units
-from experiments.ladder.predict import experiments.predictions
+from experiments.ladder.predict import predictions
 from experiments.ladder.rows import RESULTS, Row, append, number, point, read
 from qkeel.errors import DataError
 from qkeel.lab.config import RunConfig, with_values

@@ -7,7 +7,18 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experiments.predictions.edge_of_chaos import EDGE, FLOOR, PREDICTED, Table, edges, exponents, knees, miss, order, passes_logit
+from experiments.predictions.edge_of_chaos import (
+    EDGE,
+    FLOOR,
+    PREDICTED,
+    Table,
+    edges,
+    exponents,
+    knees,
+    miss,
+    order,
+    passes_logit,
+)
 from experiments.predictions.order import kendall, over_seeds, verdict
 
 SEEDS = (4, 5, 6, 7)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.claims.studies import CORPORA
-
 from qkeel.errors import DataError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
 from qkeel.lab.checkpoint import computed_with
@@ -165,7 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what is left of one study."""
     options = asked(sys.argv[1:] if arguments is None else arguments)
     if load(RunConfig().data).sha256 != CORPORA["stdlib"]:
-        raise DataError("the predictions are of the text of the claims, see experiments/notes/claims.md; this is another one")
+        raise DataError(
+            "the predictions are of the text of the claims, see experiments/notes/claims.md; this is another one"
+        )
     print(json.dumps(computed_with(dataclasses.replace(RunConfig(), device="cpu"))))
     grid = find_study(options.study).grid
     seeds, widths = options.seeds or list(grid.seeds), options.widths or grid.d_model

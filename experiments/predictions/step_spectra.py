@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from experiments.alarms import lasting_gap
 from torch import Tensor, nn
 
 import qkeel
+from experiments.alarms import lasting_gap
 from experiments.predictions.order import over_seeds, verdict
 from qkeel.lab.build_run import learning_rate
 from qkeel.lab.config import DataConfig, OptimConfig
@@ -305,7 +305,8 @@ def main() -> None:
         PAGE.write_text(page(found), encoding="utf-8")
     else:
         text = json.dumps(
-            {"command": "python -m experiments.predictions.step_spectra run", "verdicts": found, "rows": rows}, default=str
+            {"command": "python -m experiments.predictions.step_spectra run", "verdicts": found, "rows": rows},
+            default=str,
         )
         TABLE.write_text(text + "\n", encoding="utf-8")
 

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from tests.quick import quick
 from tools.foreign import idioms
 from tools.foreign.checks import overall
 from tools.foreign.idioms import (
@@ -28,7 +29,6 @@ from tools.foreign.idioms import (
     judge,
     silent,
 )
-from tests.quick import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 SILENT = "neither a site nor missed"

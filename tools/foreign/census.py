@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+
 from tools.foreign import generator, idioms
 from tools.foreign.checks import judged, overall
 from tools.foreign.page import attentions, page, shares

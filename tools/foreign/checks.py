@@ -6,10 +6,9 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable
 
+from qkeel.errors import QkeelError, RefusedError
 from tools.foreign import effects, sight
 from tools.foreign.work import MODEL, Answers, Finding, Subject, Verdict, Work, short
-
-from qkeel.errors import QkeelError, RefusedError
 
 Ask = Callable[[Work], Answers]
 

@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar, final
 
 import torch
-from tools.foreign.reference import Call, tensors
-from tools.foreign.sight import numbers
-from tools.foreign.work import MODEL, Answer, Answers, Work, changed, loss, rows_of, short
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -23,6 +20,9 @@ from qkeel.remedies.apply import parse
 from qkeel.remedies.base import Target
 from qkeel.remedies.head_weights import check_weights
 from qkeel.sites import AttentionSite
+from tools.foreign.reference import Call, tensors
+from tools.foreign.sight import numbers
+from tools.foreign.work import MODEL, Answer, Answers, Work, changed, loss, rows_of, short
 
 Sites = list[AttentionSite]
 

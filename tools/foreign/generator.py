@@ -18,10 +18,11 @@ from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from tools.foreign.checks import QUESTIONS, judged, overall
 from tools.foreign.reference import Call, Example
 from tools.foreign.work import MODEL, Finding, Subject, Verdict
-from torch import Tensor, nn
 
 HEADS, SIZE, WIDTH = 4, 4, 16
 FUSED = ("sdpa",)

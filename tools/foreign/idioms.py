@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tools.foreign.checks import QUESTIONS, judged, overall
-from tools.foreign.reference import Call, Example
-from tools.foreign.work import MODEL, Finding, Subject, Verdict
 from torch import Tensor, nn
 
 import qkeel
+from tools.foreign.checks import QUESTIONS, judged, overall
+from tools.foreign.reference import Call, Example
+from tools.foreign.work import MODEL, Finding, Subject, Verdict
 
 HEADS, SIZE, WIDTH = 4, 4, 16
 OFTEN = ("sites", "heads", "statistics", "rows")  # what is asked of all; the rest, of which remedies, of every tenth

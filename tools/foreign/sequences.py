@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from tools.foreign.reference import Example, Shape
 from tools.foreign.target import TOKENS, VOCAB, Made, Target, built, given, text
 

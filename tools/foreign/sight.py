@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 
 import torch
-from tools.foreign.work import MODEL, Answers, Work, changed, loss, short
 from torch import Tensor
 
 import qkeel
 from qkeel.sites import AttentionSite, Tap
+from tools.foreign.work import MODEL, Answers, Work, changed, loss, short
 
 MOVED, STILL = 1e-9, 1e-6  # a change of a logit, against the largest one, that counts, and one that does not
 

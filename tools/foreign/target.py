@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tools.foreign.reference import Example, Shape
 from torch import Tensor, nn
+
+from tools.foreign.reference import Example, Shape
 
 IMAGE, TOKENS, VOCAB = 32, 7, 40
 Made = tuple[nn.Module, Example]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from tools.foreign.reference import Shape
 from tools.foreign.target import Made, Target, built, given, image
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
-from tools.foreign.reference import Call, Example, tensors
 from torch import Tensor, nn
 
 import qkeel
 from qkeel.heads.site import HeadSlice
 from qkeel.sites import AttentionSite
+from tools.foreign.reference import Call, Example, tensors
 
 Verdict = Literal["right", "reported", "wrong"]
 Truth = Callable[[nn.Module, Example], list[Call]]  # every attention call of a forward pass

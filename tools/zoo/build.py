@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
+from transformers import PretrainedConfig
+
 from tools.zoo.compose import COMPOSED, all_shared
 from tools.zoo.examples import PLACES
 from tools.zoo.overrides import OVERRIDES as CAUSAL
 from tools.zoo.overrides_others import OTHERS
 from tools.zoo.tables import Entry
-from torch import nn
-from transformers import PretrainedConfig
 
 HEADS, GROUPS, HEAD_DIM, WIDTH, LAYERS, VOCAB = 4, 2, 8, 32, 2, 96
 

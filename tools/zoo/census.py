@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from tools.zoo.compare import compare
 from tools.zoo.page import IMPLEMENTATIONS, page, summary, verdict
 from tools.zoo.tables import TABLES, Entry, entries

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tools.zoo.build import build
-from tools.zoo.overrides import UNRETURNED
-from tools.zoo.reference import given_away
-from tools.zoo.tables import Entry
 from torch import Tensor, nn
 
 from qkeel.capture.calls import HeadLayout, cat_heads, statistics
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.sites.find import find_sites
+from tools.zoo.build import build
+from tools.zoo.overrides import UNRETURNED
+from tools.zoo.reference import given_away
+from tools.zoo.tables import Entry
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from tools.zoo.build import build
-from tools.zoo.tables import Entry
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qkeel
+from tools.zoo.build import build
+from tools.zoo.tables import Entry
 
 HIDDEN = -9000.0  # an added number from which on a pair carries no weight
 MASKS = {"swin": -60.0}  # those that add -100 and nothing lower

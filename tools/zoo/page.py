@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from transformers import __version__
+
 from tools.zoo.overrides import CUT, NEEDS, NOTES, REASONS, UNRETURNED, WITHOUT_ATTENTION
 from tools.zoo.tables import NOT_TAKEN
-from transformers import __version__
 
 IMPLEMENTATIONS = ("eager", "sdpa")
 Part = dict[str, tuple[str, dict[str, dict[str, Any]]]]  # model type -> class, result per implementation

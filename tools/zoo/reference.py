@@ -17,13 +17,13 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from tools.zoo.examples import parts
-from tools.zoo.overrides import CUT, POINTS
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkeel.functional.logits import entropy
+from tools.zoo.examples import parts
+from tools.zoo.overrides import CUT, POINTS
 
 SAMPLED = ("multiscale",)  # weights of points that are sampled, no products of queries and keys
 SAME = 1e-6  # the same weights, copied on their way out

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tools.zoo import examples
 from torch import nn
 from transformers.models.auto import modeling_auto
+
+from tools.zoo import examples
 
 Maker = Callable[[nn.Module], dict[str, Any]]
 

@@ -393,7 +393,9 @@ class EntropyCollapse(Rule):
     """
 
     threshold: Threshold = thresholds.ENTROPY  #: of all layers, or by their types
-    source: str = "Zhai et al. 2023, arXiv 2303.06296 (entropy collapse); threshold: experiments/notes/alarms.md, tuning seeds"
+    source: str = (
+        "Zhai et al. 2023, arXiv 2303.06296 (entropy collapse); threshold: experiments/notes/alarms.md, tuning seeds"
+    )
 
     def __post_init__(self) -> None:
         check_threshold(self.threshold)
