@@ -2,7 +2,8 @@
 
 python -m experiments.autopilot run OUT.csv --seeds 40 41 42 43 [--settings wide muon]: trains what is missing in OUT,
 seed by seed, a line a run, so that it can be stopped at any time and several may write parts of their own.
-`page CSV ...` prints the page experiments/notes/autopilot.md from such files (experiments.autopilot_page). `mla OUT.csv`
+`page CSV ...` prints the page experiments/notes/autopilot.md from such files (experiments.autopilot_page). `mla
+OUT.csv`
 trains what the table of latent attention on that page compares, and prints the table.
 """
 

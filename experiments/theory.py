@@ -1,4 +1,7 @@
-"""The figures of experiments/notes/theory.md: python -m experiments.theory. Tiny models: orderings, not effect sizes."""
+"""The figures of experiments/notes/theory.md: python -m experiments.theory.
+
+Tiny models: orderings, not effect sizes.
+"""
 
 from __future__ import annotations
 

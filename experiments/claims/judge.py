@@ -155,7 +155,7 @@ def fewer_seeds() -> str:
 
 
 def page(results: Results) -> str:
-    """The text of experiments/notes/claims.md: a chart, the claims, what no row judges; then procedure, sources and hashes."""
+    """The text of experiments/notes/claims.md: chart, claims, what no row judges; procedure, sources and hashes."""
     judged = judge(results)
     place = {id(one.claim): one for one in judged}
     spent = sum(results[study].get("cpu_seconds", 0) for study in STUDIES if study in results)

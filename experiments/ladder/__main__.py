@@ -19,9 +19,11 @@ from qkeel.records import read_json, write_text
 PAGE = Path(__file__).parents[2] / "docs" / "ladder.md"
 _HEAD = """# The ladder: does it hold at 124 million?
 
-Most results on the page of [claims](../experiments/notes/claims.md) come from models of 131,000 parameters, and none from a large one. This
+Most results on the page of [claims](../experiments/notes/claims.md) come from models of 131,000 parameters, and none
+from a large one. This
 page asks the same questions of models with 1, 10 and 124 million parameters (GPT-2 small), by a plan that was committed
-before its first run: `experiments/ladder/plan.py`. `make ladder` trains the runs that are still missing and writes this page; it
+before its first run: `experiments/ladder/plan.py`. `make ladder` trains the runs that are still missing and writes
+this page; it
 can be stopped and started at will, and never trains a run twice. The heading of each rung says how many of its runs are
 done.
 
@@ -46,16 +48,20 @@ with no remedy. At 124M the plan has seven runs: `none` and `qk_norm` at both ra
 `frozen_qk` at the hot one.
 
 **The statement.** Each difference of losses, and the logarithm of the largest logit, is modelled as a + b · ln N, where
-N is the number of parameters, with a scatter of rungs and of seeds. `experiments/ladder/predict.py` predicts the mean of a rung
+N is the number of parameters, with a scatter of rungs and of seeds. `experiments/ladder/predict.py` predicts the mean
+of a rung
 from the smaller rungs, with an interval of 90 %, which is written next to the results before the rung's first run. The
-frozen laws of [logits](../experiments/notes/results/drift-law.md) and [gains](../experiments/notes/results/gains.md) predict all four rungs
+frozen laws of [logits](../experiments/notes/results/drift-law.md) and [gains](../experiments/notes/results/gains.md)
+predict all four rungs
 (`experiments/ladder/results/frozen-laws.json`, in the commit of the plan); their intervals are for single runs.
 The plan requires that 84 to 96 % of the measured values, over all rungs and questions, lie in their intervals. A
 difference under 0.01 nats counts as none.
 
-**What was changed.** The autopilot's policy was replaced ([why](../experiments/notes/autopilot-drawn.md)) when the autopilot's runs at 0.13M
+**What was changed.** The autopilot's policy was replaced ([why](../experiments/notes/autopilot-drawn.md)) when the
+autopilot's runs at 0.13M
 and 1M were done and its runs at 10M had not begun. All rungs show the present policy, with predictions that were made
-anew before its first run on a rung. Runs of the first policy are in `experiments/ladder/results/first-policy.jsonl`. Its
+anew before its first run on a rung. Runs of the first policy are in `experiments/ladder/results/first-policy.jsonl`.
+Its
 predictions for 1M, of which 3 of 4 were right, no longer count.
 
 """
@@ -285,7 +291,8 @@ def page() -> str:
             "",
         ]
     lines += [
-        "**Next:** [Claims](../experiments/notes/claims.md), or [the law of logits](../experiments/notes/results/drift-law.md)."
+        "**Next:** [Claims](../experiments/notes/claims.md), or "
+        "[the law of logits](../experiments/notes/results/drift-law.md)."
     ]
     return "\n".join(lines) + "\n"
 

@@ -3,7 +3,8 @@
     python -m experiments.ladder.drawn run [--draw 1|2] [--seed SEED …] [--idle] [--work FOLDER] [--results FOLDER]
         what is left; stops and goes on as the ladder does. Several processes can share a draw if each has its own seeds
         and folders; join their rows with `cat`.
-    python -m experiments.ladder.drawn judge [--draw 1|2]    writes what the rows say into the draw's page, by the rule that stands
+    python -m experiments.ladder.drawn judge [--draw 1|2]    writes what the rows say into the draw's page, by the rule
+    that stands
                                                  here
 
 Everything about a draw was committed before the first of its runs, and the settings are drawn by numpy from a seed:
@@ -279,7 +280,8 @@ def head(test: Draw, settings: int, runs: int) -> str:
         seed=test.seed,
         arms=len(test.arms),
         runs=runs,
-        run=f"python -m experiments.ladder.drawn run{f'  # at commit {test.commit}' if test.commit else f' --draw {test.number}'}",
+        run="python -m experiments.ladder.drawn run"
+        + (f"  # at commit {test.commit}" if test.commit else f" --draw {test.number}"),
         number=test.number,
         known=test.known,
         rivals=", ".join(f"`{rival}`" for rival in test.rivals),

@@ -1,6 +1,7 @@
 """`make ladder`: runs what is left of the plan, the smallest size first, and writes rows as runs end.
 
-    python -m experiments.ladder.run [--rung 0.13M …] [--seed 5000 …] [--arm none …] [--work FOLDER] [--results FOLDER] [--idle]
+    python -m experiments.ladder.run [--rung 0.13M …] [--seed 5000 …] [--arm none …] [--work FOLDER] [--results FOLDER]
+    [--idle]
     python -m experiments.ladder.run --save-text library.jsonl
     python -m experiments.ladder.run --device cuda --text library.jsonl
 

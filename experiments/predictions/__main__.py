@@ -1,4 +1,4 @@
-"""`python -m experiments.predictions`: writes the pages of experiments/notes/results from committed tables; `keep` makes a table of rows."""
+"""`python -m experiments.predictions`: writes the pages of notes/results from stored tables; `keep` makes a table."""
 
 from __future__ import annotations
 

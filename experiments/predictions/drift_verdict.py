@@ -1,6 +1,7 @@
 """The frozen law of logit growth, judged on runs that it was not fitted on.
 
-    python -m experiments.predictions.drift_verdict    writes the tables and pictures of experiments/notes/results/drift-law.md
+    python -m experiments.predictions.drift_verdict    writes the tables and pictures of
+    experiments/notes/results/drift-law.md
 
 Until drift-test.csv is there, the page has the prediction alone. What refutes the law: its intervals cover less than
 85 % of the held-out runs, or its error is not shown to be smaller than that of both rivals.

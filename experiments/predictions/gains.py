@@ -1,6 +1,7 @@
 """The law of gains: how much a remedy lowers the loss of a run, fitted, frozen, and tested on sizes that it never saw.
 
-    python -m experiments.predictions.gains freeze    from gain-fit.csv: writes the remedies of the table that the package carries
+    python -m experiments.predictions.gains freeze    from gain-fit.csv: writes the remedies of the table that the
+    package carries
     python -m experiments.predictions.gains           writes the tables of experiments/notes/results/gains.md
 
 A gain is the held-out loss of one run without the remedy less that of the run of its seed with it. Form and intervals
@@ -29,7 +30,7 @@ from qkeel.records import read_json
 
 PAGE = Path(__file__).parents[1] / "notes" / "results" / "gains.md"
 GAIN_FIT, GAIN_TEST = FIT.with_name("gain-fit.csv"), FIT.with_name("gain-test.csv")
-COST_TABLE = FIT.with_name("cpu-2026-11-21.json")
+COST_TABLE = FIT.parents[2] / "benchmarks" / "results" / "cpu-2026-11-21.json"
 # The forms of a remedy's gain, in the letters of the law of logits; Σ lr is part of none.
 GAIN_FORMS: dict[str, tuple[str, ...]] = {
     "of rate": ("", "r"),

@@ -1,8 +1,11 @@
 """Does what a step adds to W_QᵀW_K predict the change of the logits, and does it lead the alarms?
 
-    python -m experiments.predictions.step_spectra run --seeds 40 41 42 --out ROWS    appends a row for each run that ROWS lacks
-    python -m experiments.predictions.step_spectra judge ROWS                            prints the verdicts, writes the table
-    python -m experiments.predictions.step_spectra judge                                 the same from the table, writes the page
+    python -m experiments.predictions.step_spectra run --seeds 40 41 42 --out ROWS    appends a row for each run that
+    ROWS lacks
+    python -m experiments.predictions.step_spectra judge ROWS                            prints the verdicts, writes
+    the table
+    python -m experiments.predictions.step_spectra judge                                 the same from the table,
+    writes the page
 
 What was predicted is in step_spectra.md, written before the first run.
 """

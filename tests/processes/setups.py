@@ -1,4 +1,4 @@
-"""The ways to run one model on several processes, and what was found of each: the table of docs/internals/processes.md."""
+"""The ways to run one model on several processes, and what was found: the table of docs/internals/processes.md."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Peers' own tests with qkeel's attention in them or every model watched; `make suites` writes docs/internals/suites.md."""
+"""Peers' own tests with qkeel's attention in them or every model watched; writes docs/internals/suites.md."""

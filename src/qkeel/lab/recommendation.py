@@ -312,7 +312,8 @@ def recommend(source: RunConfig | str | Path) -> Recommendation:
     """Returns the expected logits of a configuration and the remedy to use, based on measured runs.
 
     ln z = Σ coefficient · monomial of ln Σ lr and of the logarithms of the sizes. The fit, its test on held-out sizes
-    and the coverage of its intervals are described in experiments/notes/results/drift-law.md; for the gains, they are in
+    and the coverage of its intervals are described in experiments/notes/results/drift-law.md; for the gains, they are
+    in
     experiments/notes/results/gains.md.
 
     Args:

@@ -38,7 +38,8 @@ WINDOW = 10.0  # the fit uses the last decade of the clock; in a long warm-up, t
 VAGUE = 10.0  # times the low end of an interval; a wider forecast says only before which step the logit will not pass
 FARTHEST = 50.0  # in ln clock; further than any training goes
 # The interval is measured, not derived: residuals of one run are not independent draws, and they do not show what bends
-# the curve later. It was calibrated on the tuning seeds of experiments/notes/alarms.md; its coverage is measured on other seeds.
+# the curve later. It was calibrated on the tuning seeds of experiments/notes/alarms.md; its coverage is measured on
+# other seeds.
 _SLACK = (0.1, 0.12)
 _SLACK_PER_DISTANCE = (0.45, 0.55)
 

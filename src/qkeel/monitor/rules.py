@@ -277,7 +277,8 @@ class Growth(Rule):
 
     The power law of `forecast` must predict such growth at the last record and at the record before it, so that one
     unusual batch does not raise an alarm. The forecast is for the largest logit over all heads, because this series is
-    smoother than that of a single head, and its intervals are accurate (experiments/notes/alarms.md). The alarm names the head
+    smoother than that of a single head, and its intervals are accurate (experiments/notes/alarms.md). The alarm names
+    the head
     that currently has the largest logit.
     """
 
@@ -305,7 +306,8 @@ class Approach(Rule):
     """Fires when the largest logit is over `floor` and will pass `threshold` within `horizon` times the training so
     far.
 
-    Logits are in nats. The forecast is a power law of the sum of learning rates (experiments/notes/alarms.md). The threshold
+    Logits are in nats. The forecast is a power law of the sum of learning rates (experiments/notes/alarms.md). The
+    threshold
     applies to all layers, or is given by layer type.
     """
 
@@ -499,7 +501,8 @@ class AllSinks(Rule):
 
     The rule ignores layers that were already like this at the start, layers with only one head, and layers with uniform
     attention, which gives the first key that much weight in short sequences. It is not a default rule, because it was
-    measured only on contexts of 32 tokens, where it fired in 1 of 60 healthy runs (experiments/notes/results/step-spectra.md).
+    measured only on contexts of 32 tokens, where it fired in 1 of 60 healthy runs
+    (experiments/notes/results/step-spectra.md).
     """
 
     uniform: float = 0.9  #: normalized entropy from which a head counts as having no preference
@@ -532,7 +535,8 @@ class GateShut(Rule):
     head does.
 
     It requires a run that is watched with stats="all+gates". It is not a default rule, because it fired in 11 of 18
-    healthy runs of tiny models, as well as in all 12 runs that went wrong (experiments/notes/results/step-spectra.md). One shut
+    healthy runs of tiny models, as well as in all 12 runs that went wrong (experiments/notes/results/step-spectra.md).
+    One shut
     head is not harmful in itself.
     """
 

@@ -38,8 +38,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         roles={"tuned": 0.01, "hot": 0.1},
     )
     table = {"0.13M": first, "1M": dataclasses.replace(first, name="1M", seeds=1, together=1)}
-    for place in ("ladder.run.RUNGS", "ladder.plan.RUNGS", "ladder.rows.RUNGS", "ladder.predict.RUNGS"):
-        monkeypatch.setattr(place, table)
+    for place in ("run", "plan", "rows", "predict"):
+        monkeypatch.setattr(f"experiments.ladder.{place}.RUNGS", table)
     return table
 
 

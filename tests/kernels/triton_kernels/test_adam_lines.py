@@ -104,7 +104,7 @@ class Operators(TorchDispatchMode):
 def test_lalr_moves_the_bytes_of_adamw_and_few_for_each_line(
     launches: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """LALR at most 1.03 of fused AdamW by what is read and written; docs/internals/gpu.md has the times at 1B and 8B."""
+    """LALR at most 1.03 of fused AdamW by what is read and written; docs/internals/gpu.md has the times."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     moved: Counter[str] = Counter()
