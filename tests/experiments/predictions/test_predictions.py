@@ -20,8 +20,8 @@ from qkeel.lab.plan import ONE_OF_EACH
 from qkeel.lab.studies import find_study
 from qkeel.lab.studies import grids as edge_of_chaos_study
 
-# The first 16 digits of SHA-256, as they were committed before the runs: the text of a prediction does not change. Their
-# code is in the history, unchanged up to commit c5b7e68e, after which it moved.
+# The first 16 digits of SHA-256, as they were committed before the runs: the text of a prediction does not change.
+# Their code is in the history, unchanged up to commit c5b7e68e, after which it moved.
 REGISTERED = {
     "edge_of_chaos.md": "476949b250d66bc4",
     "transfer.md": "b7305b90c9a0f436",
