@@ -271,7 +271,8 @@ def ahead(history: History) -> Forecast | None:
 
 # The default policy: the cheapest action that limits the logits of the heads that need it.
 
-# The alarms that trigger an action; their quality is measured in research/alarms.md. Notices do not count, because they
+# The alarms that trigger an action; their quality is measured in experiments/notes/alarms.md. Notices do not count,
+# because they
 # also occur in healthy runs.
 RULES: tuple[Rule, ...] = (
     Outlook(),
@@ -560,7 +561,7 @@ def policy(named: str | Policy, *, parameters: bool = True) -> Policy:
         raise InvalidValueError(
             "expected a policy without allow_new_parameters, because the checkpoints of this trainer cannot store "
             "parameters that are added during training; use it in your own training loop, with "
-            "qkeel.autopilot(model, optimizer, example=batch)"
+            "qkeel.autopilot(model, optimizer, batch=batch)"
         )
     return found
 

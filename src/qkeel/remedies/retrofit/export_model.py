@@ -294,7 +294,7 @@ def _check_complete(to: str, shape: TargetArchitecture, sizes: _ModelSizes, name
     if any("_norm.weight" in name and "self_attn" in name for name in gone):
         raise RefusedError(
             f"{gone[0]} is missing: q and k are not normed yet. Add the norms and fit their gains first: "
-            "qkeel.retrofit(model, 'qk_norm', batches), then qkeel.export(model, ...) or save_pretrained"
+            "qkeel.retrofit(model, 'qk_norm', batch), then qkeel.export(model, ...) or save_pretrained"
         )
     if gone or strange or (not sizes.tied and "lm_head.weight" not in names):
         what = f"lacks {gone[0]}" if gone else f"also has {strange[0]}" if strange else "lacks lm_head.weight"
@@ -550,12 +550,12 @@ def _write(part: Path, planned: MovePlan, files: Iterable[tuple[str, Mapping[str
     if len({file for file, _ in sizes.values()}) > 1:
         total = sum(size for _, size in sizes.values())
         names = {name: file for name, (file, _) in sizes.items()}
-        write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": names}, sealed=False)
+        write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": names})
     elif sizes:
         only = next(iter(sizes.values()))[0]
         if only != "model.safetensors":
             os.replace(part / only, part / "model.safetensors")
-    write_json(part / "config.json", dict(planned.config), sealed=False)
+    write_json(part / "config.json", dict(planned.config))
 
 
 @contextmanager
