@@ -8,7 +8,6 @@ import io
 import json
 import os
 import sys
-import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,7 @@ from qkeel.audit import Geometry, as_json, table
 from qkeel.audit.scan import scan
 from qkeel.cli.app import main
 from qkeel.cli.commands import commands
-from qkeel.cli.run import _ENTRIES, as_toml, configure
+from qkeel.cli.run import _ENTRIES, configure
 from qkeel.errors import InvalidValueError, QkeelError
 from qkeel.lab import LongContexts, RunConfig
 from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig
@@ -140,7 +139,7 @@ def _command_streams(out: io.StringIO, err: io.StringIO):
         yield
 
 
-# Recipes: TOML of any kind as configuration; what `qkeel config` prints is the same configuration again.
+# Recipes: TOML of any kind as configuration, which config.json keeps.
 
 
 _recipe_SECTIONS = {
@@ -210,15 +209,13 @@ def _recipe_quoted(text: str) -> str:
 
 
 def check_recipes(text: str) -> None:
-    """Reads the recipe; prints it; the print is TOML and reads as the same configuration."""
+    """Reads the recipe; stored as JSON it is the same configuration."""
     with scratch() as place:
         recipe = place / "a.toml"
         recipe.write_text(text, encoding="utf-8", errors="replace")
         config, study = configure(SimpleNamespace(), recipe)
         assert isinstance(study, dict)
-        printed = as_toml(config)
-        read: dict[str, Any] = tomllib.loads(printed)
-        assert RunConfig.from_dict(read) == config, printed
+        assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 # JSON texts: what the strict parser takes is what Python's takes; what it refuses it refuses with a reason.
