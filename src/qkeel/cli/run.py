@@ -71,7 +71,7 @@ from qkeel.lab.studies.grids import MULTIMODAL_BASE
 from qkeel.options import annotations
 from qkeel.records import write_text
 from qkeel.records.disk import make_directory
-from qkeel.records.parse import read_toml
+from qkeel.records.file_formats import read_toml
 from qkeel.records.run_directory import made_on
 from qkeel.report import write
 from qkeel.report.study.collect import BASELINE
