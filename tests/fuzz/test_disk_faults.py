@@ -1,6 +1,6 @@
 """Power losses, failing calls and damaged files: the same result or an error that names the file, never another one.
 
-A sample; all of them is what `make crash` and the slow test do.
+A sample; all of them is what `python -m tests.fuzz.crash` and the slow test do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small sample of every class of input: what `make fuzz` does with ten thousand cases of each."""
+"""A small sample of every class of input: what `python -m tests.fuzz` does with ten thousand cases of each."""
 
 from __future__ import annotations
 
