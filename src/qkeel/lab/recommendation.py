@@ -15,7 +15,7 @@ from qkeel.lab.build_run import learning_rate
 from qkeel.lab.config import DataConfig, ModelConfig, RunConfig
 from qkeel.options import Json
 from qkeel.records import read_json
-from qkeel.records.parse import read_toml
+from qkeel.records.file_formats import read_toml
 from qkeel.records.run_directory import flat
 from qkeel.spec import PRESETS
 
