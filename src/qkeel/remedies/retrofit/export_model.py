@@ -434,8 +434,8 @@ def export(model: nn.Module, architecture: str, path: str | Path, *, norm_eps: f
     to_dict = getattr(getattr(plain, "config", None), "to_dict", None)
     if to_dict is None:
         raise RefusedError(
-            f"expected a transformers model, with a config, to export as {architecture}; this {type(plain).__name__} has "
-            "none"
+            f"expected a transformers model, with a config, to export as {architecture}; this "
+            f"{type(plain).__name__} has none"
         )
     config: dict[str, Any] = to_dict()
     strange = active_remedies(plain) - _HARMLESS
