@@ -31,7 +31,7 @@ from qkeel.monitor.watch import watch
 from qkeel.options import parse
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import FaultGuard
-from qkeel.patching.optimizers import StepHooks, stepping, when_hooks_are_done
+from qkeel.patching.optimizers import StepHooks, listed, stepping, when_hooks_are_done
 from qkeel.remedies.head_weights import innermost
 from qkeel.sites.find import find_sites
 
@@ -401,7 +401,7 @@ def autopilot(
     ...     pilot.decisions
     []
     """
-    optimizers = _several(optimizer)
+    optimizers = _innermost(optimizer)
     chosen = known_policy(policy)
     sites = None
     if batch is not None:
@@ -438,7 +438,7 @@ def attach(
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> attach(watch(model, optimizer), optimizer).remove()
     """
-    optimizers = _several(optimizer)
+    optimizers = _innermost(optimizer)
     chosen = known_policy(policy)
     if not isinstance(monitor, Monitor):
         raise InvalidTypeError(f"expected the Monitor that qkeel.watch returns, got {type(monitor).__name__}")
@@ -449,15 +449,7 @@ def attach(
     return Autopilot(monitor, optimizers, chosen, policy if isinstance(policy, str) else repr(chosen), batch)
 
 
-def _several(given: object) -> list[Optimizer]:
-    several = list(given) if isinstance(given, Sequence) else [given]
-    found = [innermost(one) for one in several if isinstance(one, Optimizer)]
-    for one in several:
-        if not isinstance(one, Optimizer):
-            raise InvalidTypeError(
-                f"expected the optimizer that updates the model, got {type(one).__name__}; call "
-                "qkeel.autopilot(model, optimizer)"
-            )
-    if not several:
-        raise InvalidTypeError("expected at least one optimizer, got an empty list")
-    return found
+def _innermost(optimizer: object) -> list[Optimizer]:
+    if optimizer is None:
+        raise InvalidTypeError("expected the optimizer that updates the model: qkeel.autopilot(model, optimizer)")
+    return [innermost(entry) for entry in listed(optimizer)]
