@@ -29,11 +29,8 @@ HELP_ALL = "--help-all"  # like --help, but including options that few users nee
 # Name, as typed -> where it is in qkeel.cli. A module is imported when its command is called.
 COMMANDS = {
     "run": "run:run",
-    "study precision": "run:study_precision",
-    "merge": "run:merge",
     "report": "report:report",
     "watch": "watch:watch",
-    "recommend": "run:recommend",
     "replay": "inspect:replay",
     "check": "inspect:check",
     "figures": "report:figures",
@@ -51,9 +48,9 @@ COMMANDS = {
 # The groups of `qkeel --help`, in order; a study that is listed in no group belongs to Compare.
 GROUPS = {
     "Watch": ("watch", "report", "export", "figures"),
-    "Fix": ("remedies", "explain", "recommend", "replay"),
+    "Fix": ("remedies", "explain", "replay"),
     "Audit": ("check", "scan", "convert", "presets"),
-    "Compare": ("demo", "run", "study lr", "study precision", "merge"),
+    "Compare": ("demo", "run", "study lr"),
     "Maintain": ("config", "bench", "completion"),
 }
 
@@ -68,9 +65,7 @@ EXAMPLES = {
     "demo": "qkeel demo --out demo --jobs 2",
     "explain": "qkeel explain lalr:tau=0.1",
     "export": "qkeel export qkeel-runs/train --to parquet",
-    "merge": "qkeel merge part1 part2 --out whole",
     "presets": "qkeel presets",
-    "recommend": "qkeel recommend --d-model 128 --n-layers 4 --n-heads 8 --lr 0.1",
     "remedies": "qkeel remedies",
     "replay": "qkeel replay qkeel-runs/train",
     "report": "qkeel report qkeel-runs/train -o page.html",
@@ -81,7 +76,6 @@ EXAMPLES = {
     "study lr": "qkeel study lr --remedies none qk_norm --lrs 0.01 0.1 --seeds 0 1",
     "study mla": "qkeel study mla --remedies none --lrs 0.01 0.1 --dry-run",
     "study multimodal": "qkeel study multimodal --remedies none qk_norm --mixes text --lrs 0.01 --dry-run",
-    "study precision": "qkeel study precision --remedies none --out precision",
     "watch": "qkeel watch --sink tensorboard -- python train.py",
 }
 
@@ -89,8 +83,8 @@ EXAMPLES = {
 def commands() -> dict[str, tuple[str, str]]:
     """Returns the location and the summary of each command: those in COMMANDS, `qkeel demo` and `qkeel study NAME`."""
     found = {command: (place, _summary(*place.split(":"))) for command, place in COMMANDS.items()}
-    for name, (_, line) in STUDIES.items():
-        found["demo" if name == "demo" else f"study {name}"] = f"run:{name}", line
+    for name, study in STUDIES.items():
+        found["demo" if name == "demo" else f"study {name}"] = f"run:{name}", study.line
     return {command: (f"qkeel.cli.{place}", line) for command, (place, line) in found.items()}
 
 

@@ -239,11 +239,6 @@ def _is_autopilot(text: str) -> bool:
     return any(term.name == AUTOPILOT for term in parse(text))
 
 
-def not_stacked(text: str) -> list[str]:
-    """Returns the names of a run's remedies that work inside its forward pass and therefore rule out stacking."""
-    return [AUTOPILOT] if _is_autopilot(text) else sorted({r.name for r in remedies.parse(text) if not r.stacks})
-
-
 def note(text: str) -> Note:
     """Describes the remedy of a run, with its source.
 

@@ -21,12 +21,13 @@ from qkeel.functional.bounds import dilution_bound
 from qkeel.functional.norms import widest
 from qkeel.lab.build_run import autocast, layers, resolve, threads
 from qkeel.lab.checkpoint import RunState, load
+from qkeel.lab.claims import claimed
 from qkeel.lab.config import RunConfig, with_values
 from qkeel.lab.plan import LongContexts, Method
 from qkeel.lab.run_record import measuring
 from qkeel.lab.text import Needles, ask, batch, long_texts
 from qkeel.lab.text import load as load_corpus
-from qkeel.lab.training import TrainingBackend, train_step
+from qkeel.lab.train import train_step
 from qkeel.nn.attention import SpecModule
 from qkeel.options import Json, lookup, parse
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, append_line
@@ -251,7 +252,7 @@ def measure(config: RunConfig, place: RunDirectory, contexts: LongContexts, wait
     config = resolve(config)
     if not missing(place, contexts):
         return
-    with place.lock(wait), threads(config.threads):
+    with claimed(place, wait), threads(config.threads):
         run = RunState(config)
         done = _load(place, run)
         _clear(place)
@@ -393,9 +394,8 @@ def trained_on(run: RunState, method: Method, steps: int) -> nn.Module:
     longer.model.load_state_dict(run.model.state_dict())
     for module, before in zip(attentions(longer.model), attentions(run.model), strict=True):
         module.spec = stretched(before.spec, method, config.data.context, method.trained_at)
-    arithmetic = TrainingBackend([longer], "its attention was changed after construction")
     for step in range(steps):
-        train_step(arithmetic, [step])
+        train_step(longer, step)
     return longer.model
 
 

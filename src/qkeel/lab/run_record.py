@@ -32,20 +32,18 @@ from qkeel.lab.checkpoint import (
     RunState,
     check_alike,
     environment,
-    peak,
     read_checkpoint,
     restore,
     save,
-    speed,
 )
+from qkeel.lab.claims import Claim
 from qkeel.lab.config import RunConfig
 from qkeel.lab.tasks import Examples, Task
 from qkeel.monitor.measure import change_between, frozen
 from qkeel.options import Json
 from qkeel.patching.modes import is_compiled
-from qkeel.records import STEP_FIELDS, HeadRecorder, RunDirectory, RunStatus, append_line, write_json, write_text
-from qkeel.records.disk import remove
-from qkeel.records.run_directory import FileSizes, note_checksums
+from qkeel.records import STEP_FIELDS, HeadRecorder, RunDirectory, append_line, write_json, write_text
+from qkeel.records.run_directory import FileSizes
 from qkeel.sites import Tap
 from qkeel.sites.tap import MeasureCall
 
@@ -289,28 +287,6 @@ class Watcher:
     should_stop: Callable[[], bool] = lambda: False
 
 
-def claim(place: RunDirectory, config: RunConfig) -> None:
-    """Creates the directory of this run, or checks that an existing directory belongs to this run."""
-    if place.status is RunStatus.MISSING or _known(place).run_id != config.run_id:
-        place.open(config.to_dict())
-    note_checksums(place)
-    remove([place.path / "FAILED"])
-    if place.status is RunStatus.DONE and (damage := place.damage()):
-        caution(f"{str(damage).rstrip('.')}. The damaged part of the run will be repeated.")
-        remove([place.path / "DONE"])
-
-
-def _known(place: RunDirectory) -> RunConfig:
-    """Returns the configuration for which the directory was created."""
-    try:
-        return RunConfig.from_dict(place.config())
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamagedFileError(
-            f"{place.path / 'config.json'} is not a valid configuration ({error}). It was damaged, or a different "
-            f"version wrote it; restore it, or delete {place.path} to run again."
-        ) from error
-
-
 def mark_failed(place: RunDirectory) -> None:
     """Writes the traceback of the current error into the directory."""
     with contextlib.suppress(RunDirectoryError):  # e.g. a full disk; the original error is reported anyway
@@ -331,50 +307,42 @@ def check_recorded(place: RunDirectory, sizes: FileSizes | None = None) -> None:
 
 @final
 class RunRecord:
-    """A run in memory and the directory into which it is recorded; `step` is the number of completed optimizer steps.
+    """A run in memory and the directory into which it is recorded; `step` is the number of completed steps."""
 
-    Runs that train together in one process share its CPU time equally (`share`).
-    """
-
-    def __init__(self, config: RunConfig, place: RunDirectory, watcher: Watcher, sharing: int = 1) -> None:
-        self.config, self.place, self.watcher = config, place, watcher
-        self._clock, self._spent, self._sharing = time.process_time(), 0.0, sharing
+    def __init__(self, config: RunConfig, place: RunDirectory, watcher: Watcher, claim: Claim) -> None:
+        self.config, self.place, self.watcher, self._claim = config, place, watcher, claim
+        self._clock = time.process_time()
         self.state = RunState(config)
         self.step = 0
         self.stopped = False  # True after a loss or gradient that is not finite
         self._trained, self._seconds = 0, 0.0  # steps and wall time since the last record
         self._noted = 0  # number of autopilot events already written
+        self._skipped = 0  # number of skipped steps already reported
 
-    def prepare(self, command: str, stacked: int) -> None:
+    def prepare(self, command: str) -> None:
         """Sets the directory and the weights to the step of the checkpoint, or to step 0 if there is no record.
 
-        If the checkpoint or a file on which it relies is damaged, the run starts again. `stacked` is the number of runs
-        that train as one model.
+        If the checkpoint or a file on which it relies is damaged, the run starts again.
         """
         about = environment(self.config, self.state.task.corpus, self.state.model, command)
         try:
-            found = self._checkpoint(about)
+            checkpoint = self._checkpoint(about)
         except DamagedFileError as damage:
             caution(f"{str(damage).rstrip('.')}. The run starts again.")
-            found = None
-        if found is None:
+            checkpoint = None
+        if checkpoint is None:
             self.place.start_again()
-            write_json(self.place.path / "env.json", {**about, **({"stacked": stacked} if stacked > 1 else {})})
+            write_json(self.place.path / "env.json", about)
         else:
-            restore(self.place, self.state, found)
+            restore(self.place, self.state, checkpoint)
         names, n_heads = self.state.attentions, self.config.model.n_heads
         layers = names if len(names) != self.config.model.n_layers else ()  # named for an encoder with a decoder
         self.heads = HeadRecorder(self.place.path, PROBE_FIELDS, len(names), n_heads, layers=layers)
-        if found is not None:
-            self.step, self._spent = found.progress.step, self._spent + found.progress.cpu_seconds
-            self._noted = len(self.state.events)
+        if checkpoint is not None:
+            self.step = checkpoint.progress.step
+            self._clock -= checkpoint.progress.cpu_seconds
+            self._noted, self._skipped = len(self.state.events), self.state.skipped_steps
             self._event("resumed")
-
-    def share(self, sharing: int) -> None:
-        """From now on, attributes 1/`sharing` of this process's CPU time to this run."""
-        now = time.process_time()  # settle the time so far at the old share
-        self._spent, self._clock = self._spent + (now - self._clock) / self._sharing, now
-        self._sharing = sharing
 
     @property
     def over(self) -> bool:
@@ -399,8 +367,10 @@ class RunRecord:
     def count(self, seconds: float) -> None:
         """Counts a completed step that took this many seconds."""
         self.step += 1
-        for event in self.state.loss_scale.taken_events() if self.state.loss_scale else ():
-            self._event(event)
+        if self.state.skipped_steps > self._skipped:
+            self._skipped = self.state.skipped_steps
+            scale = self.state.scaler.get_scale() / self.state.scaler.get_backoff_factor()
+            self._event(f"skipped: the loss or a gradient overflowed fp16 at loss scale {scale:g}")
         self._trained, self._seconds = self._trained + 1, self._seconds + seconds
 
     def write(self, numbers: tuple[float, float] | None, probe: ProbeStatistics, held: Mapping[str, float]) -> None:
@@ -414,12 +384,13 @@ class RunRecord:
         self._write(numbers, probe, held)  # the bad step is recorded too, so that the page shows why training stopped
         if self._ends(numbers or ()):
             # No checkpoint is written, so a run that is killed here stops at the same step again.
-            scale = " at any loss scale" if self.state.loss_scale else ""
+            scale = " at any loss scale" if self.state.scaler.is_enabled() else ""
             self._event(f"stopped: the loss or the gradient is not finite{scale}")
             self.stopped = True
 
     def save(self) -> None:
         """Replaces the checkpoint after syncing all earlier records to the disk."""
+        self._claim.check()
         self._write_events()
         self.place.sync()
         save(self.place, self.state, RunProgress(self.step, self._cpu_seconds(), self.place.sizes()))
@@ -472,37 +443,37 @@ class RunRecord:
 
     def _ends(self, numbers: Sequence[float]) -> bool:
         """True if training must stop after these values. With a loss scale, individual steps may fail."""
-        scale = self.state.loss_scale
-        return not all(map(math.isfinite, numbers)) if scale is None else scale.exhausted
+        if self.state.scaler.is_enabled():
+            return self.state.overflows
+        return not all(map(math.isfinite, numbers))
 
     def _write(self, numbers: tuple[float, float] | None, probe: ProbeStatistics, held: Mapping[str, float]) -> None:
-        config, step, held = self.config, self.step, dict(held)
+        self._claim.check()
+        config, state, step, held = self.config, self.state, self.step, dict(held)
         loss, norm = numbers or (None, None)
-        units = self.state.tokens_per_unit
+        trained = self._trained * config.data.batch * config.data.context
+        scaling = {}
+        if state.scaler.is_enabled():
+            scaling = {"loss_scale": state.scaler.get_scale(), "skipped_steps": state.skipped_steps}
         record = {
             "step": step,
             "tokens": step * config.data.batch * config.data.context,
             "lr": learning_rate(config.optim, max(0, step - 1), config.steps),
-            "train_loss": None if loss is None else loss * units["train"],
-            "val_loss": held.pop("val_loss") * units["heldout"] if "val_loss" in held else None,
+            "train_loss": loss,
+            "val_loss": held.pop("val_loss", None),
             "grad_norm": norm,
             "logit_change": None,
             **probe.record,
             **held,
-            **(self.state.loss_scale.record() if self.state.loss_scale else {}),
+            **scaling,
             "cpu_seconds": round(self._cpu_seconds(), 3),
-            **self._speed(),
+            "tokens_per_second": trained / self._seconds if trained and self._seconds > 0 else None,
         }
+        self._trained, self._seconds = 0, 0.0
         self.heads.append(step, probe.heads)
         append_line(self.place.path / "metrics.jsonl", record)
         self._write_events()
         self.watcher.on_record(record)
-
-    def _speed(self) -> dict[str, float | None]:
-        config, state = self.config, self.state
-        tokens, seconds = self._trained * config.data.batch * config.data.context, self._seconds
-        self._trained, self._seconds = 0, 0.0
-        return speed(tokens, seconds, state.flops_per_token, peak(state.device, config.dtype))
 
     def _write_events(self) -> None:
         """Writes the autopilot's new events."""
@@ -515,4 +486,4 @@ class RunRecord:
         append_line(self.place.path / "events.jsonl", {"step": self.step, "event": text})
 
     def _cpu_seconds(self) -> float:
-        return self._spent + (time.process_time() - self._clock) / self._sharing
+        return time.process_time() - self._clock

@@ -356,8 +356,7 @@ def _counted_bigrams(config: RunConfig) -> float:
     task = TextTask(config)
     held = task.heldout(config.eval_sequences)
     seen = [_windows(task.batch(config.seed, step)) for step in range(config.steps)]
-    per_token = bigram_loss(np.concatenate(seen), _windows(held), task.corpus.vocab_size)
-    return per_token * task.corpus.tokens_per_unit(held.targets.numpy())
+    return bigram_loss(np.concatenate(seen), _windows(held), task.corpus.vocab_size)
 
 
 def _windows(examples: Examples) -> np.ndarray:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 
-from qkeel.errors import DamagedFileError, QkeelError, RunDirectoryError, caution, reported
+from qkeel.errors import DamagedFileError, QkeelError, RunDirectoryError, RunInUseError, caution, reported
 from qkeel.records import disk
 from qkeel.records.disk import is_sealed, read_regular, refuse_irregular, refuse_links
 from qkeel.records.file_formats import (
@@ -240,7 +240,7 @@ class RunDirectory:
                     "Choose another directory; nothing was changed."
                 )
             return
-        if self.path.exists() and any(p.name != "lock" for p in self.path.iterdir()):
+        if self.path.exists() and any(not p.name.startswith(("lock", "claim.")) for p in self.path.iterdir()):
             raise RunDirectoryError(
                 f"{self.path} is not empty and has no config.json, so it is not a run directory. "
                 "Choose another directory; nothing was changed."
@@ -361,7 +361,7 @@ def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
     """Holds an exclusive advisory lock on `path`.
 
     Raises:
-        RunDirectoryError: another process still holds the lock after `wait` seconds; the message names the process.
+        RunInUseError: another process still holds the lock after `wait` seconds; the message names the process.
     """
     refuse_irregular(path)  # opening a pipe would block
     disk.make_directory(path.parent)
@@ -375,9 +375,7 @@ def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
         if not held:
             holder = os.read(file, 20).decode("ascii", "replace").strip()
             who = f" (process {holder})" if holder else ""
-            raise RunDirectoryError(
-                f"{message}{who}. Wait for that process to end, stop it, or choose another directory."
-            )
+            raise RunInUseError(f"{message}{who}. Wait for that process to end, stop it, or choose another directory.")
         with reported(
             *writes
         ):  # writes the process id, for the error message of another process that cannot get the lock
