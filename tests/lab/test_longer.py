@@ -20,9 +20,9 @@ from qkeel.lab.build_run import layers, resolve
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.lengths import Range, changed, cosine_ranges, measure, missing, outside, retrieved, stretched, trained_on
 from qkeel.lab.plan import Method
-from qkeel.lab.studies.grids import CONTEXTS, EXTRAPOLATION_BASE, EXTRAPOLATION_GRID, by_position, continued
+from qkeel.lab.studies import CONTEXTS, EXTRAPOLATION_BASE, EXTRAPOLATION_GRID, by_position, continued
 from qkeel.lab.text import VALUES, Corpus, Needles, ask, batch, insert_needles, load, long_texts
-from qkeel.lab.training import TrainingBackend, train_step
+from qkeel.lab.train import train_step
 from qkeel.nn.attention import SpecModule
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, read_json
 from qkeel.spec import ALiBi, AttentionCall, Fixed, L2Norm, NoPosition, ReRope
@@ -185,9 +185,8 @@ def test_a_small_model_learns_to_find_needles_and_a_norm_without_gain_loses_them
     found = {}
     for planned in make_plan("extrapolation", base, grid).runs:
         run = RunState(planned.config)
-        arithmetic = TrainingBackend([run])
         for step in range(run.config.steps):
-            train_step(arithmetic, [step])
+            train_step(run, step)
         model, needles = run.model.eval(), run.task.corpus.needles
         assert needles is not None
         with torch.no_grad():

@@ -14,7 +14,7 @@ import pytest
 
 from qkeel import lab, metrics
 from qkeel.lab.config import with_values
-from qkeel.lab.studies.grids import EXTRAPOLATION_BASE
+from qkeel.lab.studies import EXTRAPOLATION_BASE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -20,9 +20,8 @@ from qkeel.lab import ModelConfig, RunConfig, Watcher, run
 from qkeel.lab.build_run import build_decoder, resolve, threads
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.run_record import PROBE_FIELDS, remembered
-from qkeel.lab.training import choose_arithmetic, train_step
+from qkeel.lab.train import train_step
 from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, disk, read_json, write_json
-from qkeel.spec.presets import attention_spec
 
 Make = Callable[..., RunConfig]
 
@@ -374,18 +373,6 @@ def test_measuring_does_not_change_training(tiny: Make, tmp_path: Path) -> None:
     assert timeless(last[0]) == timeless(last[1])
 
 
-def test_bf16_autocast_trains(tiny: Make, tmp_path: Path) -> None:
-    directory = run(tiny(dtype="bf16"), tmp_path / "bf16")
-    assert math.isfinite(directory.summary()["val_loss"])
-    assert directory.env()["dtype"] == "bf16"
-
-
-def test_a_preset_string_takes_numbers_only() -> None:
-    assert attention_spec("gemma2:cap=30").cap.formula() == attention_spec("gemma2:cap=30.0").cap.formula()
-    with pytest.raises(InvalidValueError, match="expected numbers"):
-        attention_spec("gemma2:cap=high")
-
-
 def test_initial_weights_follow_from_the_seed() -> None:
     models = []
     for _ in range(2):
@@ -435,11 +422,10 @@ def test_the_recorded_logit_change_is_that_of_one_step(tiny: Make, tmp_path: Pat
     records = run(config, tmp_path / "r").metrics()
     assert records[0]["logit_change"] is None
     state = RunState(config)
-    arithmetic = choose_arithmetic([state])
     with threads(config.threads):
         for step in range(2):
             before = remembered(state.model, state.probed.inputs)
-            train_step(arithmetic, [step])
+            train_step(state, step)
             after = remembered(state.model, state.probed.inputs)
             squares = []
             for pair in zip(before, after):

@@ -12,10 +12,10 @@ from qkeel.errors import InvalidValueError
 from qkeel.lab import DataConfig, ModelConfig, run
 from qkeel.lab.build_run import check, resolve
 from qkeel.lab.checkpoint import RunState
-from qkeel.lab.studies.grids import TRANSLATION_BASE
+from qkeel.lab.studies import TRANSLATION_BASE
 from qkeel.lab.tasks import BEGIN_TRANSLATION
 from qkeel.lab.text import CLAUSE, WORD, load, translated
-from qkeel.lab.training import TrainingBackend, train_step
+from qkeel.lab.train import evaluate, train_step
 from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder
 from qkeel.remedies import apply
 from qkeel.sites import find_sites
@@ -127,14 +127,13 @@ def test_a_few_hundred_steps_teach_the_second_language_and_only_with_the_source(
         TRANSLATION_BASE, device="cpu", steps=500, data=dataclasses.replace(TRANSLATION_BASE.data, pairs=4000)
     )
     state = RunState(resolve(config))
-    arithmetic = TrainingBackend([state])
     for step in range(500):
-        train_step(arithmetic, [step])
-    (score,) = arithmetic.evaluate()
+        train_step(state, step)
+    score = evaluate(state)
     length = config.data.context
     rolled = state.heldout.inputs.clone()
     rolled[:, :length] = rolled[:, :length].roll(1, 0)
     state.heldout = dataclasses.replace(state.heldout, inputs=rolled)
-    (without,) = arithmetic.evaluate()
+    without = evaluate(state)
     assert score["val_loss"] < 1.4
     assert without["val_loss"] > score["val_loss"] + 0.5, "the source of another text does not help"

@@ -15,6 +15,7 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from qkeel.autopilot import Autopilot
 from qkeel.errors import DamagedFileError, RunDirectoryError
@@ -150,7 +151,7 @@ class RunState:
         self.optimizer = build_optimizer(config.optim, self.model, width_ratio(config.model))
         self.handle = put_on(config, self.model, self.optimizer)
         # Loss scaling keeps gradients within the range of fp16. A scale is a power of two, so it does not round.
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.dtype == "fp16")
+        self.scaler = GradScaler(self.device.type, enabled=config.dtype == "fp16")
         self.skipped_steps = 0
         self.model.train()
         if config.compile:

@@ -117,9 +117,7 @@ def train_step(state: RunState, step: int) -> tuple[Tensor, Tensor]:
         step: the number of steps that the run has completed.
     """
     config, optimizer, scaler = state.config, state.optimizer, state.scaler
-    rate = learning_rate(config.optim, step, config.steps)
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group.get(RATE, 1.0)
+    set_rate(state, step)
     batch = state.task.batch(config.seed, step).to(state.device)
     torch.manual_seed(config.seed * _SEEDS + step)
     losses = []
@@ -139,6 +137,13 @@ def train_step(state: RunState, step: int) -> tuple[Tensor, Tensor]:
     optimizer.zero_grad()
     state.update_scale()
     return torch.stack(losses).sum(), norm
+
+
+def set_rate(state: RunState, step: int) -> None:
+    """Sets the learning rate of a step for all parameter groups of the run's optimizer."""
+    rate = learning_rate(state.config.optim, step, state.config.steps)
+    for group in state.optimizer.param_groups:
+        group["lr"] = rate * group.get(RATE, 1.0)
 
 
 def remember(state: RunState) -> list[Seen]:
