@@ -29,7 +29,7 @@ from qkeel.lab.lengths import measure
 from qkeel.records import RunDirectory, RunStatus
 from qkeel.records.parse import read_toml
 
-FOLDER = Path(__file__).parents[2] / "recipes"
+FOLDER = Path(__file__).parents[2] / "experiments" / "recipes"
 RECIPES = ("mha-100m-512", "gau-100m-512")
 FORMS = ("baseline", "baseline_logn", "kna", "kna_logn", "cosa", "cosa_logn")
 TIMES = (1, 2, 4, 8)  # the training length, for the texts that runs are measured on

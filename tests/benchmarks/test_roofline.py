@@ -49,7 +49,7 @@ def test_the_share_is_the_time_of_the_roof_over_the_time_taken(
 def test_the_picture_of_the_docs_is_that_of_the_committed_results() -> None:
     found = json.loads(RESULTS[-1].read_text())
     picture = roofline(found)
-    assert picture == (ROOT / "internals" / "images" / "roofline.svg").read_text()
+    assert picture == (ROOT / "docs" / "images" / "roofline.svg").read_text()
     text = "".join(ElementTree.fromstring(picture).itertext())
     for operator in found["operators"]:
         assert operator["name"] in text
