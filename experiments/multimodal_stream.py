@@ -23,7 +23,7 @@ import qkeel
 from qkeel.lab.build_run import resolve
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.config import with_values
-from qkeel.lab.studies.grids import CHAMELEON_34B, MULTIMODAL_BASE, mixed
+from qkeel.lab.studies import CHAMELEON_34B, MULTIMODAL_BASE, mixed
 from qkeel.lab.train import train_step
 from qkeel.metrics import paired_effect
 

@@ -36,12 +36,10 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
     },
     "config": {"recipe": ("config --recipe {}", False)},
     "report": {"runs": ("report {} -o page.html", False), "output": ("report study -o {}", True)},
-    "merge": {"parts": ("merge study {} --out s", False), "out": ("merge study --out {}", True)},
     **{
         f"study {name}": {"recipe": (f"study {name} --recipe {{}} --data topics --out s --dry-run", False)}
         for name in ("drift", "edge", "transfer")
     },
-    "recommend": {"source": ("recommend {}", False)},
     "replay": {"run": ("replay {}", False)},
     "scan": {"checkpoint": ("scan {}", False)},
     "export": {
@@ -56,7 +54,6 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
         "script": (f"watch -- {PYTHON} {{}}", False),
         "out": (f"watch --out {{}} -- {PYTHON} script.py", True),
     },
-    "study precision": {"out": ("study precision --remedies none --head-dim 2 --out {}", True)},
     **{
         command: {
             "out": (f"{command} --data topics {flags} --out {{}}", True),
@@ -75,7 +72,7 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
     },
 }
 # Other studies are made as the first is, other readers read as the second.
-QUICK = ("study lr", "report", "watch", "merge")
+QUICK = ("study lr", "report", "watch")
 NO_PATHS = ("explain", "presets", "remedies", "bench", "completion", "check", "figures")
 
 
@@ -93,8 +90,6 @@ OTHERWISE = {
     ("report", "output", "an empty folder"): 2,  # the page is a file
     ("report", "output", "a link to a file elsewhere"): 0,  # the link is replaced, not the file
     ("report", "output", "a file that nobody may read"): 0,  # and so is such a file
-    ("merge", "out", "nothing"): 2,  # the study here is one for reports; tests/lab/test_merge_studies writes
-    ("merge", "out", "an empty folder"): 2,
     ("watch", "out", "a file in a folder that is gone"): 2,  # and so is the script
     ("watch", "script", "a link to a file elsewhere"): 1,  # a script that Python fails on
 }

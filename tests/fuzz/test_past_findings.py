@@ -34,8 +34,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("heads", ("heads.f32", ("folder",), 3)),
     ("data", ("a.txt", b"text", ("device",), 0)),
     ("data", ("a.bin#uint8", b"text", ("hole",), 0)),
-    ("data", ("a.parquet", b"text", ("pipe",), 0)),
-    ("data", ("a.jsonl", b'{"text": "a"}', ("text", "[" * 2000), 0)),
     ("recipes", "a = " + "[" * 2000),
     ("recipes", "seed = " + "9" * 5000),
     ("resumed-runs", (0, ("folder",))),

@@ -82,7 +82,7 @@ _command_FLAGS = [f"--{name.replace('_', '-')}" for name in _ENTRIES]
 _command_OTHERS = ["--recipe", "--json", "--help", "--version", "--out", "-o", "--output", "--to", "--n-heads"]
 _command_OTHERS += ["--remedies", "--lrs"]
 _command_OTHERS += ["--seeds", "--dry-run", "--head-dim", "--every-head", "--tensors-only", "--layout"]
-_command_OTHERS += ["--no-tied", "--", "--shard"]
+_command_OTHERS += ["--no-tied", "--", "--executor"]
 # Commands that train for as long as their flags say are asked for what they are only.
 _command_QUICK = ["config", "explain", "presets", "remedies", "report", "scan", "convert"]
 
@@ -376,18 +376,14 @@ def check_checkpoint_configs(case: tuple[dict[str, Any], Any, str]) -> None:
             assert not list(place.glob(".*"))
 
 
-# Files of training data: text, lines of JSON, tokens; read as a corpus or refused.
+# Files of training data: text and tokens; read as a corpus or refused.
 
 
 _data_ENDS = [
     "a.txt",
-    "a.jsonl",
-    "a.jsonl#text",
-    "a.jsonl#none",
     "a.bin",
     "a.bin#uint8",
     "a.bin#x",
-    "a.parquet",
     ".",
     "*.txt",
 ]

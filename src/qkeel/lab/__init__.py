@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from qkeel.lab.run_record import Watcher
     from qkeel.lab.studies import find_study
     from qkeel.lab.train import run
+    from qkeel.records import RunDirectory
 
 __all__ = [
     "DataConfig",
@@ -22,6 +23,7 @@ __all__ = [
     "Plan",
     "PlannedRun",
     "RunConfig",
+    "RunDirectory",
     "Study",
     "StudyResult",
     "Watcher",
@@ -45,6 +47,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "RunDirectory":
+        return importlib.import_module("qkeel.records").RunDirectory
     if name not in _HOMES:
         raise AttributeError(f"module 'qkeel.lab' has no attribute {name!r}")
     return getattr(importlib.import_module(f"qkeel.lab.{_HOMES[name]}"), name)
