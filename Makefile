@@ -25,7 +25,7 @@ $(VENV)/.dev: $(VENV)/.lab
 
 setup: $(VENV)/.dev  ## the environment with all that tests need
 
-demo: $(VENV)/.lab  ## six remedies x three learning rates on real text, and a page that shows what happened
+demo: $(VENV)/.lab  ## six remedies x two learning rates on real text, and a page that shows what happened
 	$(BIN)/qkeel demo --out demo --jobs $(JOBS)
 
 test: $(VENV)/.dev  ## everything but slow and GPU tests
