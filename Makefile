@@ -8,11 +8,9 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Tests start a hundred processes that import qkeel: compiled modules are kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-CASES ?= 10000
 SEED ?= 0
-KILLS ?= 100
 
-.PHONY: claims ladder drawn setup demo test machines slow trackers fuzz crash mutation zoo foreign suites programs gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
+.PHONY: claims ladder drawn setup demo test machines slow trackers mutation zoo foreign suites programs gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -50,15 +48,6 @@ $(TRACKERS)/.done: pyproject.toml constraints.txt
 
 trackers: $(TRACKERS)/.done  ## the tests of trackers, trainers, tables and figures, and what a newcomer tries first, with all their libraries
 	$(ONE_THREAD) $(TRACKERS)/bin/pytest -n $(JOBS) --dist loadfile tests/integrations tests/frames tests/packaging
-
-fuzz: $(VENV)/.dev  ## CASES (10000) inputs of each class from SEED (0), then as many for the parsers by coverage (atheris)
-	$(PIP) -e '.[fuzz]'
-	$(ONE_THREAD) nice -n 10 $(BIN)/python -m tests.fuzz --cases $(CASES) --seed $(SEED)
-	$(ONE_THREAD) nice -n 10 $(BIN)/python -m tests.fuzz.coverage_guided --cases $(CASES)
-
-crash: $(VENV)/.dev  ## KILLS (100) times kill -9 of studies, watched runs, reports and compilers; power losses, failing disks, damage
-	$(ONE_THREAD) nice -n 10 $(BIN)/python -m tests.fuzz.crash --kills $(KILLS) --seed $(SEED)
-	$(ONE_THREAD) nice -n 10 $(BIN)/python -m tests.fuzz.disk_faults --seed $(SEED)
 
 SEEDS ?= 11
 

@@ -59,7 +59,7 @@ from qkeel.lab.plan import (
 )
 from qkeel.lab.studies import MULTIMODAL_BASE, STUDIES
 from qkeel.options import annotations
-from qkeel.records.parse import read_toml, toml_line
+from qkeel.records.file_formats import read_toml, toml_line
 from qkeel.report import write
 from qkeel.report.study.collect import BASELINE
 

@@ -40,7 +40,7 @@ from qkeel.options import parse as parse_terms
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import is_made, submodules_of
 from qkeel.patching.optimizers import StepHooks, steps_taken, when_made
-from qkeel.records.disk import read_regular
+from qkeel.records.disk import read_file
 from qkeel.remedies.apply import Asked, AtNextPass
 from qkeel.remedies.apply import parse as parse_remedies
 from qkeel.report import write
@@ -784,7 +784,7 @@ def prepare(program: Program) -> bytes | None:
 
     Raises: DataError if there is no such file or module.
     """
-    code = None if program.module else read_regular(Path(program.name), DataError)
+    code = None if program.module else read_file(Path(program.name), DataError)
     folder = Path.cwd() if program.module else Path(program.name).resolve().parent
     if not sys.flags.safe_path:
         sys.path[0] = str(folder)

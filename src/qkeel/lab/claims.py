@@ -17,7 +17,6 @@ from qkeel.errors import DamagedFileError, RunDirectoryError, RunInUseError, cau
 from qkeel.lab.config import RunConfig
 from qkeel.records import RunDirectory, RunStatus
 from qkeel.records.disk import make_directory, remove
-from qkeel.records.run_directory import note_checksums
 
 HEARTBEAT = 15.0  # seconds between signs of life
 EXPIRY = 180.0  # seconds without one; network disks show the times of a file up to a minute late
@@ -60,7 +59,6 @@ class Claim:
         run_directory = self.run_directory
         if run_directory.status is RunStatus.MISSING or _recorded(run_directory).run_id != config.run_id:
             run_directory.open(config.to_dict())
-        note_checksums(run_directory)
         remove([run_directory.path / "FAILED"])
         if run_directory.status is RunStatus.DONE and (damage := run_directory.damage()):
             caution(f"{str(damage).rstrip('.')}. The damaged part of the run will be repeated.")

@@ -424,10 +424,7 @@ class RunRecord:
             return None
         found = read_checkpoint(place)
         step, sizes = found.progress.step, found.progress.sizes
-        if sizes is None:  # written by an earlier version
-            place.cut_back(step)
-        else:
-            place.cut_to(sizes)
+        place.cut_to(sizes or {})
         place.events(sizes)
         check_recorded(place, sizes)
         wanted = [step for step in range(step + 1) if self.is_logged(step)]

@@ -22,8 +22,7 @@ import numpy as np
 from qkeel.errors import DataError, InvalidValueError, reported
 from qkeel.lab.config import DataConfig
 from qkeel.options import lookup
-from qkeel.records.disk import read_regular
-from qkeel.records.parse import json_value
+from qkeel.records.disk import read_file
 
 # Sources of documents: CPython's standard library, files and folders.
 
@@ -49,7 +48,7 @@ def read_documents(source: str) -> Documents:
 
 def read_bytes(path: Path) -> bytes:
     """Reads one file; raises DataError if that fails."""
-    return read_regular(path, DataError, most=None)
+    return read_file(path, DataError)
 
 
 def _stdlib() -> Documents:
@@ -113,7 +112,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, object]]:
         where = f"{path}, line {number}"
         try:
             if line.strip():
-                yield where, json_value(line)
+                yield where, json.loads(line)
         except ValueError as error:
             raise DataError(f"{where} is not JSON ({error}); expected one object per line") from error
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qkeel.errors import InvalidTypeError
 from qkeel.records import write_text
-from qkeel.records.disk import make_directory, refuse_irregular
+from qkeel.records.disk import make_directory
 from qkeel.report.html import Page
 from qkeel.report.study.collect import BASELINE, as_paths, collect
 from qkeel.report.study.page import study_page
@@ -41,7 +41,6 @@ def write(paths: str | Path | Iterable[str | Path], out: str | Path, *, baseline
     if not isinstance(out, (str, Path)):
         raise InvalidTypeError(f"expected a path for the page, got {type(out).__name__}; give one ending in .html")
     target = Path(out)
-    refuse_irregular(target)
     text = page(paths, baseline).html()
     make_directory(target.parent)
     write_text(target, text)
