@@ -14,9 +14,8 @@ import pytest
 from qkeel.cli.app import main
 from qkeel.errors import InvalidValueError, QkeelError, RunDirectoryError
 from qkeel.lab import Execution, Grid, ModelConfig, RunConfig, make_plan, run_plan
-from qkeel.lab.config import SETTINGS
 from qkeel.lab.plan import PlannedRun, tuned_plan, tuning_plan
-from qkeel.lab.studies import MLA_GRID, STUDIES
+from qkeel.lab.studies import STUDIES
 from qkeel.records import read_json
 from qkeel.report import write
 from qkeel.report.study.collect import collect
@@ -40,29 +39,6 @@ def test_every_combination_is_a_part_of_its_own_and_one_value_is_that_of_all_run
     alone = Grid(remedies=("none",), lrs=(0.1,), seeds=(0,), d_model=(32,), head_dim=(8,))
     (run,) = make_plan("lr", tiny(), alone).runs
     assert (run.role, run.config.model.d_model, run.config.model.head_dim) == ("grid", 32, 8)
-
-
-def test_the_runs_of_every_study_without_axes_keep_their_names_and_with_them_have_one_each() -> None:
-    for name in STUDIES:
-        study = STUDIES[name]
-        grid = dataclasses.replace(study.grid, seeds=study.grid.seeds[:2], **dict.fromkeys(SETTINGS, ()))
-        study = dataclasses.replace(study, grid=grid)
-        before = study.runs(study.base or RunConfig(), study.grid)
-        plan = study.plan(None, None)
-        assert [(run.config.run_id, run.role) for run in plan.runs] == [(r.config.run_id, r.role) for r in before]
-        axis = next((axis for axis in ("batch", "n_layers") if axis in study.axes), None)
-        if axis is not None:
-            axes = {
-                field: getattr(study.grid, field)
-                for field in ("remedies", "lrs", "seeds", "blocks", "optimizers", "mixes")
-            }
-            more = study.plan(None, Grid(**{**axes, axis: (2, 3)}))
-            assert len({run.config.run_id for run in more.runs}) == 2 * len({r.config.run_id for r in before})
-            assert roles(list(more.runs)) == [
-                ", ".join(filter(None, ("" if role == "grid" else role, f"{axis} {value}")))
-                for value in (2, 3)
-                for role in roles(list(before))
-            ]
 
 
 def test_a_command_takes_several_values_and_its_table_names_them(
@@ -193,10 +169,6 @@ def test_parts_are_run_recorded_extended_and_shown_apart(tiny: Make, tmp_path: P
     for name in PARTS:
         assert f"<h2>{name}</h2>" in page
         assert len(data["parts"][name]["losses"]) == 2
-
-
-def test_default_axes_are_those_of_the_written_source() -> None:
-    assert (MLA_GRID.lrs, MLA_GRID.seeds) == ((0.01, 0.1, 0.3), (0, 1, 2))
 
 
 def test_no_two_runs_of_a_study_have_the_same_title() -> None:

@@ -32,10 +32,8 @@ from qkeel.lab import (
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.execute import rows
 from qkeel.lab.executors import Job, Outcome, work
-from qkeel.lab.plan import FULL_GRID, PlannedRun, product
 from qkeel.metrics import paired_gain, planned_power
 from qkeel.records import TABLE_COLUMNS, read_json, write_json
-from qkeel.report import write
 
 Make = Callable[..., RunConfig]
 GRID = Grid(remedies=["none", "quack:tau=0.1"], lrs=[0.1, 0.01], seeds=[1, 0])
@@ -248,11 +246,6 @@ def test_the_primary_comparison_is_recorded_and_kept_where_more_runs_join(tiny: 
         run_plan(plan, out, Execution())
 
 
-def test_the_full_grid_is_three_decades() -> None:
-    assert len(FULL_GRID) == 7
-    assert FULL_GRID[-1] / FULL_GRID[0] == pytest.approx(1000)
-
-
 def test_the_python_entry_runs_a_study(tiny: Make, tmp_path: Path) -> None:
     result = study("lr", remedies=["none"], lrs=[0.1], seeds=[0], out=tmp_path / "s", base=tiny())
     assert result.path == tmp_path / "s"
@@ -279,30 +272,3 @@ def test_progress_reads_the_last_whole_line(tmp_path: Path) -> None:
     assert execute.last_step(tmp_path) == 0
     (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"ste')
     assert execute.last_step(tmp_path) == 20
-
-
-def test_an_estimate_grows_with_the_runs_and_falls_with_the_workers(tiny: Make) -> None:
-    runs = product(tiny(), Grid(remedies=["none"], lrs=[0.1], seeds=range(8)))
-    assert execute.estimate_seconds([], 2) == 0
-    assert execute.estimate_seconds(runs, 1) > 0
-    assert isinstance(runs[0], PlannedRun)
-
-
-def test_files_of_a_run_that_lead_elsewhere_are_refused(tiny: Make, tmp_path: Path) -> None:
-    """A directory from a stranger: going on, and a page, neither write nor read what a link leads to."""
-    theirs = tmp_path / "theirs"
-    theirs.write_text("mine\n")
-    run_plan(plan(tiny, FOUR), tmp_path / "s", Execution())
-    first = sorted((tmp_path / "s" / "runs").iterdir())[0]
-    for name in ("DONE", "metrics.jsonl"):
-        (first / name).unlink()
-    (first / "metrics.jsonl").symlink_to(theirs)
-    again = run_plan(plan(tiny, FOUR), tmp_path / "s", Execution())
-    assert ["it is a link" in failure.error for failure in again.failures] == [True]
-    with pytest.raises(RunDirectoryError, match="it is a link"):
-        write(tmp_path / "s", tmp_path / "page.html")
-    first.rename(tmp_path / "moved")
-    first.symlink_to(tmp_path / "moved")
-    with pytest.raises(RunDirectoryError, match="it is a link"):
-        run_plan(plan(tiny, FOUR), tmp_path / "s", Execution())
-    assert theirs.read_text() == "mine\n"
