@@ -33,13 +33,7 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
         "data": (f"run --data {{}} {TINY} --out r", False),
         "images": (f"run --task vision --images {{}} {TINY} --out r", False),
     },
-    "config": {"recipe": ("config --recipe {}", False)},
     "report": {"runs": ("report {} -o page.html", False), "output": ("report study -o {}", True)},
-    **{
-        f"study {name}": {"recipe": (f"study {name} --recipe {{}} --data topics --out s --dry-run", False)}
-        for name in ("drift", "edge", "transfer")
-    },
-    "replay": {"run": ("replay {}", False)},
     "scan": {"checkpoint": ("scan {}", False)},
     "export": {
         "run": ("export {} --to csv", False),
@@ -62,7 +56,6 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
         for command, flags in {
             "demo": f"--jobs 1 {TINY}",
             "study lr": f"--remedies none --lrs 0.1 {ONE} {TINY}",
-            "study chaos": f"--remedies none --lrs 0.1 {ONE} {TINY}",
             "study translation": f"--remedies none --lrs 0.1 {ONE} {TINY}",
             "study mla": f"--remedies none --lrs 0.1 {ONE} {TINY}",
             "study extrapolation": f"--forms baseline --posthoc none --train-length 8 --test-lengths 8 {ONE} {SMALL}",
@@ -72,7 +65,7 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
 }
 # Other studies are made as the first is, other readers read as the second.
 QUICK = ("study lr", "report", "watch")
-NO_PATHS = ("explain", "presets", "remedies", "bench", "completion", "check", "figures")
+NO_PATHS = ("explain", "presets", "remedies", "check", "figures")
 
 
 SCRIPT = """
