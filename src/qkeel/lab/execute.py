@@ -274,7 +274,7 @@ def _outcomes(plan: Plan, out: Path, execution: Execution) -> Generator[Outcome,
                 if outcome.busy:
                     continue
                 run = runs.pop(outcome.directory)
-                error = outcome.error or _invisible(plan, out, run)
+                error = (outcome.error or _invisible(plan, out, run)) if _is_pending(plan, out, run) else ""
                 yield Outcome(str(run_directory(out, run)), error)
         if runs:
             time.sleep(BUSY_WAIT)

@@ -52,7 +52,10 @@ class Job:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of a job; `error` is empty if it succeeded. `busy` says that another process trains the run."""
+    """The end of a job; `error` is empty if it succeeded. `busy` says that another process trains the run.
+
+    If a worker dies, some of the jobs that are said to have failed may be done.
+    """
 
     directory: str
     error: str = ""
@@ -130,21 +133,25 @@ def _by_joblib(jobs: Sequence[Job], workers: int, backend: str) -> Iterator[Outc
     with needed(f"{workers} workers", "joblib"):
         import joblib
     unfinished = {job.directory: None for job in jobs}
+    # Ray's backend has no generator, so its outcomes come together at the end.
+    return_as = "list" if backend == "ray" else "generator_unordered"
     with _registered(backend) as settings, joblib.parallel_config(backend, n_jobs=workers, **settings):
         # One job at a time for each worker, so that stopping a study leaves none dispatched.
-        pool = joblib.Parallel(return_as="generator_unordered", batch_size=1, pre_dispatch="n_jobs")
-        results: Any = pool(joblib.delayed(work)(job) for job in jobs)
-        try:
-            for outcome in results:
-                del unfinished[outcome.directory]
-                yield outcome
-        except Exception as error:  # `work` raises none, so a worker died; loky then ends its pool
-            for directory in unfinished:
-                yield Outcome(directory, _died(error))
-        finally:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*still being processed by the workers have been cancelled")
-                results.close()
+        pool = joblib.Parallel(return_as=return_as, batch_size=1, pre_dispatch="n_jobs")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*still being processed by the workers have been cancelled")
+            results: Any = iter(())
+            try:
+                results = iter(pool(joblib.delayed(work)(job) for job in jobs))
+                for outcome in results:
+                    del unfinished[outcome.directory]
+                    yield outcome
+            except Exception as error:  # `work` raises none, so a worker died; loky then ends its pool
+                for directory in unfinished:
+                    yield Outcome(directory, _died(error))
+            finally:
+                if isinstance(results, Generator):  # stops the jobs that have not ended
+                    results.close()
 
 
 @contextlib.contextmanager
