@@ -155,7 +155,7 @@ def asked(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("study", choices=["edge", "transfer"])
     parser.add_argument("--out", type=Path, required=True, help="file of rows, one JSON object a line")
     parser.add_argument("--seeds", type=int, nargs="*", help="seeds [those of the study]")
-    parser.add_argument("--tuning-seeds", type=int, nargs="*", default=grids.TRANSFER_GRID.tuning_seeds)
+    parser.add_argument("--tuning-seeds", type=int, nargs="*", default=TRANSFER.grid.tuning_seeds)
     parser.add_argument("--widths", type=int, nargs="*", help="widths [those of the study]")
     parser.add_argument("--steps", type=int, default=RunConfig().steps)
     parser.add_argument("--jobs", type=int, default=2, help="processes at once [2]")

@@ -257,7 +257,7 @@ def rules(text: str) -> list[str]:
     ([], 'qk_lr:')
     """
     named = [] if _is_autopilot(text) else remedies.parse(text)
-    return [f"{one.name}: {one.written_rule()}" for one in named if one.rule]
+    return [f"{remedy.name}: {remedy.written_rule()}" for remedy in named if remedy.rule]
 
 
 def put_on(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Handle:

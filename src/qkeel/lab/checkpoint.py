@@ -239,9 +239,9 @@ def load(directory: RunDirectory, run: RunState) -> RunProgress:
         DamagedFileError: the file is damaged.
         RunDirectoryError: the checkpoint belongs to another model.
     """
-    found = read_checkpoint(directory)
-    restore(directory, run, found)
-    return found.progress
+    checkpoint = read_checkpoint(directory)
+    restore(directory, run, checkpoint)
+    return checkpoint.progress
 
 
 def read_checkpoint(directory: RunDirectory) -> RunCheckpoint:
@@ -288,26 +288,26 @@ def restore(directory: RunDirectory, run: RunState, checkpoint: RunCheckpoint) -
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters and buffers by name; shared tensors appear once."""
-    seen: set[int] = set()
-    found: dict[str, Tensor] = {}
+    ids: set[int] = set()
+    tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            found[name] = tensor.detach()
-    return found
+        if id(tensor) not in ids:
+            ids.add(id(tensor))
+            tensors[name] = tensor.detach()
+    return tensors
 
 
 @torch.no_grad()
 def _load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    own = _model_tensors(model)
-    if own.keys() != tensors.keys():
-        raise ValueError(f"different tensors: {', '.join(sorted(own.keys() ^ tensors.keys()))}")
+    current = _model_tensors(model)
+    if current.keys() != tensors.keys():
+        raise ValueError(f"different tensors: {', '.join(sorted(current.keys() ^ tensors.keys()))}")
     for name, tensor in tensors.items():
-        if own[name].shape != tensor.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(own[name].shape)}")
-        if own[name].dtype != tensor.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}, expected {own[name].dtype}")
-        own[name].copy_(tensor)
+        if current[name].shape != tensor.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(current[name].shape)}")
+        if current[name].dtype != tensor.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, expected {current[name].dtype}")
+        current[name].copy_(tensor)
 
 
 def _load_optimizer(

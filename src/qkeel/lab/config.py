@@ -304,7 +304,9 @@ def with_values(config: RunConfig, **values: object) -> RunConfig:
     0.1
     """
     parts = {"model": config.model, "data": config.data, "optim": config.optim, "images": config.images}
-    tables = {name: dataclasses.replace(parts[name], **own) for name, own in values.items() if isinstance(own, dict)}
+    tables = {
+        name: dataclasses.replace(parts[name], **fields) for name, fields in values.items() if isinstance(fields, dict)
+    }
     return dataclasses.replace(config, **{**values, **tables})
 
 
@@ -338,10 +340,10 @@ def variants(base: RunConfig, axes: Mapping[str, Sequence[object]]) -> Iterator[
     >>> [name for name, _ in variants(RunConfig(), {"d_model": (32, 64), "steps": (10,)})]
     ['d_model 32', 'd_model 64']
     """
-    given = {axis: values for axis, values in axes.items() if values}
-    for point in itertools.product(*given.values()):
-        values = dict(zip(given, point))
-        yield ", ".join(f"{axis} {value}" for axis, value in values.items() if len(given[axis]) > 1), at(base, values)
+    varied = {axis: values for axis, values in axes.items() if values}
+    for point in itertools.product(*varied.values()):
+        values = dict(zip(varied, point))
+        yield ", ".join(f"{axis} {value}" for axis, value in values.items() if len(varied[axis]) > 1), at(base, values)
 
 
 def at(base: RunConfig, values: Mapping[str, object]) -> RunConfig:

@@ -330,10 +330,10 @@ def _row(directory: RunDirectory, entry: Json) -> Json:
     named = {name: entry[name] for name in ("remedy", "lr", "seed", "run_id")}
     status = directory.status
     results = directory.summary() if status is RunStatus.DONE else {}
-    more = {"mix": entry["role"]} if any("/" in name for name in results) else {}
-    more |= {"part": entry["part"]} if entry.get("part") else {}
-    more |= {"primary": entry["primary"]} if "primary" in entry else {}
-    return {**blank, **more, **results, **named, "status": str(status)}
+    optional = {"mix": entry["role"]} if any("/" in name for name in results) else {}
+    optional |= {"part": entry["part"]} if entry.get("part") else {}
+    optional |= {"primary": entry["primary"]} if "primary" in entry else {}
+    return {**blank, **optional, **results, **named, "status": str(status)}
 
 
 def write_table(out: Path, table: Sequence[Json], names: Sequence[str] = ()) -> None:
@@ -388,9 +388,9 @@ def joined_study(out: Path, old: Json, new: Json) -> Json:
         RunDirectoryError: the two parts differ in more than remedies, rates, seeds and other axes.
     """
     _check_same_study(out, old, new)
-    known = {entry["run_id"] for entry in old["runs"]}
-    more = [entry for entry in new["runs"] if entry["run_id"] not in known]
-    commands = [*old["command"].splitlines(), *(new["command"].splitlines() if more else [])]
+    recorded = {entry["run_id"] for entry in old["runs"]}
+    added = [entry for entry in new["runs"] if entry["run_id"] not in recorded]
+    commands = [*old["command"].splitlines(), *(new["command"].splitlines() if added else [])]
     axes = {name: list(dict.fromkeys([*(old.get(name) or ()), *(new.get(name) or ())])) for name in _AXES}
     axes = {name: sorted(values) if name in ("lrs", "seeds") else values for name, values in axes.items()}
     bases = {**old["base"], **new["base"]}
@@ -401,7 +401,7 @@ def joined_study(out: Path, old: Json, new: Json) -> Json:
         "contexts": _joined_contexts(old.get("contexts"), new["contexts"]) if "contexts" in new else None,
         "tuned": _joined_choices(old, new, out) if "tuned" in new else None,
         "primary": new.get("primary"),
-        "runs": in_order([*old["runs"], *more], axes["remedies"], list(bases)),
+        "runs": in_order([*old["runs"], *added], axes["remedies"], list(bases)),
         "base": bases,
     }
     return _known(about)
@@ -411,8 +411,8 @@ def _joined_choices(old: Json, new: Json, out: Path) -> list[Json]:
     """Returns the chosen rates of both parts; the rates of `new` take precedence."""
     before = old.get("tuned", [])
     check_choices(before, new["tuned"], out)
-    both = {(choice["role"], choice["remedy"]): choice for choice in [*before, *new["tuned"]]}
-    return list(both.values())
+    choices = {(choice["role"], choice["remedy"]): choice for choice in [*before, *new["tuned"]]}
+    return list(choices.values())
 
 
 def read_study(out: Path) -> Json:
@@ -470,10 +470,10 @@ def _check_same_study(out: Path, old: Json, new: Json) -> None:
 
 def in_order(entries: Sequence[Json], remedies: Sequence[str], roles: Sequence[str]) -> list[Json]:
     """Sorts the runs of a study by role, remedy, rate and seed, the order of its table."""
-    place = {remedy: i for i, remedy in enumerate(remedies)}
+    order = {remedy: i for i, remedy in enumerate(remedies)}
 
     def key(entry: Json) -> tuple[int, int, float, int]:
-        remedy = place.get(entry["remedy"], len(place))
+        remedy = order.get(entry["remedy"], len(order))
         return roles.index(entry["role"]), remedy, entry["lr"], entry["seed"]
 
     return sorted(entries, key=key)

@@ -134,10 +134,11 @@ def _by_joblib(jobs: Sequence[Job], workers: int, backend: str) -> Iterator[Outc
         import joblib
     unfinished = {job.directory: None for job in jobs}
     # Ray's backend has no generator, so its outcomes come together at the end.
-    return_as = "list" if backend == "ray" else "generator_unordered"
-    with _registered(backend) as settings, joblib.parallel_config(backend, n_jobs=workers, **settings):
-        # One job at a time for each worker, so that stopping a study leaves none dispatched.
-        pool = joblib.Parallel(return_as=return_as, batch_size=1, pre_dispatch="n_jobs")
+    settings: Json = {"return_as": "list" if backend == "ray" else "generator_unordered"}
+    # One job at a time for each worker, so that stopping a study leaves none dispatched.
+    settings |= {"batch_size": 1, "pre_dispatch": "n_jobs"}
+    with _registered(backend) as backend_settings, joblib.parallel_config(backend, n_jobs=workers, **backend_settings):
+        pool = joblib.Parallel(**settings)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*still being processed by the workers have been cancelled")
             results: Any = iter(())

@@ -326,10 +326,10 @@ def parts(base: RunConfig, grid: Grid) -> list[PlannedRun]:
     if not grid.blocks and not grid.optimizers:
         return product(base, grid)
     runs = []
-    both = itertools.product(grid.optimizers or (base.optim.name,), grid.blocks or (base.model.block,))
-    for optimizer, block in both:
-        own = with_values(base, model={"block": block}, optim={"name": optimizer})
-        runs += product(own, grid, f"{block}, {optimizer}")
+    combinations = itertools.product(grid.optimizers or (base.optim.name,), grid.blocks or (base.model.block,))
+    for optimizer, block in combinations:
+        config = with_values(base, model={"block": block}, optim={"name": optimizer})
+        runs += product(config, grid, f"{block}, {optimizer}")
     return runs
 
 
@@ -391,8 +391,8 @@ def tuning_plan(plan: Plan) -> Plan:
     first = [run for run in plan.runs if run.config.seed == grid.seeds[0]]
     configs = [(run, dataclasses.replace(run.config, seed=seed)) for run in first for seed in grid.tuning_seeds]
     runs = [dataclasses.replace(run, config=config) for run, config in configs]
-    own = dataclasses.replace(grid, seeds=grid.tuning_seeds, tuning_seeds=())
-    return dataclasses.replace(plan, grid=own, runs=runs, contexts=None)
+    axes = dataclasses.replace(grid, seeds=grid.tuning_seeds, tuning_seeds=())
+    return dataclasses.replace(plan, grid=axes, runs=runs, contexts=None)
 
 
 def tuned_plan(plan: Plan, table: Sequence[Mapping[str, object]]) -> Plan:
@@ -410,16 +410,16 @@ def tuned_plan(plan: Plan, table: Sequence[Mapping[str, object]]) -> Plan:
         RunDirectoryError: a tuning run has not finished.
     """
     losses = {row["run_id"]: _loss(row["val_loss"]) for row in table if row["status"] == "done"}
-    found: dict[tuple[str, str], dict[float, list[float]]] = {}
+    rates: dict[tuple[str, str], dict[float, list[float]]] = {}
     for run in tuning_plan(plan).runs:
         if run.config.run_id not in losses:
             raise RunDirectoryError(
                 f"the run of {run.name} at rate {run.config.optim.lr:g} on tuning seed {run.config.seed} has not "
                 "finished, so no rate can be chosen; run this command again to finish it"
             )
-        by_rate = found.setdefault((run.role, run.name), {})
+        by_rate = rates.setdefault((run.role, run.name), {})
         by_rate.setdefault(run.config.optim.lr, []).append(losses[run.config.run_id])
-    tuned = [_chosen(role, name, by_rate, plan.grid.tuning_seeds) for (role, name), by_rate in found.items()]
+    tuned = [_chosen(role, name, by_rate, plan.grid.tuning_seeds) for (role, name), by_rate in rates.items()]
     best = {(choice["role"], choice["remedy"]): choice["lr"] for choice in tuned}
     runs = [run for run in plan.runs if run.config.optim.lr == best[run.role, run.name]]
     return dataclasses.replace(plan, runs=runs, tuned=tuned)

@@ -87,14 +87,14 @@ def heldout_numbers(model: nn.Module, examples: Examples, count: int, task: Task
     """
     losses, hits, kinds = [], [], []
     with measuring(model):
-        for part in examples.split(count):
-            logits = model(part.inputs)
+        for chunk in examples.split(count):
+            logits = model(chunk.inputs)
             kind = widest(logits.device)
-            losses.append(token_loss(logits, part.targets).to(kind) * len(part.inputs))
-            hits.append((logits.argmax(-1) == part.targets).to(kind).mean() * len(part.inputs))
-            if part.kinds is not None:
-                each = F.cross_entropy(logits.flatten(0, -2).float(), part.targets.flatten(), reduction="none")
-                kinds.append(torch.stack([part.kinds.flatten().to(kind), each.to(kind)]))
+            losses.append(token_loss(logits, chunk.targets).to(kind) * len(chunk.inputs))
+            hits.append((logits.argmax(-1) == chunk.targets).to(kind).mean() * len(chunk.inputs))
+            if chunk.kinds is not None:
+                each = F.cross_entropy(logits.flatten(0, -2).float(), chunk.targets.flatten(), reduction="none")
+                kinds.append(torch.stack([chunk.kinds.flatten().to(kind), each.to(kind)]))
     loss, accuracy = (float(torch.stack(values).sum() / len(examples.inputs)) for values in (losses, hits))
     by_kind = _by_kind(torch.cat(kinds, 1).cpu(), task) if kinds else {"val_loss": loss}
     return {**by_kind, **({"val_accuracy": accuracy} if task.classifies else {})}
@@ -107,9 +107,9 @@ def _by_kind(each: Tensor, task: Task) -> dict[str, float]:
     """
     kinds = each[0].long()
     sums, counts = torch.bincount(kinds, weights=each[1]).tolist(), torch.bincount(kinds).tolist()
-    there = {name: (loss, n) for name, loss, n in zip(task.kinds, sums, counts) if n}
-    total, count = (sum(there[name][i] for name in task.trained if name in there) for i in (0, 1))
-    means = {f"val_loss/{name}": loss / n for name, (loss, n) in there.items()}
+    present = {name: (loss, n) for name, loss, n in zip(task.kinds, sums, counts) if n}
+    total, count = (sum(present[name][i] for name in task.trained if name in present) for i in (0, 1))
+    means = {f"val_loss/{name}": loss / n for name, (loss, n) in present.items()}
     return {"val_loss": total / count if count else math.nan, **means}
 
 
@@ -159,9 +159,9 @@ def probe(
     with measuring(model), _tapped(model, measure) as tap, _leaving(model, norms):
         model(inputs)
         stats = list(tap.read().values())
-    found = summed_up(stats)
+    summary = summed_up(stats)
     split = {} if classes is None else by_class([s.classes for s in stats if s.classes], classes, norms[-1])
-    return ProbeStatistics({**found.record, **split, **logit_change(before, calls)}, found.heads)
+    return ProbeStatistics({**summary.record, **split, **logit_change(before, calls)}, summary.heads)
 
 
 def summed_up(stats: Sequence[LogitStats]) -> ProbeStatistics:
@@ -197,21 +197,22 @@ def by_class(stats: Sequence[ClassStats], classes: TokenClasses, norms: Tensor) 
 
     `norms` are the norms [b t] of the hidden states after the last block. Classes absent from the probe get no values.
     """
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for i, name in enumerate(classes.names):
         mine = classes.query == i
         if bool(mine.any()):
             for field in ("query_norm", "key_norm"):
-                found[f"{field}/{name}"] = float(torch.stack([_named(s, field)[:, i].mean() for s in stats]).mean())
-            found[f"last_block_norm/{name}"] = float(norms[mine].mean())
+                values[f"{field}/{name}"] = float(torch.stack([_named(s, field)[:, i].mean() for s in stats]).mean())
+            values[f"last_block_norm/{name}"] = float(norms[mine].mean())
     pairs = itertools.product(enumerate(classes.names), repeat=2)
     for (i, query), (j, key) in pairs:
         if all(bool(s.n_pairs[:, i, j].any()) for s in stats):
             at = f"{query}>{key}"
-            found[f"max_logit/{at}"] = float(torch.stack([s.max_logit[:, i, j].amax() for s in stats]).amax())
-            for field, own in (("attention_mass", "mass"), ("uniform_mass", "uniform_mass")):
-                found[f"{field}/{at}"] = float(torch.stack([_named(s, own)[:, i, j].mean() for s in stats]).mean())
-    return found
+            values[f"max_logit/{at}"] = float(torch.stack([s.max_logit[:, i, j].amax() for s in stats]).amax())
+            for field, statistic in (("attention_mass", "mass"), ("uniform_mass", "uniform_mass")):
+                means = [_named(s, statistic)[:, i, j].mean() for s in stats]
+                values[f"{field}/{at}"] = float(torch.stack(means).mean())
+    return values
 
 
 _LARGEST = ("max_logit", "max_abs_logit", "capped_max_logit")
@@ -287,21 +288,21 @@ class Watcher:
     should_stop: Callable[[], bool] = lambda: False
 
 
-def mark_failed(place: RunDirectory) -> None:
+def mark_failed(directory: RunDirectory) -> None:
     """Writes the traceback of the current error into the directory."""
     with contextlib.suppress(RunDirectoryError):  # e.g. a full disk; the original error is reported anyway
-        write_text(place.path / "FAILED", traceback.format_exc())
+        write_text(directory.path / "FAILED", traceback.format_exc())
 
 
-def check_recorded(place: RunDirectory, sizes: FileSizes | None = None) -> None:
+def check_recorded(directory: RunDirectory, sizes: FileSizes | None = None) -> None:
     """Raises DamagedFileError unless every line of metrics.jsonl has the fields that the summary needs."""
-    for number, record in enumerate(place.metrics(sizes), start=1):
+    for number, record in enumerate(directory.metrics(sizes), start=1):
         lost = [name for name in _SUMMED if record.get(name) is None]
         lost += ["train_loss"] if "train_loss" not in record else []
         lost += ["val_loss"] if record.get("val_loss") is None and (number == 1 or "val_loss" not in record) else []
         if lost:
             raise DamagedFileError(
-                f"{place.path / 'metrics.jsonl'}, line {number} lacks {', '.join(lost)}, so the file was damaged."
+                f"{directory.path / 'metrics.jsonl'}, line {number} lacks {', '.join(lost)}, so the file was damaged."
             )
 
 
@@ -309,8 +310,8 @@ def check_recorded(place: RunDirectory, sizes: FileSizes | None = None) -> None:
 class RunRecord:
     """A run in memory and the directory into which it is recorded; `step` is the number of completed steps."""
 
-    def __init__(self, config: RunConfig, place: RunDirectory, watcher: Watcher, claim: Claim) -> None:
-        self.config, self.place, self.watcher, self._claim = config, place, watcher, claim
+    def __init__(self, config: RunConfig, directory: RunDirectory, watcher: Watcher, claim: Claim) -> None:
+        self.config, self.directory, self.watcher, self._claim = config, directory, watcher, claim
         self._clock = time.process_time()
         self.state = RunState(config)
         self.step = 0
@@ -331,13 +332,13 @@ class RunRecord:
             caution(f"{str(damage).rstrip('.')}. The run starts again.")
             checkpoint = None
         if checkpoint is None:
-            self.place.start_again()
-            write_json(self.place.path / "env.json", about)
+            self.directory.start_again()
+            write_json(self.directory.path / "env.json", about)
         else:
-            restore(self.place, self.state, checkpoint)
+            restore(self.directory, self.state, checkpoint)
         names, n_heads = self.state.attentions, self.config.model.n_heads
         layers = names if len(names) != self.config.model.n_layers else ()  # named for an encoder with a decoder
-        self.heads = HeadRecorder(self.place.path, PROBE_FIELDS, len(names), n_heads, layers=layers)
+        self.heads = HeadRecorder(self.directory.path, PROBE_FIELDS, len(names), n_heads, layers=layers)
         if checkpoint is not None:
             self.step = checkpoint.progress.step
             self._clock -= checkpoint.progress.cpu_seconds
@@ -392,49 +393,51 @@ class RunRecord:
         """Replaces the checkpoint after syncing all earlier records to the disk."""
         self._claim.check()
         self._write_events()
-        self.place.sync()
-        save(self.place, self.state, RunProgress(self.step, self._cpu_seconds(), self.place.sizes()))
+        self.directory.sync()
+        save(self.directory, self.state, RunProgress(self.step, self._cpu_seconds(), self.directory.sizes()))
 
     def finish(self) -> None:
         """Writes the summary and marks the run as done."""
         self._write_events()
         self.state.close()
-        self.place.finish(summarize(self.config, self.place.metrics(self.place.sizes()), self._cpu_seconds()))
+        records = self.directory.metrics(self.directory.sizes())
+        self.directory.finish(summarize(self.config, records, self._cpu_seconds()))
 
-    def _check_alike(self, now: Json) -> None:
-        before = self.place.env()
+    def _check_alike(self, environment_here: Json) -> None:
+        before = self.directory.env()
         if (before.get("corpus") or {}).get("sha256") is None:
             raise DamagedFileError(
-                f"{self.place.path / 'env.json'} lacks the SHA-256 of the corpus, so the file was damaged."
+                f"{self.directory.path / 'env.json'} lacks the SHA-256 of the corpus, so the file was damaged."
             )
-        check_alike(self.place.path, before, now)
+        check_alike(self.directory.path, before, environment_here)
 
-    def _checkpoint(self, now: Json) -> RunCheckpoint | None:
+    def _checkpoint(self, environment_here: Json) -> RunCheckpoint | None:
         """Reads the checkpoint, truncates the records to its step and checks them; None if there is no checkpoint.
 
         Raises:
             DamagedFileError: a file is damaged.
             RunDirectoryError: the run was computed differently.
         """
-        place = self.place
-        there = place.checkpoint.exists()
-        if there or (place.path / "env.json").exists():
-            self._check_alike(now)
-        if not there:
+        directory = self.directory
+        has_checkpoint = directory.checkpoint.exists()
+        if has_checkpoint or (directory.path / "env.json").exists():
+            self._check_alike(environment_here)
+        if not has_checkpoint:
             return None
-        found = read_checkpoint(place)
+        found = read_checkpoint(directory)
         step, sizes = found.progress.step, found.progress.sizes
-        place.cut_to(sizes or {})
-        place.events(sizes)
-        check_recorded(place, sizes)
-        wanted = [step for step in range(step + 1) if self.is_logged(step)]
+        directory.cut_to(sizes or {})
+        directory.events(sizes)
+        check_recorded(directory, sizes)
+        logged_steps = [step for step in range(step + 1) if self.is_logged(step)]
         for name, steps in (
-            ("metrics.jsonl", [record["step"] for record in place.metrics(sizes)]),
-            ("heads.f32", place.heads(sizes).steps.tolist()),
+            ("metrics.jsonl", [record["step"] for record in directory.metrics(sizes)]),
+            ("heads.f32", directory.heads(sizes).steps.tolist()),
         ):
-            if steps != wanted:
+            if steps != logged_steps:
                 raise DamagedFileError(
-                    f"{place.path / name} lacks records from before the checkpoint of step {step}, so it was damaged."
+                    f"{directory.path / name} lacks records from before the checkpoint of step {step}, so it was "
+                    "damaged."
                 )
         return found
 
@@ -468,7 +471,7 @@ class RunRecord:
         }
         self._trained, self._seconds = 0, 0.0
         self.heads.append(step, probe.heads)
-        append_line(self.place.path / "metrics.jsonl", record)
+        append_line(self.directory.path / "metrics.jsonl", record)
         self._write_events()
         self.watcher.on_record(record)
 
@@ -476,11 +479,11 @@ class RunRecord:
         """Writes the autopilot's new events."""
         events = self.state.events
         for event in events[self._noted :]:
-            append_line(self.place.path / "events.jsonl", event)
+            append_line(self.directory.path / "events.jsonl", event)
         self._noted = len(events)
 
     def _event(self, text: str) -> None:
-        append_line(self.place.path / "events.jsonl", {"step": self.step, "event": text})
+        append_line(self.directory.path / "events.jsonl", {"step": self.step, "event": text})
 
     def _cpu_seconds(self) -> float:
         return time.process_time() - self._clock

@@ -161,14 +161,14 @@ def extrapolation_runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
 
     Source: Su 2023, kexue.fm 9859. GAU and mha1 have one head as wide as the model, mha4 has four heads.
     """
-    found = []
+    runs = []
     for block in grid.blocks or EXTRAPOLATION_GRID.blocks:
         for form in grid.remedies:
             model = {**_sizes(base.model, block), **_trained(form, base)}
             alone = dataclasses.replace(grid, remedies=(base.remedy,))
-            made = product(with_values(base, model=model), alone, block)
-            found += [dataclasses.replace(run, form=form) for run in made]
-    return found
+            runs_of_form = product(with_values(base, model=model), alone, block)
+            runs += [dataclasses.replace(run, form=form) for run in runs_of_form]
+    return runs
 
 
 def _sizes(model: ModelConfig, block: str) -> dict[str, object]:

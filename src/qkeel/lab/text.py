@@ -10,6 +10,7 @@ import difflib
 import functools
 import glob
 import hashlib
+import json
 import os
 import re
 import sysconfig
@@ -180,9 +181,9 @@ def insert_needles(windows: np.ndarray, needles: Needles, rng: np.random.Generat
     for text in changed:
         drawn = rng.choice(windows.shape[1] // 2, (needles.keys, 1 + _TIMES), replace=False)
         values = rng.integers(VALUES, size=needles.keys)
-        for key, (place, *asked) in enumerate(2 * np.sort(drawn, axis=1)):
-            text[place] = needles.needle(key, values[key])
-            for at in asked:
+        for key, (position, *questions) in enumerate(2 * np.sort(drawn, axis=1)):
+            text[position] = needles.needle(key, values[key])
+            for at in questions:
                 text[at : at + 2] = needles.question(key), needles.value(values[key])
     return changed
 
@@ -396,17 +397,17 @@ def split(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
 
 def stamp(source: str) -> tuple[tuple[str, int, int], ...]:
     """Returns a value that changes when the files of the source change."""
-    place = Path(source.partition("#")[0]).expanduser()
+    path = Path(source.partition("#")[0]).expanduser()
     try:
         if source in BUILT_IN:
             return ()
-        exists = place.exists()
+        exists = path.exists()
     except OSError as error:  # e.g. a name that is too long
         raise DataError(f"cannot use {source!r}: {error.strerror}. Give an existing file or folder.") from error
     if not exists:
         files = _matches(Path(source).expanduser())
     else:
-        files = sorted(place.rglob("*")) if place.is_dir() else [*place.parent.glob("*.bin"), place]
+        files = sorted(path.rglob("*")) if path.is_dir() else [*path.parent.glob("*.bin"), path]
     stats = ((str(file), file.stat()) for file in files)
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
@@ -429,13 +430,13 @@ def _tokens(path: Path, kind: str, vocab_size: int | None) -> Corpus:
     """Reads token files: train.bin with val.bin, as nanoGPT writes them, or one file whose last tenth is held out."""
     path = path / "train.bin" if path.is_dir() else path
     other = path.with_name("val.bin")
-    whole = _read_bin(path, kind)
+    tokens = _read_bin(path, kind)
     if path.name == "train.bin" and other.is_file():
-        parts = [whole, _read_bin(other, kind)]
+        parts = [tokens, _read_bin(other, kind)]
     else:
-        cut = len(whole) - round(HELD_OUT * len(whole))
-        parts = [whole[:cut], whole[cut:]]
-    return _corpus(path.name, "token", parts, vocab_size or int(whole.max()) + 1)
+        cut = len(tokens) - round(HELD_OUT * len(tokens))
+        parts = [tokens[:cut], tokens[cut:]]
+    return _corpus(path.name, "token", parts, vocab_size or int(tokens.max()) + 1)
 
 
 def _read_bin(path: Path, kind: str) -> np.ndarray:
@@ -509,9 +510,9 @@ def bigram_loss(read: np.ndarray, heldout: np.ndarray, vocab_size: int) -> float
     kinds = np.bincount(pairs // vocab_size, minlength=vocab_size)
     single = (np.bincount(second, minlength=vocab_size) + 1) / (len(second) + vocab_size)
     a, b = heldout[:, :-1].ravel().astype(np.int64), heldout[:, 1:].ravel().astype(np.int64)
-    wanted = a * vocab_size + b
-    place = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
-    together = np.where(pairs[place] == wanted, counts[place], 0)
+    heldout_pairs = a * vocab_size + b
+    index = np.minimum(np.searchsorted(pairs, heldout_pairs), len(pairs) - 1)
+    together = np.where(pairs[index] == heldout_pairs, counts[index], 0)
     weight = np.maximum(of_first[a] + kinds[a], 1)
-    known = (together + kinds[a] * single[b]) / weight
-    return float(-np.log(np.where(of_first[a] > 0, known, single[b])).mean())
+    probability = (together + kinds[a] * single[b]) / weight
+    return float(-np.log(np.where(of_first[a] > 0, probability, single[b])).mean())
