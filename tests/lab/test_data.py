@@ -11,7 +11,6 @@ from qkeel.errors import DataError
 from qkeel.lab import RunConfig, run
 from qkeel.lab.config import DataConfig
 from qkeel.lab.text import batch, heldout, load, places, split
-from qkeel.records import disk
 
 
 def text(n: int, seed: int = 0) -> bytes:
@@ -165,7 +164,7 @@ def test_an_unreadable_file_is_a_data_error(tmp_path: Path, monkeypatch: pytest.
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(disk, "open", refuse, raising=False)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
     refused(data(path), "cannot read .*secret.txt: Permission denied")
 
 

@@ -51,6 +51,8 @@ class Claim:
     def check(self) -> None:
         """Raises RunInUseError if another machine has taken the run over, because this process was stopped for long."""
         newest = _newest(self.run_directory)
+        if newest is None and not self.path.parent.exists():
+            return  # the next write says that the directory is gone
         if newest is None or newest._text != self._text:
             raise RunInUseError(f"{self.run_directory.path} was taken over by another machine, which continues it")
 

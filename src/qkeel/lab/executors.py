@@ -31,6 +31,8 @@ LOCK_WAIT = 10.0  # seconds; a worker of a study that was killed may hold the lo
 _MOST_HERE = 4  # processes on this machine unless --jobs says otherwise; each uses about 0.4 GB
 _ALL = -1  # joblib's word for every core of a cluster
 
+# A worker of Dask may have several threads, but random numbers and torch's threads belong to the whole process.
+_ONE_AT_A_TIME = threading.Lock()
 # Name -> default number of runs at once. The address of a cluster is the setting of its library: RAY_ADDRESS,
 # DASK_SCHEDULER_ADDRESS.
 EXECUTORS = {"loky": _MOST_HERE, "ray": _ALL, "dask": _ALL, "slurm": 16}
@@ -117,9 +119,10 @@ def work(job: Job) -> Outcome:
         config = RunConfig.from_dict(job.config)
         # This machine may compute differently from the machines that computed the study's other runs.
         refuse_mixture(directory.parent, identity(config))
-        run(config, directory, command=job.command, wait=LOCK_WAIT)
-        if job.contexts is not None:
-            measure(config, RunDirectory(directory), job.contexts, wait=LOCK_WAIT)
+        with _ONE_AT_A_TIME:
+            run(config, directory, command=job.command, wait=LOCK_WAIT)
+            if job.contexts is not None:
+                measure(config, RunDirectory(directory), job.contexts, wait=LOCK_WAIT)
     except RunInUseError:
         return Outcome(job.directory, busy=True)
     except QkeelError as error:
