@@ -1,4 +1,5 @@
-"""`make ladder`: runs what is left of the plan, the smallest size first, and writes rows as runs end.
+"""`python -m experiments.ladder.run`: runs what is left of the plan, the smallest size first, and writes rows as runs
+end.
 
     python -m experiments.ladder.run [--rung 0.13M …] [--seed 5000 …] [--arm none …] [--work FOLDER] [--results FOLDER]
     [--idle]
@@ -149,7 +150,7 @@ def climb(names: Sequence[str], work: Path, results: Path, stop: Stop, share: Sh
                 directory = folder(work, each)
                 directory.mkdir(parents=True, exist_ok=True)
                 try:
-                    train(share.config(each), directory, command="make ladder", watcher=watcher)
+                    train(share.config(each), directory, command="python -m experiments.ladder.run", watcher=watcher)
                 except KeyboardInterrupt:
                     print("stopped; started again it goes on", flush=True)
                     return 0
