@@ -83,10 +83,6 @@ def test_the_model_predicts_from_the_whole_source_and_the_target_before() -> Non
         Decoder(DecoderConfig(vocab_size=11)).blocks[0](torch.zeros(1, 2, 64), context=torch.zeros(1, 2, 64))
 
 
-REMEDIES = ("qk_norm", "lalr:tau=0.1", "qk_clip:threshold=0.1", "softcap:cap=5", "sigma_reparam", "log_n")
-REMEDIES += ("swin_norm", "peri_norm", "dropout:rate=0.5", "qkv_norm", "sigmoid", "qk_lr:factor=0.1")
-
-
 def test_a_run_names_its_attentions_and_the_source_is_what_it_learns_from(tmp_path: Path) -> None:
     place = run(TINY, tmp_path / "a")
     heads = place.heads()
