@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from scipy.stats import binomtest
 
 from experiments.ladder.rows import RESULTS, Row, append, number, read
 from experiments.ladder.run import Stop, check_text, step_aside
