@@ -123,7 +123,8 @@ class Lines:
     def tests_of(self, mutant: Mutant, most: float) -> list[list[str]]:
         """The tests that execute the mutated statement: the likeliest killers, the others, and those that are too many.
 
-        The quickest come first, and those are too many that take more than `most` seconds together. What an import executes, and what a cache keeps, is tested by whatever executes a line of the file.
+        The quickest come first, and those are too many that take more than `most` seconds together. What an import
+        executes, and what a cache keeps, is tested by whatever executes a line of the file.
         """
         file = self._root / mutant.path
         span = _span(file.read_text(encoding="utf-8"), mutant.line)
