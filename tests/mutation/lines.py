@@ -100,7 +100,7 @@ class Lines:
 
     Attributes:
         tests: of each that passes without a mutant the seconds, and the lines by file.
-        failed: the tests that don't.
+        failed: the tests that do not while they are traced.
     """
 
     def __init__(self, root: Path, room: str, folder: Path) -> None:
