@@ -1,6 +1,7 @@
 """The 100M recipes on one GPU, in pieces of a few minutes: each form of attention, and how it reads longer texts.
 
-`make gpu-train`, or `python -m benchmarks.on_gpu.train`, trains both recipes (gated attention units; attention and MLP)
+`python -m benchmarks.on_gpu.train`, or `python -m benchmarks.on_gpu.train`, trains both recipes (gated attention
+units; attention and MLP)
 with Baseline, KNA and CosA, each with and without log n, one after the other. It stops after --minutes with a
 checkpoint in --runs; the same command goes on from there, on another machine too if that folder is brought along.
 Runs that are done are measured on held-out texts of 512 to 4,096 tokens. Each piece ends with the table of all runs
@@ -27,9 +28,9 @@ from qkeel.errors import QkeelError
 from qkeel.lab import DataConfig, LongContexts, ModelConfig, RunConfig, Watcher, run
 from qkeel.lab.lengths import measure
 from qkeel.records import RunDirectory, RunStatus
-from qkeel.records.parse import read_toml
+from qkeel.records.file_formats import read_toml
 
-FOLDER = Path(__file__).parents[2] / "recipes"
+FOLDER = Path(__file__).parents[2] / "experiments" / "recipes"
 RECIPES = ("mha-100m-512", "gau-100m-512")
 FORMS = ("baseline", "baseline_logn", "kna", "kna_logn", "cosa", "cosa_logn")
 TIMES = (1, 2, 4, 8)  # the training length, for the texts that runs are measured on
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lengths(config, RunDirectory(options.runs / name))
     train(runs, options.runs, start + max(0.5, 60 * options.minutes - MEASURING))
     rows = {name: row(config, RunDirectory(options.runs / name)) for name, config in runs.items()}
-    notes = about("make gpu-train", 0) | {
+    notes = about("python -m benchmarks.on_gpu.train", 0) | {
         "device": "cpu, toy" if options.toy else torch.cuda.get_device_name(),
         "steps": f"{options.steps}; the recipes have 30000",
         "data": options.data,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# The rooms, and where further tests of each lie in tests/ besides the folder of its name.
+# The rooms, and where further tests of each lie in tests/ besides the folder of its name: today, and at c5b7e68e.
 ROOMS: dict[str, tuple[str, ...]] = {
     "monitor": (),
     "remedies": ("kernels/**/test_heads.py",),

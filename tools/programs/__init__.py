@@ -1,0 +1,1 @@
+"""Training programs of others, unedited, plain and under `qkeel watch`."""
