@@ -74,8 +74,8 @@ from qkeel.records.disk import make_directory
 from qkeel.records.file_formats import read_toml
 from qkeel.records.run_directory import made_on
 from qkeel.report import write
-from qkeel.report.study.collect import BASELINE
 from qkeel.report.study.page import precision_page
+from qkeel.report.study_runs import BASELINE
 
 # Flags as views of the configuration dataclasses: names, types, choices and help come from there.
 
