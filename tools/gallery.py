@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/gallery.md, of the first page and of the README: `make gallery`.
+"""Makes the pictures of docs/gallery.md, of the first page and of the README: `python tools/gallery.py`.
 
 Needs chromium, Pillow, matplotlib and the packages that build the docs. If a
 folder is given as the first argument, the runs are kept there, and runs that
@@ -110,14 +110,6 @@ PAGES = (
         ),
         rows=(0, 910),
     ),
-    Picture(
-        "precision",
-        "How large a logit may be in bf16",
-        "The page shows the error of attention in each number format, for logits of increasing size.",
-        ("qkeel study precision --out runs/precision",),
-        page="runs/precision/report.html",
-        rows=(0, 1040),
-    ),
 )
 # What a reader sees before scrolling, on the page of a picture above or on the first page of the docs.
 SCREEN = (0, 800)
@@ -224,15 +216,17 @@ DEFINITION = ("remedies", "lrs", "seeds", "primary")  # of study.json
 
 def described(study: Path) -> dict[str, object]:
     """What a finished demo was asked and what it found at the rate of its primary comparison."""
-    from qkeel.report.study.collect import collect
-    from qkeel.report.study.compare import primary_gain
+    from qkeel.report.compare import primary_cell
+    from qkeel.report.study_runs import read_study
 
     about = json.loads((study / "study.json").read_text(encoding="utf-8"))
     with open(study / "table.csv", newline="", encoding="utf-8") as file:
         whole = list(csv.DictReader(file))
     lines = [line for line in whole if float(line["lr"]) == about["primary"]["lr"]]
     drifting = {run["run_id"] for run in about["runs"] if run["role"] == "drift"}
-    gain = primary_gain(collect(study))
+    primary = primary_cell(read_study(study))
+    assert primary is not None
+    gain = primary[0].gain
     assert gain is not None
     assert gain.effect is not None
     by = {name: [line for line in lines if line["remedy"] == name] for name in about["remedies"]}
@@ -241,7 +235,7 @@ def described(study: Path) -> dict[str, object]:
         "collapsed": {name: [sum(x["collapsed"] == "true" for x in of), len(of)] for name, of in by.items()},
         "largest_logit": {name: round(max(float(x["max_logit"]) for x in of), 1) for name, of in by.items()},
         "drift": {x["remedy"]: round(float(x["max_logit"]), 1) for x in whole if x["run_id"] in drifting},
-        "gain": {**{x: round(getattr(gain.effect, x), 4) for x in ("mean", "low", "high")}, "seeds": gain.effect.n},
+        "gain": {**{x: round(getattr(gain.effect, x), 4) for x in ("mean", "low", "high")}, "seeds": gain.n},
     }
 
 
@@ -298,8 +292,8 @@ def section(made: Picture, language: str) -> str:
 def page() -> str:
     """The text of docs/gallery.md."""
     head = (
-        "# Gallery\n\nReal pages and figures, each with the commands that made it. `make gallery` generates this "
-        "page.\n\n"
+        "# Gallery\n\nReal pages and figures, each with the commands that made it. `python tools/gallery.py` "
+        "generates this page.\n\n"
     )
     screens = [f"{shows}\n\n{shown(f'{name}-first', 'First screen')}\n" for name, shows in FIRST.items()]
     end = "\n**Next:** make one for your own script: [watch your script](tutorials/your-script.md).\n"

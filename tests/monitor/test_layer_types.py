@@ -17,7 +17,7 @@ import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError, UnknownNameError
 from qkeel.monitor import Approach, Ceiling, EntropyCollapse, History, Outlook, Sample, replay
 from qkeel.records import LAYER_TYPES, RunDirectory
-from qkeel.report.watch_page import read_watched
+from qkeel.report.watched_runs import read_watched
 
 T = 12
 
@@ -131,7 +131,7 @@ def test_types_are_found_and_shown(tmp_path: Path) -> None:
     assert all(f'<td class="text">{of}</td>' in page for of in TYPES.values())
     (read,) = read_watched([tmp_path / "run"])
     assert read.types == TYPES
-    explained = qkeel.explain_model(model, torch.randn(2, T, 32))
+    explained = qkeel.explain(model, torch.randn(2, T, 32))
     assert {one.name: one.layer_type for one in explained.sites} == TYPES
     assert "type      window: " in str(explained)
 

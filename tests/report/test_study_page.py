@@ -1,4 +1,4 @@
-"""The page of a study as a file: from run directories to HTML, without torch, without a network, without stray markup."""
+"""The page of a study as a file: from run directories to HTML, without torch, a network or stray markup."""
 
 from __future__ import annotations
 

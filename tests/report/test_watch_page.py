@@ -87,7 +87,7 @@ def test_an_alarm_leads_the_page_with_a_red_light_and_one_fix_to_copy(tmp_path: 
     html = page(run, tmp_path)
     header = html[html.index("<header") : html.index("</header>")]
     assert 'class="lead signal signal-bad"' in header
-    assert header.count("qkeel.apply(&quot;qk_clip:threshold=15,steps=matched&quot;, model, optimizer)") == 1
+    assert header.count("qkeel.apply(model, &quot;qk_clip:threshold=15,steps=matched&quot;, optimizer)") == 1
     assert header.count('class="copy"') == 1
     section = html[html.index('id="section-alarms"') : html.index('id="section-charts"')]
     assert section.count('<li class="alarm-alarm"') == 1  # one card for one cause
