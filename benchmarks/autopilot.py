@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.autopilot_page import latent_table, page
-from qkeel.autopilot import POLICIES, Action, Decision, Policy, Records
+from qkeel.autopilot import Action, Decision, Ladder, Records
 from qkeel.errors import QkeelWarning, RefusedError
 from qkeel.lab import DataConfig, ModelConfig, OptimConfig, RunConfig, run
 from qkeel.metrics import COLLAPSE_ENTROPY, Row
@@ -62,11 +62,10 @@ SETTINGS: dict[str, Setting] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AtOnce(Policy):
+class AtOnce(Ladder):
     """Puts lalr and the clip on all heads at the first record from one step on, whatever the logits do."""
 
-    name, line = "ladder", "both remedies on all heads at one step"  # in the place of the ladder, whose name runs take
-    at_step: int
+    at_step: int = 1
 
     def decide(self, records: Records) -> tuple[Decision, ...]:
         """The ladder's closer watching at first, then both remedies, once."""
@@ -97,7 +96,8 @@ def train(name: str, lr: float, seed: int, remedy: str, steps: int | None = None
     config = dataclasses.replace(SETTINGS[name].config, seed=seed)
     config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=lr), steps=steps or config.steps)
     row: Row = {"setting": name, "lr": lr, "seed": seed, "remedy": remedy}
-    swapped = unittest.mock.patch.dict(POLICIES, {"ladder": AtOnce} if remedy.startswith(AT_ONCE) else {})
+    # In the place of the ladder, whose name runs take.
+    swapped = unittest.mock.patch("qkeel.autopilot.Ladder", AtOnce if remedy.startswith(AT_ONCE) else Ladder)
     with swapped, tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore", QkeelWarning)
         try:

@@ -17,7 +17,7 @@ from qkeel.version import VERSION
 if TYPE_CHECKING:
     from qkeel import audit, errors, integrations, lab, monitor, nn, reference, remedies, report, sites, spec
     from qkeel.audit import check, explain_model
-    from qkeel.autopilot.autopilot import autopilot
+    from qkeel.autopilot import autopilot
     from qkeel.monitor.sinks import load
     from qkeel.monitor.watch import watch
     from qkeel.ops import attention

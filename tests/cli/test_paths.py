@@ -42,7 +42,6 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
         for name in ("drift", "edge", "transfer")
     },
     "recommend": {"source": ("recommend {}", False)},
-    "replay": {"run": ("replay {}", False)},
     "scan": {"checkpoint": ("scan {}", False)},
     "export": {
         "run": ("export {} --to csv", False),

@@ -34,7 +34,6 @@ COMMANDS = {
     "report": "report:report",
     "watch": "watch:watch",
     "recommend": "run:recommend",
-    "replay": "inspect:replay",
     "check": "inspect:check",
     "figures": "report:figures",
     "scan": "inspect:scan",
@@ -51,7 +50,7 @@ COMMANDS = {
 # The groups of `qkeel --help`, in order; a study that is listed in no group belongs to Compare.
 GROUPS = {
     "Watch": ("watch", "report", "export", "figures"),
-    "Fix": ("remedies", "explain", "recommend", "replay"),
+    "Fix": ("remedies", "explain", "recommend"),
     "Audit": ("check", "scan", "convert", "presets"),
     "Compare": ("demo", "run", "study lr", "study precision", "merge"),
     "Maintain": ("config", "bench", "completion"),
@@ -72,7 +71,6 @@ EXAMPLES = {
     "presets": "qkeel presets",
     "recommend": "qkeel recommend --d-model 128 --n-layers 4 --n-heads 8 --lr 0.1",
     "remedies": "qkeel remedies",
-    "replay": "qkeel replay qkeel-runs/train",
     "report": "qkeel report qkeel-runs/train -o page.html",
     "run": "qkeel run --steps 500 --remedy qk_norm --out runs/a",
     "scan": "qkeel scan model.safetensors --every-head",

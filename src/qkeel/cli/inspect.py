@@ -1,4 +1,4 @@
-"""Commands that inspect or convert something: explain, scan, check, replay, export, bench and convert."""
+"""Commands that inspect or convert something: explain, scan, check, export, bench and convert."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
@@ -20,19 +19,17 @@ from qkeel.audit import Geometry, as_json, table
 from qkeel.audit.check import check as judge
 from qkeel.audit.check import check_checkpoint, is_run
 from qkeel.audit.scan import scan as read
-from qkeel.autopilot import replay as replayed
 from qkeel.cli.bench import SIZES, call_line, fastest_first, grid, machine, measure, settle
 from qkeel.cli.commands import FAILED, OK
 from qkeel.cli.parameters import JsonSwitch, Switch, Unset
-from qkeel.errors import DataError, InvalidValueError, QkeelError, RunDirectoryError, unknown
+from qkeel.errors import DataError, InvalidValueError, RunDirectoryError, unknown
 from qkeel.frames import Frame, TableFiles
-from qkeel.lab.build_run import build_decoder, learning_rate, rules
-from qkeel.lab.config import ModelConfig, RunConfig
+from qkeel.lab.build_run import build_decoder, rules
+from qkeel.lab.config import ModelConfig
 from qkeel.metrics import HARMFUL_LOGIT, Status
-from qkeel.monitor import PlannedRates
 from qkeel.monitor.sinks import load
 from qkeel.options import parse
-from qkeel.records import RunDirectory, disk
+from qkeel.records import disk
 from qkeel.remedies import ALIASES, REMEDIES, apply, canonical, note
 from qkeel.remedies import parse as remedies_of
 from qkeel.remedies.retrofit import convert as write_converted
@@ -184,35 +181,6 @@ def check(
         if table and found.rows:
             print(found.table())
     return FAILED if found.status is Status.NOT_HEALTHY or (strict and not found.healthy) else OK
-
-
-# `qkeel replay`: what a policy of the autopilot would have done on a recorded run.
-
-
-def replay(run: Path, /, *, policy: Annotated[str, Parameter(alias="-p")] = "ladder") -> int:
-    """Print what a policy of the autopilot would have done on a recorded run, when and why.
-
-    The records are those of the original run, so from the policy's first action on they show what happened without
-    that action.
-
-    Args:
-        run: The directory of a watched or trained run.
-        policy: Name of the policy, with options if needed, like ladder:threshold=50.
-    """
-    found = replayed(run, policy, planned=_planned(RunDirectory(run)))
-    for one in found:
-        print(one)
-    print(f"{len(found)} decisions and effects of {policy} on {run}" if found else f"{policy} would not have acted")
-    return OK
-
-
-def _planned(run: RunDirectory) -> PlannedRates | None:
-    """The schedule of a run of the lab. The schedule of a watched run is in its events if it was known."""
-    try:
-        config = RunConfig.from_dict(run.config())
-    except (KeyError, TypeError, ValueError, QkeelError):
-        return None
-    return PlannedRates.of([learning_rate(config.optim, step, config.steps) for step in range(config.steps)])
 
 
 # `qkeel export`: the records of a run as tables.

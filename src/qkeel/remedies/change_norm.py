@@ -228,8 +228,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # transposed convolutions ord
 class HeadNorm(nn.Module):
     """The norm x̃ = norm(x) · gain · factor (· learned scale) of x [... h d], where `weight` is the gain.
 
-    `share` s blends the norm in as (1 - s) x + s x̃, which is exactly x at 0 and exactly x̃ at 1. `factor` implements a
-    change of the logit scale and differs from 1 on only one side, q or k.
+    `factor` implements a change of the logit scale and differs from 1 on only one side, q or k.
     """
 
     def __init__(
@@ -250,18 +249,12 @@ class HeadNorm(nn.Module):
         scale = None if learned is None else learned.init_params(geometry)["logit_scale"].squeeze(-1)
         self.weight = None if gain is None else nn.Parameter(gain.to(like))
         self.logit_scale = None if scale is None else nn.Parameter(scale.to(like))
-        self.share: Tensor | None = None
+        self.on = True  # a retrofit switches norms off to measure the cost of each
         self.replaces = False  # True if it has replaced an nn.Identity, which the model still calls
-
-    def blend(self, share: float) -> None:
-        """Sets the share. It is a tensor, so that changing it does not cause recompilation."""
-        if self.share is None:
-            self.share = torch.ones((), device=next(self.parameters()).device)
-        self.share.fill_(share)
 
     def forward(self, x: Tensor, *, from_projection: bool = False) -> Tensor:
         """Returns x [... h d] normed, in its dtype, or x itself if the model calls the Identity that this replaces."""
-        if self.replaces and not from_projection:
+        if not self.on or (self.replaces and not from_projection):
             return x
         params: Params = {} if self.weight is None else {f"{self.part}_norm": self.weight}
         y = self.norm.apply(self.part, x.reshape(-1, *x.shape[-2:])[:, :, None], params).reshape(x.shape)
@@ -271,7 +264,6 @@ class HeadNorm(nn.Module):
             y = y * (self.factor * self.logit_scale).to(y.dtype)
         elif self.factor != 1.0:
             y = y * self.factor
-        y = y if self.share is None else torch.lerp(x, y, self.share.to(x.dtype))
         return y.clone() if self.by_itself else y
 
     @property
