@@ -249,12 +249,11 @@ class HeadNorm(nn.Module):
         scale = None if learned is None else learned.init_params(geometry)["logit_scale"].squeeze(-1)
         self.weight = None if gain is None else nn.Parameter(gain.to(like))
         self.logit_scale = None if scale is None else nn.Parameter(scale.to(like))
-        self.on = True  # a retrofit switches norms off to measure the cost of each
         self.replaces = False  # True if it has replaced an nn.Identity, which the model still calls
 
     def forward(self, x: Tensor, *, from_projection: bool = False) -> Tensor:
         """Returns x [... h d] normed, in its dtype, or x itself if the model calls the Identity that this replaces."""
-        if not self.on or (self.replaces and not from_projection):
+        if self.replaces and not from_projection:
             return x
         params: Params = {} if self.weight is None else {f"{self.part}_norm": self.weight}
         y = self.norm.apply(self.part, x.reshape(-1, *x.shape[-2:])[:, :, None], params).reshape(x.shape)

@@ -61,14 +61,12 @@ class InsertedNorm:
 
     def __init__(self, site: AttentionSite, eps: float | None) -> None:
         self.site, module = site, site.module
-        self._spec_module = module if isinstance(module, SpecModule) else None
         children = [submodules_of(module).get(f"{side}_norm") for side in "qk"]
-        self._heads = [child for child in children if isinstance(child, HeadNorm)]
-        stored = [head.weight for head in self._heads]
-        norm = self._heads[0].norm if self._heads else NoNorm()
-        if self._spec_module is not None:
-            norm = self._spec_module.spec.norm
-            stored = [parameters_of(module).get(f"{side}_norm") for side in "qk"]
+        heads = [child for child in children if isinstance(child, HeadNorm)]
+        stored = [head.weight for head in heads]
+        norm = heads[0].norm if heads else NoNorm()
+        if isinstance(module, SpecModule):
+            norm, stored = module.spec.norm, [parameters_of(module).get(f"{side}_norm") for side in "qk"]
         gains = tuple(gain for gain in stored if gain is not None)
         if len(gains) != 2:
             raise RefusedError(
@@ -78,16 +76,10 @@ class InsertedNorm:
         self.gains = gains
         self.norm = norm if eps is None else norm.with_eps(eps)
         self.offset, self.per_head = float(norm.gain == "one_plus_dim"), norm.gain in ("head", "head_dim")
-        for head in self._heads:
+        for head in heads:
             head.norm = self.norm
-        self.switch(on=True)
-
-    def switch(self, *, on: bool) -> None:
-        """Switches the norm on or off."""
-        if self._spec_module is not None:
-            self._spec_module.spec = self._spec_module.spec.replace(norm=self.norm if on else NoNorm())
-        for head in self._heads:
-            head.on = on
+        if isinstance(module, SpecModule):
+            module.spec = module.spec.replace(norm=self.norm)
 
     @torch.no_grad()
     def put(self, factors: Tensor) -> None:

@@ -156,8 +156,8 @@ def _fit_all(
         descend(gains, reference.divergence, fitting.iterations)
         best.offer()
     layers = tuple(
-        LayerGap(name=site.name, attention_kl_naive=before, attention_kl=_per_head(replay), alone=alone)
-        for site, before, replay, alone in zip(sites, naive_kl, replays, _alone(reference, norms))
+        LayerGap(name=site.name, attention_kl_naive=before, attention_kl=_per_head(replay))
+        for site, before, replay in zip(sites, naive_kl, replays)
     )
     with ExitStack() as undo:
         balanced, distilled = None, None
@@ -176,18 +176,6 @@ def _fit_all(
 def _per_head(replay: Replay) -> tuple[float, ...]:
     with torch.no_grad():
         return tuple(replay.divergence().tolist())
-
-
-def _alone(reference: Reference, norms: Sequence[InsertedNorm]) -> list[Gap]:
-    """Returns, for each norm, the gap on the first batch when only this norm is active."""
-    found = []
-    for one in norms:
-        for other in norms:
-            other.switch(on=other is one)
-        found.append(reference.gap(1))
-    for one in norms:
-        one.switch(on=True)
-    return found
 
 
 def _distil(
