@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel import dist
-from qkeel.capture.example import arguments
+from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import AlarmWarning, InvalidTypeError, InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.handle import Handle, State, compose, under
 from qkeel.heads.site import AttentionSite
@@ -512,7 +512,7 @@ def named_policy(spec: str | Ladder, *, parameters: bool = True) -> Ladder:
         raise InvalidValueError(
             "expected a policy without allow_new_parameters, because the checkpoints of this trainer cannot store "
             "parameters that are added during training; use it in your own training loop, with "
-            "qkeel.autopilot(model, optimizer, example=batch)"
+            "qkeel.autopilot(model, optimizer, batch=batch)"
         )
     return ladder
 
@@ -532,8 +532,8 @@ class ActiveRemedies:
     refuses, the previous remedies are restored, so that no remedy remains partially applied.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], example: object) -> None:
-        self.model, self.optimizers, self.example = model, optimizers, example
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], batch: object) -> None:
+        self.model, self.optimizers, self.batch = model, optimizers, batch
         self.handles: dict[RemedyKey, tuple[Handle, SiteHeads]] = {}
         self.norm: tuple[str, Retrofit] | None = None
         self.sites: list[AttentionSite] = []
@@ -559,8 +559,8 @@ class ActiveRemedies:
             for action in (Action.CLIP, Action.RATES) if site.verified else ():
                 if reason := self._refusal((str(action), self._optimizer_of[site.name]), {site.name: ()}):
                     refusals.append((action, site.name, reason))
-        if self.example is None:
-            refusals.append((Action.NORM, None, "its gains are fitted on a batch: pass example=batch to the autopilot"))
+        if self.batch is None:
+            refusals.append((Action.NORM, None, "its gains are fitted on a batch: pass batch=batch to the autopilot"))
         return refusals
 
     def set(self, active: Active) -> Refusals:
@@ -613,7 +613,7 @@ class ActiveRemedies:
 
     def _applied(self, key: RemedyKey, heads_of: SiteHeads) -> Handle:
         remedy = dataclasses.replace(parse_remedies(key[0])[0], heads=tuple(heads_of.items()))  # type: ignore[call-arg]
-        return apply(remedy, self.model, self.optimizers[key[1]], sites=self.sites, partial=True)
+        return apply(self.model, remedy, self.optimizers[key[1]], sites=self.sites, partial=True)
 
     def _refusal(self, key: RemedyKey, heads_of: SiteHeads) -> str:
         """Returns why these heads refuse a remedy, or "" if they accept it; the remedy is removed again."""
@@ -634,7 +634,7 @@ class ActiveRemedies:
         reasons = []
         for optimizer in self.optimizers:
             try:
-                self.norm = spec, retrofit(self.model, spec, [self.example], optimizer)
+                self.norm = spec, retrofit(self.model, spec, [self.batch], optimizer=optimizer)
                 return ""
             except QkeelError as error:
                 reasons.append(str(error))
@@ -684,8 +684,8 @@ class Autopilot(Handle):
     optimizer. Until the first action, training is bit-identical to that of a watched run.
     """
 
-    def __init__(self, monitor: Monitor, optimizers: Sequence[Optimizer], ladder: Ladder, spec: str, example: object):
-        self.monitor, self.ladder, self.spec, self.example = monitor, ladder, spec, example
+    def __init__(self, monitor: Monitor, optimizers: Sequence[Optimizer], ladder: Ladder, spec: str, batch: object):
+        self.monitor, self.ladder, self.spec, self.batch = monitor, ladder, spec, batch
         self.optimizers = list(optimizers)
         self.decisions: list[Decision] = []
         self.refused: list[Refused] = []
@@ -693,7 +693,7 @@ class Autopilot(Handle):
         self.warns = True  # whether each decision raises a warning, as alarms do
         self.recording = Recording(planned=monitor.history.planned)
         self.sites: tuple[SiteFacts, ...] | None = None  # None until the first record
-        self.remedies = ActiveRemedies(monitor.model, self.optimizers, example)
+        self.remedies = ActiveRemedies(monitor.model, self.optimizers, batch)
         self._due: list[tuple[int, int]] = []  # the number of records at which an effect is due, and its decision
         self._carried: Sample | None = None  # measured before a checkpoint; the decision is made after it
         self._scheduled = Handle(lambda: None)
@@ -732,7 +732,7 @@ class Autopilot(Handle):
 
         Raises:
             InvalidValueError: the state is not that of an autopilot with this policy.
-            RefusedError: remedies were active and the sites are not known; pass an example to the autopilot.
+            RefusedError: remedies were active and the sites are not known; pass a batch to the autopilot.
         """
         self.load(state)
 
@@ -962,16 +962,16 @@ class Autopilot(Handle):
         """
         if self.monitor.sites:
             return list(self.monitor.sites)
-        args, kwargs = ((), {}) if self.example is None else arguments(self.example)
         try:
-            return list(find_sites(self.monitor.model, *args, **kwargs))
+            return list(find_sites(self.monitor.model, self.batch))
         except RefusedError as error:
             raise RefusedError(
-                "expected an example batch to restore the remedies that were active or decided: pass example=batch to "
+                "expected a batch to restore the remedies that were active or decided: pass batch=batch to "
                 "the autopilot or the callback, with a batch that the model accepts"
             ) from error
 
 
+@accepts_earlier_calls("qkeel.autopilot(model, optimizer, batch=batch)", renamed={"example": "batch"})
 def autopilot(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
@@ -981,7 +981,7 @@ def autopilot(
     sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
     every: int | Cadence = EVERY,
     query_mask: MaskSource | None = None,
-    example: object = None,
+    batch: object = None,
 ) -> Autopilot:
     """Watches a training run and limits the logits of the heads that need it with the cheapest remedy that suffices.
 
@@ -995,7 +995,7 @@ def autopilot(
         sinks: where records and events are written; see `qkeel.watch`.
         every: at which steps the run is measured while there is no problem; see `qkeel.watch`.
         query_mask: which query rows count; see `qkeel.watch`.
-        example: a batch that the model accepts; needed for a calibrated norm and to resume with active remedies.
+        batch: an input that the model accepts; needed for a calibrated norm and to resume with active remedies.
 
     Returns:
         The Autopilot, a context manager with `events`, `decisions`, `state_dict()`, `load_state_dict()` and `close()`;
@@ -1015,19 +1015,19 @@ def autopilot(
     """
     optimizers, ladder = _optimizers(optimizer), named_policy(policy)
     sites = None
-    if example is not None and isinstance(model, nn.Module):
-        args, kwargs = arguments(example)
-        sites = find_sites(unwrapped(model), *args, **kwargs)
+    if batch is not None and isinstance(model, nn.Module):
+        sites = find_sites(unwrapped(model), batch)
     monitor = watch(model, optimizers[0], every=every, sinks=sinks, query_mask=query_mask, planned=planned, sites=sites)
-    return Autopilot(monitor, optimizers, ladder, policy if isinstance(policy, str) else repr(ladder), example)
+    return Autopilot(monitor, optimizers, ladder, policy if isinstance(policy, str) else repr(ladder), batch)
 
 
+@accepts_earlier_calls("attach(monitor, optimizer, batch=batch)", renamed={"example": "batch"})
 def attach(
     monitor: Monitor,
     optimizer: Optimizer | Sequence[Optimizer],
     *,
     policy: str | Ladder = "ladder",
-    example: object = None,
+    batch: object = None,
 ) -> Autopilot:
     """Adds an autopilot to a model that is already watched, before its first step; the autopilot will close the
     monitor.
@@ -1036,7 +1036,7 @@ def attach(
         monitor: a monitor created with this optimizer, or with the first of several.
         optimizer: the optimizer or optimizers of the model.
         policy: see `autopilot`.
-        example: see `autopilot`.
+        batch: see `autopilot`.
 
     Raises:
         InvalidTypeError: an argument has the wrong type.
@@ -1056,7 +1056,7 @@ def attach(
         raise InvalidValueError(
             "expected a monitor that has recorded nothing yet; attach the autopilot before training"
         )
-    return Autopilot(monitor, optimizers, ladder, policy if isinstance(policy, str) else repr(ladder), example)
+    return Autopilot(monitor, optimizers, ladder, policy if isinstance(policy, str) else repr(ladder), batch)
 
 
 def _optimizers(optimizer: object) -> list[Optimizer]:
