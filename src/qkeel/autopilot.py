@@ -45,7 +45,7 @@ from qkeel.patching.optimizers import StepHooks, stepping, when_hooks_are_done
 from qkeel.remedies import apply
 from qkeel.remedies import parse as parse_remedies
 from qkeel.remedies.head_weights import innermost
-from qkeel.remedies.retrofit import Retrofit, retrofit
+from qkeel.remedies.retrofit import Retrofit, RetrofitConfig, retrofit
 from qkeel.sites.find import find_sites
 
 __all__ = ["Action", "Autopilot", "Decision", "Ladder", "Records", "Refused", "SiteFacts", "attach", "named_policy"]
@@ -634,7 +634,9 @@ class ActiveRemedies:
         reasons = []
         for optimizer in self.optimizers:
             try:
-                self.norm = spec, retrofit(self.model, spec, [self.batch], optimizer=optimizer)
+                # Without balance, only gains are changed, so that a removal leaves the weights as they were trained.
+                config = RetrofitConfig(balance=False)
+                self.norm = spec, retrofit(self.model, spec, [self.batch], optimizer=optimizer, config=config)
                 return ""
             except QkeelError as error:
                 reasons.append(str(error))

@@ -5,7 +5,6 @@ A case is the name of a setup, whose remedies are compared with one process on t
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import time
@@ -650,20 +649,6 @@ def a_late_stage_is_refused() -> None:
         del stage, schedule
 
 
-def a_swapped_weight_stops_all() -> None:
-    """One process finds that a weight was replaced; the other, which waits for it in the clip, is told so."""
-    model, optimizer = own("one")
-    qkeel.apply("qk_clip:threshold=0.1", model, optimizer)
-    if dist.rank() == 0:
-        query = model.get_submodule("blocks.0.attention.q_proj")
-        query.weight = nn.Parameter(query.weight.detach().clone())
-    with pytest.raises(RefusedError, match="has been replaced"):
-        own_step(model, optimizer)
-    dist.gather_messages("both have their error", "")
-    print("well", flush=True)
-    os._exit(0)  # a reduction that one process never joins is still under way
-
-
 def save(folder: Path) -> None:
     """A run that is saved after four steps and goes on for three."""
     model, optimizer, handle = started("three at once", "fsdp2")
@@ -715,7 +700,6 @@ FUNCTIONS: tuple[Callable[[], None], ...] = (
     random_misuses,
     refused_before_anything,
     a_late_stage_is_refused,
-    a_swapped_weight_stops_all,
     heads_that_fully_shard_cuts,
     one_comes_late,
     stages_under_fully_shard,

@@ -56,7 +56,6 @@ QUICK = (
     "refused_before_anything",
     "one_comes_late",
     "inside_join",
-    "a_swapped_weight_stops_all",
 )
 
 
