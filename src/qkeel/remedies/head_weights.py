@@ -21,7 +21,7 @@ from qkeel.kernels.contract import Refusal
 from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.forward import ForwardPasses
 from qkeel.patching.modes import submodules_of, unguarded
-from qkeel.patching.optimizers import StepHooks, runs_step_hooks
+from qkeel.patching.optimizers import in_real_steps, runs_step_hooks
 from qkeel.remedies.base import HeadsBySite, Remedy, Target, unconfirmed, where
 from qkeel.remedies.head_groups import WeightNorm, frobenius_norm
 from qkeel.sites.find import is_normed
@@ -205,12 +205,12 @@ def warn_without_steps(target: Target, remedy: Remedy) -> Handle:
             f"{remedy.name} with that one"
         )
 
-    def stepped(_: Optimizer) -> None:
+    def stepped(*_: object) -> None:
         nonlocal passes
         passes = 0
 
-    passes_of_model = ForwardPasses(model, lambda *_: None, passed, guard=unguarded)
-    return compose([passes_of_model, StepHooks(None, stepped, optimizer)])
+    steps = optimizer.register_step_post_hook(in_real_steps(stepped))
+    return compose([ForwardPasses(model, lambda *_: None, passed, guard=unguarded), Handle(steps.remove)])
 
 
 def _logit_weights(target: Target) -> dict[str, None]:
