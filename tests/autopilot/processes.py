@@ -41,7 +41,7 @@ def parallel(folder: Path, rank: int, world: int) -> None:
     assert pilot.remedies.handles
     pilot.remove()
     # A norm's gains would not be averaged over processes: each says so, and what it would have replaced stays.
-    one.pilot = qkeel.autopilot(wrapped, optimizer, policy=Asks(), every=1, example=next(batches())[:, :-1])
+    one.pilot = qkeel.autopilot(wrapped, optimizer, policy=Asks(), every=1, batch=next(batches())[:, :-1])
     one.train(0, 6, call=own)
     reasons = [event["reason"] for event in one.pilot.events if event["event"] == "refused"]
     assert ["already spread this model across processes" in str(reason) for reason in reasons] == [True]
@@ -70,7 +70,7 @@ def compiled(_folder: Path) -> None:
     assert top is not None
     assert top[-1] < 60
     model, call = made()
-    pilot = qkeel.autopilot(call, optimizer := adamw(model), policy=Asks(), every=1, example=next(batches())[:, :-1])
+    pilot = qkeel.autopilot(call, optimizer := adamw(model), policy=Asks(), every=1, batch=next(batches())[:, :-1])
     Run(model, optimizer, pilot).train(0, 10, call=call)
     assert pilot.remedies is not None
     assert pilot.remedies.norm is not None

@@ -123,7 +123,7 @@ class Namespace(dict[str, Any]):
             self[name] = qkeel.watch(self["model"])
             self["model"](self["batch"])
         elif name == "handle":
-            self[name] = qkeel.apply("qk_norm", self["model"], example=self["batch"])
+            self[name] = qkeel.apply(self["model"], "qk_norm", batch=self["batch"])
         elif name == "pilot":
             self[name] = autopilot(self["model"], self["optimizer"])
         elif name == "sites":
@@ -150,11 +150,11 @@ def run(code: str, space: Namespace) -> object:
         .replace("(*args, **kwargs)", "(batch)")
     )
     code = code.replace("(model, *args, **kwargs)", "(model, batch)")
-    if "explain_model" in code:  # of qkeel's own attention there is nothing to explain
+    if "qkeel.explain(" in code:  # of qkeel's own attention there is nothing to explain
         space["model"] = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 1)
         space["batch"] = torch.randn(2, 5, 8)
     if "fold" in code:
-        qkeel.apply("sigma_reparam", space["model"], example=space["batch"])
+        qkeel.apply(space["model"], "sigma_reparam", batch=space["batch"])
     return eval(code, {}, space)
 
 

@@ -82,7 +82,7 @@ def _apply(work: Work, remedy: str, sites: Sites, *, alone: bool, lr: float) -> 
     optimizer = SGD(model.parameters(), lr=lr)
     args, kwargs = work.example
     if not alone:
-        return model, qkeel.apply(remedy, model, optimizer, example=kwargs or args), optimizer
+        return model, qkeel.apply(model, remedy, optimizer, batch=kwargs or args), optimizer
     (one,) = parse(remedy)
     own = [dataclasses.replace(s, module=model.get_submodule(s.name.partition("#")[0])) for s in sites]
     for site in own:

@@ -42,7 +42,7 @@ SMALL += [Spelled(how) for how in ("assignment", "alpha of add", "whole numbers"
 def test_a_mask_of_small_numbers_before_a_hand_written_softmax_is_refused(model: Windows) -> None:
     y = model(X)
     with pytest.raises(RefusedError, match="hides keys by a number above -9000"):
-        qkeel.apply("softcap:cap=3", model, example=X)
+        qkeel.apply(model, "softcap:cap=3", batch=X)
     assert torch.equal(model(X), y)
 
 
@@ -58,7 +58,7 @@ def test_other_masks_stay_masks(how: str) -> None:
     with torch.no_grad():
         model.qkv.weight.mul_(5)
     y = model(X.double())
-    with qkeel.apply("softcap:cap=3", model, example=X.double()):
+    with qkeel.apply(model, "softcap:cap=3", batch=X.double()):
         torch.testing.assert_close(model(X.double()), expected(model, model.bias if how == "fused" else 0.0))
     assert torch.equal(model(X.double()), y)
 
@@ -68,7 +68,7 @@ def test_a_logit_as_low_as_a_mask_is_refused() -> None:
     with torch.no_grad():
         model.qkv.weight.mul_(400)
     with pytest.raises(RefusedError, match="an unmasked logit is"):
-        qkeel.apply("softcap:cap=3", model, example=X)
+        qkeel.apply(model, "softcap:cap=3", batch=X)
 
 
 class Stable(Windows):
@@ -88,7 +88,7 @@ class Stable(Windows):
 @pytest.mark.parametrize("how", ["", "in place", "biased later"])
 def test_scores_from_which_the_largest_of_their_row_is_subtracted_are_refused(how: str) -> None:
     with pytest.raises(RefusedError, match="the largest score of each row is subtracted"):
-        qkeel.apply("softcap:cap=3", Stable(how), example=X)
+        qkeel.apply(Stable(how), "softcap:cap=3", batch=X)
 
 
 def test_rows_that_see_no_key_stay_finite() -> None:

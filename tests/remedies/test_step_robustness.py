@@ -73,7 +73,7 @@ def test_a_site_whose_weights_are_not_known_is_refused_with_its_name_and_why(rem
     optimizer = adamw(model)
     before = taken(model, optimizer)
     with pytest.raises(RefusedError, match=rf"{remedy} at 1: it is not known which .*: k has no gradient"):
-        qkeel.apply(remedy, model, optimizer, example=batch())
+        qkeel.apply(model, remedy, optimizer, batch=batch())
     assert same(before, taken(model, optimizer))
 
 
@@ -81,9 +81,9 @@ def test_a_site_whose_weights_are_not_known_is_refused_with_its_name_and_why(rem
 def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_say(remedy: str) -> None:
     model = Encoder()
     optimizer = adamw(model)
-    handle = qkeel.apply(remedy, model, optimizer)
+    handle = qkeel.apply(model, remedy, optimizer)
     before = taken(model, optimizer)
-    with pytest.raises(RefusedError, match=rf"qkeel.apply\('{remedy}', model, optimizer, example=batch\)"):
+    with pytest.raises(RefusedError, match=rf"qkeel.apply\(model, '{remedy}', optimizer, batch=batch\)"):
         optimizer.step()
     assert same(before[:1], taken(model, optimizer)[:1])
     assert not handle.active
@@ -93,7 +93,7 @@ def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_s
 def test_a_foreign_model_on_the_meta_device_is_one_clear_error(remedy: str) -> None:
     model = Encoder().to("meta")
     with pytest.raises((RefusedError, InvalidValueError), match="meta"):
-        qkeel.apply(remedy, model, adamw(model), example=batch())
+        qkeel.apply(model, remedy, adamw(model), batch=batch())
 
 
 @every_remedy
@@ -107,7 +107,7 @@ def test_quantised_weights_are_refused_by_name(remedy: str, monkeypatch: pytest.
     real = base.Target.parameter
     monkeypatch.setattr(base.Target, "parameter", lambda self, n: integers if n == name else real(self, n))
     with pytest.raises(RefusedError, match=rf"{name} is quantised \(Parameter of torch.int8\)"):
-        qkeel.apply(remedy, model, optimizer, example=batch())
+        qkeel.apply(model, remedy, optimizer, batch=batch())
 
 
 @every_remedy
@@ -116,7 +116,7 @@ def test_a_refusal_at_a_later_site_leaves_everything_as_it_was(remedy: str) -> N
     optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if "layers.1.attention.q" not in n], lr=0.1)
     before = taken(model, optimizer)
     with pytest.raises(RefusedError, match=r"layers.1.attention.query_key_value.weight, which this SGD does not hold"):
-        qkeel.apply(remedy, model, optimizer, example=batch())
+        qkeel.apply(model, remedy, optimizer, batch=batch())
     assert same(before, taken(model, optimizer))
 
 
@@ -126,7 +126,7 @@ def test_removal_restores_everything_after_training_too(remedy: str, family: str
     model = FAMILIES[family].model(torch.float32)
     optimizer = adamw(model)
     before = taken(model, optimizer)
-    handle = qkeel.apply(remedy, model, optimizer, example=batch())
+    handle = qkeel.apply(model, remedy, optimizer, batch=batch())
     assert same([before[0], [], ()], [taken(model, optimizer)[0], [], ()])  # weights are not touched by applying
     train(model, optimizer)
     handle.remove()
@@ -154,7 +154,7 @@ def test_a_wrapper_is_looked_through(remedy: str, kind: str) -> None:
         optimizer = adamw(model)
         outer = wrapped(kind, model) if wrap else model
         option = ":threshold=0.5" if remedy == "qk_clip" else ""
-        with qkeel.apply(remedy + option, outer, optimizer, example=batch()):
+        with qkeel.apply(outer, remedy + option, optimizer, batch=batch()):
             run(model if kind == "torch.compile" else outer, batch()).square().sum().backward()
             optimizer.step()
         results.append([p.detach().clone() for p in model.parameters()])
@@ -172,7 +172,7 @@ def test_compiled_before_or_after_apply_the_same_weights_come_out(remedy: str, w
         optimizer = adamw(model)
         option = {"qk_clip": ":threshold=0.5", "lalr": ":tau=0.5"}.get(remedy, "")
         outer = torch.compile(model, backend="aot_eager") if treated and when == "before" else model
-        with qkeel.apply(remedy + option, outer, optimizer, example=batch()):
+        with qkeel.apply(outer, remedy + option, optimizer, batch=batch()):
             if treated and when == "after":
                 outer = torch.compile(model, backend="aot_eager")
             train(outer, optimizer, 3)
@@ -191,7 +191,7 @@ def test_code_that_was_compiled_before_a_remedy_with_hooks_is_compiled_again() -
             outer = torch.compile(model, backend="eager") if treated else model
             loss_of(outer, x).backward()
             model.zero_grad()
-            with qkeel.apply(remedy, outer, example=x):
+            with qkeel.apply(outer, remedy, batch=x):
                 loss_of(outer, x).backward()
             loss_of(outer, x).backward()
             results.append([p.grad for p in model.parameters() if p.grad is not None])
@@ -205,12 +205,12 @@ def test_code_that_was_compiled_before_a_remedy_with_hooks_is_compiled_again() -
 def test_a_copy_of_the_model_is_without_the_remedy_and_can_have_its_own(remedy: str) -> None:
     model = FAMILIES["nn.TransformerEncoder"].model(torch.float32)
     optimizer = adamw(model)
-    with qkeel.apply(remedy, model, optimizer, example=batch()):
+    with qkeel.apply(model, remedy, optimizer, batch=batch()):
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             other = adamw(twin)
             with pytest.raises(AlreadyAppliedError):
-                qkeel.apply(remedy, model, optimizer, example=batch())
-            with qkeel.apply(remedy, twin, other, example=batch()):
+                qkeel.apply(model, remedy, optimizer, batch=batch())
+            with qkeel.apply(twin, remedy, other, batch=batch()):
                 train(twin, other, 1)
         again = copy.deepcopy(optimizer)
         assert not again._optimizer_step_post_hooks
@@ -222,7 +222,7 @@ def test_a_copy_of_the_model_is_without_the_remedy_and_can_have_its_own(remedy: 
 def test_an_average_of_the_weights_goes_on_beside_a_remedy(remedy: str) -> None:
     model = FAMILIES["nn.TransformerEncoder"].model(torch.float32)
     optimizer = adamw(model)
-    with qkeel.apply(remedy, model, optimizer, example=batch()):
+    with qkeel.apply(model, remedy, optimizer, batch=batch()):
         average = torch.optim.swa_utils.AveragedModel(
             model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
         )
@@ -281,7 +281,7 @@ def test_optimizers_that_would_bring_scaled_weights_back_are_refused(remedy: str
     with pytest.raises(
         RefusedError, match=f"{remedy} changes weights after the step, and {kind.__name__} would overwrite"
     ):
-        qkeel.apply(remedy, model, optimizer, example=batch())
+        qkeel.apply(model, remedy, optimizer, batch=batch())
     assert same(before, taken(model, optimizer))
 
 
@@ -289,7 +289,7 @@ def test_optimizers_that_would_bring_scaled_weights_back_are_refused(remedy: str
 def test_schedule_free_is_not_linear_in_the_rate(remedy: str) -> None:
     model = FAMILIES["llama"].model(torch.float32)
     with pytest.raises(RefusedError, match="ScheduleFree at half the rate was not half as long"):
-        qkeel.apply(remedy, model, ScheduleFree(model.parameters(), lr=0.1), example=batch())
+        qkeel.apply(model, remedy, ScheduleFree(model.parameters(), lr=0.1), batch=batch())
 
 
 @pytest.mark.parametrize("remedy", ["lalr", "qk_clip"])
@@ -314,9 +314,9 @@ def test_third_party_optimizers_are_taken_or_refused_by_what_they_do(
         optimizer.train()
     if package == "schedulefree":
         with pytest.raises(RefusedError, match=name):
-            qkeel.apply(remedy, model, optimizer, example=batch())
+            qkeel.apply(model, remedy, optimizer, batch=batch())
     else:
-        with qkeel.apply(remedy, model, optimizer, example=batch()):
+        with qkeel.apply(model, remedy, optimizer, batch=batch()):
             train(model, optimizer)
 
 
@@ -339,7 +339,7 @@ def test_a_wrapper_that_is_no_optimizer_itself_is_looked_through() -> None:
         model = FAMILIES["llama"].model(torch.float32)
         inner = adamw(model)
         optimizer = Wrapper(inner) if wrap else inner
-        with qkeel.apply("lalr:tau=0.1+qk_clip:threshold=1+qk_weight_decay", model, optimizer, example=batch()):
+        with qkeel.apply(model, "lalr:tau=0.1+qk_clip:threshold=1+qk_weight_decay", optimizer, batch=batch()):
             for grads in gradients(model, 3):
                 run(model, batch())
                 step_by(model, optimizer, grads)
@@ -355,7 +355,7 @@ def test_a_step_that_a_scaler_skips_changes_nothing_on_a_foreign_model(remedy: s
     optimizer = adamw(model, fused=fused, weight_decay=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     option = {"qk_clip": ":threshold=0.1", "lalr": ":decay=plain"}.get(remedy, "")
-    with qkeel.apply(remedy + option, model, optimizer, example=batch()):
+    with qkeel.apply(model, remedy + option, optimizer, batch=batch()):
         for overflow in (True, False):
             before = {n: p.detach().clone() for n, p in model.named_parameters()}
             optimizer.zero_grad()
@@ -396,7 +396,7 @@ def test_a_weight_that_makes_q_and_k_of_several_sites_is_scaled_once_by_the_smal
         model(batch())
         top = torch.stack([stats.max_logit for stats in tap.read().values()])
         threshold = float(top.min()) / 2
-        with qkeel.apply(f"qk_clip:threshold={threshold}", model, optimizer, example=batch()):
+        with qkeel.apply(model, f"qk_clip:threshold={threshold}", optimizer, batch=batch()):
             tap.read()
             model(batch())
             optimizer.step()
@@ -416,7 +416,7 @@ def test_lalr_of_a_weight_shared_by_sites_takes_all_its_partners_into_account() 
     with torch.no_grad():
         model[1].other.weight.mul_(0.01)  # at the start its partner in the first site, itself, binds
     norms = [float(w.norm()) for w in model[1].both.weight.detach().chunk(4)]
-    with qkeel.apply("lalr:tau=1", model, optimizer, example=batch()):
+    with qkeel.apply(model, "lalr:tau=1", optimizer, batch=batch()):
         with torch.no_grad():
             model[1].other.weight.mul_(1e4)
         partners = [float(w.norm()) for w in model[1].other.weight.detach().chunk(4)]
