@@ -190,17 +190,6 @@ def test_muon_takes_no_gains_and_says_who_does() -> None:
     qkeel.apply(model, "qk_norm:gain=none", optimizer)
 
 
-def test_training_then_removal_gives_back_the_spec_and_the_names_but_keeps_what_was_learned() -> None:
-    model = decoder()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    before = snapshot(model, optimizer)
-    handle = qkeel.apply(model, "qk_norm", optimizer)
-    train(model, optimizer, 2)
-    handle.remove()
-    after = snapshot(model, optimizer)
-    assert all(before[part] == after[part] for part in before if part != "state")
-
-
 def test_latent_attention_takes_the_norm_over_the_whole_head() -> None:
     model = mla().double()
     before = snapshot(model)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
-import pickle
 from typing import Any
 
 import pytest
@@ -13,12 +10,11 @@ import torch
 from tests.processes.watching import loss_of
 from tests.processes.wrapped import batch as tokens
 from tests.processes.wrapped import llama
-from tests.quick import one_in
 from torch import Tensor, nn
 from torch.nn import functional
 
 import qkeel
-from qkeel.errors import AlreadyAppliedError, InvalidValueError, RefusedError
+from qkeel.errors import InvalidValueError, RefusedError
 
 from .families import FAMILIES, Encoder, batch, run
 from .models import decoder, gradients, step_by
@@ -120,20 +116,6 @@ def test_a_refusal_at_a_later_site_leaves_everything_as_it_was(remedy: str) -> N
     assert same(before, taken(model, optimizer))
 
 
-@every_remedy
-@pytest.mark.parametrize("family", one_in(FAMILIES, 3))
-def test_removal_restores_everything_after_training_too(remedy: str, family: str) -> None:
-    model = FAMILIES[family].model(torch.float32)
-    optimizer = adamw(model)
-    before = taken(model, optimizer)
-    handle = qkeel.apply(model, remedy, optimizer, batch=batch())
-    assert same([before[0], [], ()], [taken(model, optimizer)[0], [], ()])  # weights are not touched by applying
-    train(model, optimizer)
-    handle.remove()
-    assert taken(model, optimizer)[1:] == before[1:]
-    assert all(p.isfinite().all() for p in model.parameters())
-
-
 # --- weights that go away, and wrappers
 
 
@@ -162,25 +144,6 @@ def test_a_wrapper_is_looked_through(remedy: str, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["before", "after"])
-@every_remedy
-def test_compiled_before_or_after_apply_the_same_weights_come_out(remedy: str, when: str) -> None:
-    torch._dynamo.reset()
-    results = []
-    for treated in (False, True):
-        model = FAMILIES["nn.TransformerEncoder"].model(torch.float32)
-        optimizer = adamw(model)
-        option = {"qk_clip": ":threshold=0.5", "lalr": ":tau=0.5"}.get(remedy, "")
-        outer = torch.compile(model, backend="aot_eager") if treated and when == "before" else model
-        with qkeel.apply(outer, remedy + option, optimizer, batch=batch()):
-            if treated and when == "after":
-                outer = torch.compile(model, backend="aot_eager")
-            train(outer, optimizer, 3)
-        results.append([p.detach().clone() for p in model.parameters()])
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results))
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of while it traces
 def test_code_that_was_compiled_before_a_remedy_with_hooks_is_compiled_again() -> None:
     x = tokens(0)[:2]
@@ -199,40 +162,6 @@ def test_code_that_was_compiled_before_a_remedy_with_hooks_is_compiled_again() -
 
 
 # --- copies
-
-
-@every_remedy
-def test_a_copy_of_the_model_is_without_the_remedy_and_can_have_its_own(remedy: str) -> None:
-    model = FAMILIES["nn.TransformerEncoder"].model(torch.float32)
-    optimizer = adamw(model)
-    with qkeel.apply(model, remedy, optimizer, batch=batch()):
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            other = adamw(twin)
-            with pytest.raises(AlreadyAppliedError):
-                qkeel.apply(model, remedy, optimizer, batch=batch())
-            with qkeel.apply(twin, remedy, other, batch=batch()):
-                train(twin, other, 1)
-        again = copy.deepcopy(optimizer)
-        assert not again._optimizer_step_post_hooks
-        buffer = io.BytesIO()
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
-
-
-@every_remedy
-def test_an_average_of_the_weights_goes_on_beside_a_remedy(remedy: str) -> None:
-    model = FAMILIES["nn.TransformerEncoder"].model(torch.float32)
-    optimizer = adamw(model)
-    with qkeel.apply(model, remedy, optimizer, batch=batch()):
-        average = torch.optim.swa_utils.AveragedModel(
-            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
-        )
-        start = {n: p.detach().clone() for n, p in average.module.named_parameters()}
-        train(model, optimizer, 1)
-        average.update_parameters(model)
-        average.update_parameters(model)
-        for n, p in average.module.named_parameters():
-            assert torch.allclose(p, 0.5 * model.get_parameter(n) + 0.5 * model.get_parameter(n)) or n not in start
-    assert torch.equal(run(average, batch()), run(average.module, batch()))
 
 
 # --- optimizers
