@@ -1063,13 +1063,13 @@ def attach(
 
 def _optimizers(optimizer: object) -> list[Optimizer]:
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    for candidate in optimizers or [None]:
+    for candidate in optimizers or [None]:  # an empty list is refused, too
         if not isinstance(candidate, Optimizer):
             raise InvalidTypeError(
                 f"expected the optimizer that updates the model, got {type(candidate).__name__}; call "
                 "qkeel.autopilot(model, optimizer)"
             )
-    return [innermost(candidate) for candidate in optimizers]
+    return [innermost(candidate) for candidate in optimizers if isinstance(candidate, Optimizer)]
 
 
 class _Callable(ModuleType):

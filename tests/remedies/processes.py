@@ -26,14 +26,12 @@ from tests.processes.setups import SETUPS
 from tests.processes.watching import Collectives, context_step, made, passes
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
-from torch.distributed.algorithms import Join
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.func import functional_call
 from torch.nn import functional as F
 
@@ -352,26 +350,6 @@ def stages_under_fully_shard() -> None:
     assert farthest(found[1], found[2]) < 1e-12
 
 
-def inside_join() -> None:
-    """A clip inside torch's Join is refused on every process before a step; lalr, which waits for nobody, acts."""
-    model, optimizer = own("ddp")
-    before = weights(model)
-    handle = qkeel.apply(model, "qk_clip:threshold=0.1", optimizer)
-    refused = pytest.raises(RefusedError, match="a process that has run out of data takes no steps")
-    with refused, Join([model]):  # type: ignore[list-item]
-        own_step(model, optimizer)
-    optimizer.zero_grad()
-    assert farthest(before, weights(model)) == 0
-    handle.remove()
-    model, optimizer = own("ddp")  # torch's Join, left by an error, goes on for the first
-    with qkeel.apply(model, "qk_clip:threshold=0.1", optimizer):
-        own_step(model, optimizer)  # outside it is a step as any other
-    with qkeel.apply(model, "lalr", optimizer), Join([model]):  # type: ignore[list-item]
-        for _ in range(2 + dist.rank()):
-            own_step(model, optimizer)
-    distributed.barrier()
-
-
 CUT_ALONE: dict[str, dict[str, Tensor]] = {}  # filled before there are other processes
 
 
@@ -441,28 +419,6 @@ def weights_are_not_finite(model: nn.Module, optimizer: torch.optim.Optimizer, o
         dist.local(query).detach().copy_(kept)
 
 
-def removed_alone(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    handle = qkeel.apply(model, "lalr:tau=0.5+qk_clip:threshold=0.1", optimizer)
-    own_step(model, optimizer)
-    try:
-        if dist.rank() == on:
-            handle.remove()
-        own_step(model, optimizer)
-    finally:
-        handle.remove()  # on the other process too, after as many steps
-
-
-def removed_a_step_apart(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    handle = qkeel.apply(model, "qk_lr", optimizer)
-    try:
-        for number in range(3):
-            if number == 1 + (dist.rank() == on):
-                handle.remove()
-            own_step(model, optimizer)
-    finally:
-        handle.remove()
-
-
 def fails_inside(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
     """One process fails in one of the functions that apply goes through, in one of its calls."""
     homes: list[tuple[Any, str]] = [(HeadWeights, "place"), (LALR, "apply"), (HeadWeights, "in_full_precision")]
@@ -505,8 +461,6 @@ MISUSES: tuple[Misuse, ...] = (
     an_optimizer_is_missing,
     an_option_is_wrong,
     weights_are_not_finite,
-    removed_alone,
-    removed_a_step_apart,
     fails_inside,
     fails_at_another_place,
 )
@@ -597,7 +551,7 @@ def a_state_that_one_process_lacks() -> None:
 
 def some_misuses() -> None:
     """Those that do not wait for a silent process, sharded ones: the quick suite runs them."""
-    for act in (fails_at_another_place, thresholds_differ, weights_are_not_finite, removed_alone):
+    for act in (fails_at_another_place, thresholds_differ, weights_are_not_finite):
         misuse("fsdp2", act, on=1)
 
 
@@ -625,28 +579,6 @@ def refused_before_anything() -> None:
         model, optimizer = own(setup)
         with pytest.raises(RefusedError, match=f"adds parameters .*{wrapper} has already spread"):
             qkeel.apply(model.get_submodule("module") if setup == "ddp" else model, "qk_norm", optimizer)
-
-
-def a_late_stage_is_refused() -> None:
-    """Equal layers are applied to before their PipelineStage is made: no stage takes the first step, and none waits."""
-    for name in ("qk_clip", "z_loss"):
-        torch.manual_seed(0)
-        model = qkeel.nn.Attention(16, 4).double()
-        optimizer = adamw(model)
-        options: dict[str, Any] = {"module": "q_proj", "weight": "mean"} if name == "z_loss" else {}
-        handle = qkeel.apply(model, name, optimizer, **options)
-        stage = PipelineStage(model, dist.rank(), dist.world(), torch.device("cpu"))
-        x = torch.rand(4, 3, 16, dtype=torch.float64)
-        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, t: (y - t).square().mean())
-        schedule.step(x) if dist.rank() == 0 else schedule.step(target=x)
-        before = weights(model)
-        with pytest.raises(RefusedError, match="before the PipelineStage of this model was created"):
-            optimizer.step()
-        assert farthest(weights(model), before, 3) == 0
-        handle.remove()
-        distributed.barrier()  # as the passes before a step are
-        optimizer.step()
-        del stage, schedule
 
 
 def save(folder: Path) -> None:
@@ -699,11 +631,9 @@ FUNCTIONS: tuple[Callable[[], None], ...] = (
     a_state_that_one_process_lacks,
     random_misuses,
     refused_before_anything,
-    a_late_stage_is_refused,
     heads_that_fully_shard_cuts,
     one_comes_late,
     stages_under_fully_shard,
-    inside_join,
 )
 WITH_FOLDER = (save, go_on)
 

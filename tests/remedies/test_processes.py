@@ -42,7 +42,6 @@ def test_two_processes_step_as_one_or_all_refuse(tmp_path: Path) -> None:
             *with_remedies(quick=True),
             "collectives",
             "watched_clip",
-            "a_late_stage_is_refused",
         ],
     )
 
@@ -55,7 +54,6 @@ QUICK = (
     "a_state_that_one_process_lacks",
     "refused_before_anything",
     "one_comes_late",
-    "inside_join",
 )
 
 

@@ -44,7 +44,6 @@ from qkeel.remedies.processes import (
     check_added,
     check_peers,
     check_wrapper,
-    on_all_processes,
     refused_under_zero,
 )
 from qkeel.remedies.qk_clip import QKClip
@@ -458,11 +457,10 @@ def _apply(
         return next(handles) if isinstance(model, nn.Module) else compose_all(handles)
 
     handle = dist.run_on_all(WHAT, applied, lambda _: "applied", Handle.remove)
-    whole = on_all_processes(handle, "+".join(parsed.name for parsed in found), optimizer)
     for target, _ in bare:
-        whole = refused_under_zero(whole, target.model, found, optimizer)
-    whole.about = "+".join(parsed.name for parsed in found)
-    return whole
+        handle = refused_under_zero(handle, target.model, found, optimizer)
+    handle.about = "+".join(parsed.name for parsed in found)
+    return handle
 
 
 def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, partial: bool) -> Iterator[Handle]:

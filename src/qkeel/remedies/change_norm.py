@@ -221,8 +221,6 @@ def ordered(block: nn.Module, order: NormOrder) -> Handle:
 
 # Norms after the projections that produce the heads: before the rotation, and before keys enter a cache.
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # transposed convolutions order their channels differently
-
 
 @final
 class HeadNorm(nn.Module):
@@ -310,7 +308,7 @@ def heads_of(
             slices.append(s)
     if not slices:
         return refuse_heads(f"it is not known which weights produce the {side} ({site.why})")
-    if not all(_made_last(model, s, several=len(site.terms) > 1) for s in slices):
+    if any(model.get_parameter(s.parameter).ndim > 2 for s in slices):  # channels of a convolution
         shaped = ", ".join(s.parameter for s in slices)
         return refuse_heads(f"the {side} are not the last dimension of a module's output: {shaped} produces them")
     apart: dict[str, list[HeadSlice]] = {}
@@ -349,15 +347,6 @@ def _branch(parameter: str, site: AttentionSite) -> str:
     return ".".join(owner[: shared + 1])
 
 
-def _made_last(model: nn.Module, s: HeadSlice, *, several: bool) -> bool:
-    """True if heads are features in the last dimension of a module's output, or channels of a convolution's output.
-
-    Channels count only if the logit is a single product."""
-    if isinstance(model.get_submodule(_owner(s.parameter)), _CONVOLUTIONS):
-        return s.axis == 0 and not several
-    return model.get_parameter(s.parameter).ndim <= 2
-
-
 def _common_module(slices: list[HeadSlice]) -> tuple[str, Tensor | None]:
     """Returns the innermost module around all these weights, and each head's features in its output (None if unknown).
 
@@ -394,9 +383,6 @@ class NormedProjection(InstanceForward):
         self.norms = norms
         self.size = heads[0].size
         self.seen: list[int] | None = None
-        made = heads[0].module
-        # The feature dimension, counted from the end.
-        self.channels = -made.weight.ndim + 1 if isinstance(made, _CONVOLUTIONS) else -1
         self.cuts = _cuts([h.index for h in heads], self.size)
         if self.cuts is None:
             home = next(self.module.parameters()).device
@@ -413,12 +399,7 @@ class NormedProjection(InstanceForward):
     def normed(self, out: Tensor) -> Tensor:
         """Returns a projection's output with its heads normed."""
         if self.seen is not None:
-            self.seen.append(out.shape[self.channels] if isinstance(out, Tensor) else 0)
-        if self.channels == -1:
-            return self._features(out)
-        return self._features(out.movedim(self.channels, -1)).movedim(-1, self.channels)
-
-    def _features(self, out: Tensor) -> Tensor:
+            self.seen.append(out.shape[-1] if isinstance(out, Tensor) else 0)
         if self.cuts is None:
             for norm in self.norms:
                 index = norm.get_buffer("features")

@@ -125,7 +125,6 @@ class QKClip(StepRemedy):
         clip = _Clip(self, target, plan, optimizer, steps)
 
         hooks = [
-            optimizer.register_step_pre_hook(in_real_steps(lambda *_: clip.shared.check_step())),
             optimizer.register_step_post_hook(in_real_steps(clip.after_step)),
             *([] if steps is None else [steps.begin()]),
         ]
