@@ -14,8 +14,6 @@ from qkeel.errors import RefusedError
 
 from .foreign import Hand, encoder, everything, example, hf, out
 
-HF = [(name, impl) for name in ("llama", "gpt2", "neox", "deepseek") for impl in ("eager", "sdpa")]
-
 
 def stir(model: nn.Module) -> None:
     """Gates off their start."""

@@ -22,7 +22,7 @@ from qkeel.sites import AttentionSite, HeadSlice, QKProduct
 from qkeel.spec import AttentionSpec
 
 from .families import FAMILIES, batch, run
-from .models import D_MODEL, attention, decoder, gradients, step_by
+from .models import D_MODEL, attention, gradients, step_by
 
 
 @pytest.mark.parametrize("size", [1e-4, 1.0, 1e6])
@@ -94,11 +94,6 @@ def step_by_no_clone(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-
-
-def test_the_number_of_operators_does_not_grow_with_the_heads() -> None:
-    counts = [reads_of_a_step(decoder(n_heads=h, d_model=32), "lalr").count for h in (2, 16)]
-    assert counts[0] == counts[1]
 
 
 def test_an_exception_inside_the_step_leaves_nothing_behind() -> None:
