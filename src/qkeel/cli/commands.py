@@ -42,9 +42,6 @@ COMMANDS = {
     "explain": "report:explain_command",
     "presets": "report:list_presets",
     "remedies": "report:list_remedies",
-    "completion": "app:completion",
-    "config": "run:print_config",
-    "bench": "inspect:bench",
 }
 
 # The groups of `qkeel --help`, in order; a study that is listed in no group belongs to Compare.
@@ -53,16 +50,12 @@ GROUPS = {
     "Fix": ("remedies", "explain", "recommend"),
     "Audit": ("check", "scan", "convert", "presets"),
     "Compare": ("demo", "run", "study lr", "study precision", "merge"),
-    "Maintain": ("config", "bench", "completion"),
 }
 
 # Name -> an example command, shown at the end of the command's help; studies not listed here use the one of `example`.
 EXAMPLES = {
-    "bench": "qkeel bench --size quick",
     "check": "qkeel check qkeel-runs/train --table",
     "figures": "qkeel figures qkeel-runs/train --out figures",
-    "completion": "qkeel completion bash > ~/.local/share/bash-completion/completions/qkeel",
-    "config": "qkeel config --steps 500 --d-model 128 > recipe.toml",
     "convert": "qkeel convert llama-with-norms --to qwen3 --out qwen3",
     "demo": "qkeel demo --out demo --jobs 2",
     "explain": "qkeel explain lalr:tau=0.1",

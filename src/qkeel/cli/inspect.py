@@ -1,9 +1,8 @@
-"""Commands that inspect or convert something: explain, scan, check, export, bench and convert."""
+"""Commands that inspect or convert something: explain, scan, check, export and convert."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import re
@@ -19,7 +18,6 @@ from qkeel.audit import Geometry, as_json, table
 from qkeel.audit.check import check as judge
 from qkeel.audit.check import check_checkpoint, is_run
 from qkeel.audit.scan import scan as read
-from qkeel.cli.bench import SIZES, call_line, fastest_first, grid, machine, measure, settle
 from qkeel.cli.commands import FAILED, OK
 from qkeel.cli.parameters import JsonSwitch, Switch, Unset
 from qkeel.errors import DataError, InvalidValueError, RunDirectoryError, unknown
@@ -213,49 +211,6 @@ def export(run: Path, /, *, to: Literal["csv", "parquet"], out: Unset[Path] = No
             files.append(name, frame)
     for path in files.close():
         print(path)
-    return OK
-
-
-# `qkeel bench`: times the attention kernels side by side on this machine and prints one line for each call of the grid
-# in `cli.bench`.
-
-
-def bench(
-    *,
-    size: Literal["quick", "full", "toy"] = "quick",
-    device: Unset[Literal["cpu", "cuda"]] = None,
-    json_: JsonSwitch = False,
-) -> int:
-    """Time every attention kernel on this machine, side by side.
-
-    Prints the median time of the first kernel and, for every other kernel, the ratio of its time to that of the first:
-    minimum / median / maximum over the rounds. The benchmark uses one thread. Times are process time on a CPU and
-    stream time on a GPU. To select a kernel in your code, pass `impl=`.
-
-    Args:
-        size: quick takes one or two minutes (float32, head dimension 64), full takes about ten, and toy only checks
-            that the benchmark runs.
-        device: Device to measure on [default: cuda if available].
-        json_: Print everything as one JSON object.
-    """
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise InvalidValueError("expected a CUDA device for --device cuda, but torch finds none; use --device cpu")
-    settle()
-    torch.set_num_threads(1)
-    device = device or ("cuda" if available else "cpu")
-    about, calls = machine(device), []
-    if not json_:
-        print("  ".join(f"{key} {value}" for key, value in about.items()), flush=True)
-    for cell in grid(SIZES[size], device):
-        rows = measure(cell, SIZES[size])
-        if json_:
-            times = [row.as_dict() for row in rows]
-            calls.append({"cell": dataclasses.asdict(cell), "rows": times, "order": fastest_first(rows)})
-        elif rows:
-            print(call_line(cell, rows), flush=True)
-    if json_:
-        print(json.dumps({"about": about, "calls": calls}))
     return OK
 
 
