@@ -53,7 +53,6 @@ QUICK = (
     "some_misuses",
     "a_state_that_one_process_lacks",
     "refused_before_anything",
-    "one_comes_late",
 )
 
 
@@ -81,12 +80,6 @@ def test_two_processes_in_other_setups(kind: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_four_processes_on_meshes_of_two_axes(tmp_path: Path) -> None:
     run(tmp_path, 4, with_remedies(quick=False, processes=4), limit=900)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_200_random_misuses(tmp_path: Path) -> None:
-    run(tmp_path, 2, ["random_misuses"], limit=900)
 
 
 @pytest.mark.slow
