@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.autopilot.runs import EAGER, STEPS, Run, batches, decoder, equal, foreign, plain, run
+from tests.autopilot.runs import EAGER, Run, batches, decoder, equal, foreign, plain, run
 from torch.nn import functional as F
 
 import qkeel
 from qkeel.autopilot import Action, Decision, Ladder, Records
 from qkeel.errors import InvalidValueError
 from qkeel.monitor import PlannedRates
-from qkeel.monitor.gather import Transfer
 
 ACTING = (Action.CLIP, Action.RATES)
 
@@ -67,23 +66,6 @@ def test_factors_on_steps_outlast_a_change_of_heads() -> None:
     assert (factors()[[0, 1, 2]] < before[[0, 1, 2]]).all()
     assert factors()[3] == 1
     one.pilot.remove()
-
-
-def test_decisions_do_not_depend_on_when_numbers_arrive_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    # On the CPU they are there at once; here none is until it is waited for, as on a device that is a step behind.
-    at_once, often = run().train(), run(every=1).train()
-    waited: list[int] = []
-    result = Transfer.result
-    monkeypatch.setattr(Transfer, "arrived", property(lambda _: False))
-    monkeypatch.setattr(Transfer, "result", lambda one: (waited.append(1), result(one))[1])
-    late, late_often = run().train(), run(every=1).train()
-    assert len(waited) >= 12
-    for one, other in ((at_once, late), (often, late_often)):
-        assert acted(one)
-        assert one.losses == other.losses
-        assert one.pilot.decisions == other.pilot.decisions
-    late.pilot.remove()
-    assert late.pilot.recording.history.steps[-1] == STEPS - 1  # of the last record too
 
 
 def test_a_healthy_run_is_never_touched() -> None:
@@ -162,14 +144,6 @@ def _step(one: Run, step: int) -> None:
     one.optimizer.zero_grad()
 
 
-def test_gradient_accumulation_counts_steps_and_measures_over_their_parts() -> None:
-    without, within = plain().train(parts=2), run().train(parts=2)
-    first = acted(within)[0].step
-    assert within.losses[: 2 * first + 6] == without.losses[: 2 * first + 6]
-    assert within.losses != without.losses
-    assert within.pilot.monitor.steps == 24
-
-
 def test_a_step_that_a_grad_scaler_skips_is_no_step() -> None:
     within = run()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1000)
@@ -184,23 +158,6 @@ def test_a_step_that_a_grad_scaler_skips_is_no_step() -> None:
     assert within.pilot.monitor.steps == 14
     assert acted(within)
     assert within.pilot.remedies.handles
-
-
-@pytest.mark.slow
-def test_each_optimizer_gets_what_acts_on_its_own_weights() -> None:
-    model = decoder()
-    second = [p for name, p in model.named_parameters() if name.startswith("blocks.1.")]
-    ids = {id(p) for p in second}
-    optimizers = [
-        torch.optim.SGD([p for p in model.parameters() if id(p) not in ids], lr=1e-3),
-        torch.optim.AdamW(second, lr=0.5),
-    ]
-    pilot = qkeel.autopilot(model, optimizers, policy=EAGER, every=2, planned=PlannedRates.of([1e-3] * 24))
-    both = Run(model, None, pilot)
-    both.optimizer = _Both(optimizers)
-    both.train()
-    assert {d.site for d in acted(both)} == {"blocks.1.attention"}
-    assert {number for _, number in both.pilot.remedies.handles} == {1}
 
 
 def apart() -> Run:
