@@ -128,7 +128,7 @@ def started(name: str, setup: str) -> tuple[nn.Module, torch.optim.Optimizer, Ha
     if early is not None:
         return model, optimizer, early
     by_example = name in BY_EXAMPLE or setup == "fsdp2_found"
-    shown: dict[str, Any] = {"example": example} if by_example else {"sites": sites}
+    shown: dict[str, Any] = {"batch": example} if by_example else {"sites": sites}
     return model, optimizer, qkeel.apply(model, CALLS[name], optimizer, **shown)
 
 

@@ -41,6 +41,17 @@ def tokens() -> Tensor:
     return torch.randint(0, 32, (2, 80), generator=torch.Generator().manual_seed(0))
 
 
+def counted(model: nn.Module, act: Callable[[], object]) -> int:
+    """How many passes of the model an action makes."""
+    passes: list[None] = []
+    hook = model.register_forward_pre_hook(lambda *_: passes.append(None))
+    try:
+        act()
+    finally:
+        hook.remove()
+    return len(passes)
+
+
 @pytest.mark.parametrize(
     ("build", "name"),
     quick(

@@ -120,7 +120,7 @@ def test_sites_are_known_again_by_their_names() -> None:
         qkeel.apply(torch.nn.Sequential(model), "lalr", optimizer, sites=sites)
     with pytest.raises(InvalidTypeError, match=r"expected sites as qkeel.find_sites returned them"):
         qkeel.apply(model, "lalr", optimizer, sites=["attention"])  # type: ignore[list-item]
-    with pytest.raises(RefusedError, match="give an example in place of the sites"):
+    with pytest.raises(RefusedError, match="give a batch in place of the sites"):
         qkeel.apply(model, "softcap", optimizer, sites=sites)
     assert not optimizer._optimizer_step_pre_hooks
     with qkeel.apply(model, "lalr", optimizer, sites=sites) as handle:

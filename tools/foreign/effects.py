@@ -88,7 +88,7 @@ def _apply(work: Work, remedy: str, sites: Sites, *, alone: bool, lr: float) -> 
     for site in own:
         if (refusal := one.supports(site)) is not None:
             raise RefusedError(f"{one.name}: {refusal}")
-    target = Target(model=model, optimizer=optimizer, sites=own, example=work.example)
+    target = Target(model=model, optimizer=optimizer, sites=own, batch=work.example)
     check_weights(target, one.name, per_head=one.on_steps)
     return model, one.apply(target), optimizer
 
