@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.spec import AttentionSpec, preset
-from qkeel.spec.slot import Params
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +41,7 @@ class Stock:
     rotary: nn.Module | None
 
 
+Params = dict[str, Tensor]
 Project = Callable[[nn.Module, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 

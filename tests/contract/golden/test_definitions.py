@@ -12,7 +12,6 @@ from qkeel import reference
 from qkeel.functional.norms import l2_norm, layer_norm, rms_norm
 from qkeel.functional.rope import rope_frequencies, rope_table, rotate
 from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm, Rope, preset
-from qkeel.spec.norm import GainNorm
 
 NORM_FIRST, ROTATE_FIRST = Rope(order="norm_then_rotate"), Rope(order="rotate_then_norm")
 
@@ -100,7 +99,7 @@ def logits(spec: AttentionSpec, q: Tensor, k: Tensor, pos_q: int, pos_k: int, pa
 @pytest.mark.parametrize(
     "norm", [L2Norm(), RMSNorm(), RMSNorm(over="layer"), L2Norm(gain="scalar"), RMSNorm(gain="head")]
 )
-def test_norms_without_a_gain_per_dimension_commute_with_rope(norm: GainNorm) -> None:
+def test_norms_without_a_gain_per_dimension_commute_with_rope(norm: L2Norm | LayerNorm | RMSNorm) -> None:
     q, k = randn(1, 2, 1, 16), randn(1, 2, 1, 16, seed=1)
     params = {name: p + 0.7 for name, p in AttentionSpec(norm=norm).init_params(2, 2, 16).items()}
     first = logits(AttentionSpec(norm=norm, position=NORM_FIRST), q, k, 5, 2, params)
@@ -116,7 +115,7 @@ def test_l2_norm_before_and_after_rope_agree_to_the_last_bits() -> None:
 
 
 @pytest.mark.parametrize("norm", [RMSNorm(gain="dim"), L2Norm(gain="head_dim"), LayerNorm()])
-def test_a_gain_per_dimension_and_layer_norm_do_not_commute_with_rope(norm: GainNorm) -> None:
+def test_a_gain_per_dimension_and_layer_norm_do_not_commute_with_rope(norm: L2Norm | LayerNorm | RMSNorm) -> None:
     q, k = randn(1, 2, 1, 16), randn(1, 2, 1, 16, seed=1)
     params = {
         name: 1 + 0.5 * randn(*p.shape, seed=2) for name, p in AttentionSpec(norm=norm).init_params(2, 2, 16).items()

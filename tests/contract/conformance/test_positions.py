@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from qkeel.errors import RefusedError
 from qkeel.functional.position_biases import xpos_decay
 from qkeel.functional.rope import yarn
 from qkeel.nn import GAU, Attention
-from qkeel.nn.attention import SpecModule
 from qkeel.spec import METHODS, POSITIONS, AttentionSpec, layer_specs
 
 FORMS = [f"{form}{log}" for form in ("baseline", "qna", "kna", "cosa") for log in ("", "_logn")]
@@ -44,7 +44,7 @@ def later(spec: AttentionSpec) -> Iterator[tuple[str, AttentionSpec]]:
             assert spec.position.formula() in said or spec.scale.formula() in said, said
 
 
-def moved(module: SpecModule) -> SpecModule:
+def moved(module: Attention | GAU) -> Any:
     """Its learned positions off their start, so that leaving one out shows."""
     for p in module.spec_params().values():
         p.data.mul_(1.5)
@@ -57,21 +57,21 @@ def moved(module: SpecModule) -> SpecModule:
 )
 @torch.no_grad()
 def test_every_form_position_and_method_attends_from_a_cache_as_the_oracle_does(form: str, causal: bool) -> None:
-    rng = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, h, LENGTH, DIM, dtype=torch.float64, generator=rng) for h in (4, 2, 2))
-    seen = 0
+    x, seen = torch.randn(1, LENGTH, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), 0
     for position, start in trained(form).items():
         module = moved(Attention(16, 4, 2, DIM, spec=start))
+        projections = (module.q_proj, module.k_proj, module.v_proj)
+        q, k, v = (project(x).unflatten(-1, (-1, DIM)).transpose(1, 2) for project in projections)
         for method, spec in later(start):
             module.spec, seen = spec, seen + 1
             cache, end = module.new_cache(), 0
             for part in PIECES:
                 rows, end = slice(end, end + part), end + part
-                new = (q[:, :, rows], k[:, :, rows], v[:, :, rows])
-                ours = module.attend_self(cache, new, causal=causal, mask=None, pos=None)
                 args = q[:, :, rows], k[:, :, :end], v[:, :, :end]
-                truth = reference.attend(spec, *args, params=module.spec_params(), causal=causal).out
-                assert torch.allclose(ours, truth.transpose(1, 2).flatten(2), rtol=0, atol=1e-12), (position, method)
+                heads = reference.attend(spec, *args, params=module.spec_params(), causal=causal).out
+                truth = module.o_proj(heads.transpose(1, 2).flatten(2))
+                ours = module(x[:, rows], cache=cache, causal=causal)
+                assert torch.allclose(ours, truth, rtol=0, atol=1e-12), (position, method)
     assert seen >= 70
 
 

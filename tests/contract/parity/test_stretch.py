@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from qkeel.functional.rope import rope_frequencies
-from qkeel.spec.rope import NTK, PI, DynamicNTK, Llama3, Stretch, YaRN
+from qkeel.spec import NTK, PI, DynamicNTK, Llama3, YaRN
 
 rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
 from transformers import LlamaConfig  # noqa: E402
 
-CASES: dict[str, tuple[dict[str, Any], Stretch]] = {
+CASES: dict[str, tuple[dict[str, Any], PI | NTK | DynamicNTK | Llama3 | YaRN]] = {
     "linear": ({"factor": 8.0}, PI(factor=8)),
     "yarn": ({"factor": 8.0, "original_max_position_embeddings": 512}, YaRN(factor=8, train_length=512)),
     "yarn, 2048": (
