@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     for shape in sizes["statistics"]:
         bench.table(f"statistics, batch heads tokens dim = {shape}", statistics.cases_with_attention(shape))
     bench.table(f"optimizer step, {sizes['steps']}", steps.step_cases(**sizes["steps"]))
-    bench.table(f"qk_clip next to the step, {sizes['steps']}", steps.clip_cases_by_native(**sizes["steps"]))
+    bench.table(f"qk_clip next to the step, {sizes['steps']}", steps.clip_cases(**sizes["steps"], device="cpu"))
     decoding, caches = decode.cache_cases(**sizes["latents"], sizes=sizes["latent sizes"])
     bench.table(f"one token with a cache, {sizes['latents']}", decoding)
     bench.numbers("cache, bytes per token and layer, float32", caches)

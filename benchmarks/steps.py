@@ -11,7 +11,7 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import Bench, Case, Cases, by_native, restored
+from benchmarks.measure import Bench, Case, Cases
 from qkeel.functional.statistics import LogitStats
 from qkeel.nn import Attention
 from qkeel.remedies import apply
@@ -42,35 +42,17 @@ def adamw_step(layers: int, heads: int, dim: int, remedy: str, device: str = "cp
     return optimizer.step
 
 
-def by_lists(layers: int, heads: int, dim: int, remedy: str, device: str) -> Case:
-    """The fused step with a remedy by torch's operators on lists, where Triton's kernels could have taken it."""
-
-    def make() -> Case:
-        step = adamw_step(layers, heads, dim, remedy, device, fused=True)
-        step()  # the first step chooses what changes the heads
-        return step
-
-    return restored("QKEEL_TRITON", make, "0")
-
-
 def step_cases(layers: int, heads: int, dim: int, more: bool = False) -> Cases:
     """Returns one optimizer step each: the same weights, the same fixed gradients. `more`: of rarer options too."""
 
     def fused(remedy: str) -> Case:
         return adamw_step(layers, heads, dim, remedy, fused=True)
 
-    lowered = fused("qk_lr")
-    cases = {
-        BASE: fused("none"),
-        "AdamW, fused + lalr, compiled C++": by_native("1", fused("lalr")),
-        "AdamW, fused + lalr, torch": by_native("0", fused("lalr")),
-        "AdamW, fused + qk_lr, compiled C++": by_native("1", lowered),
-        "AdamW, fused + qk_lr, torch": by_native("0", lowered),
-    }
+    cases = {BASE: fused("none"), "AdamW, fused + lalr": fused("lalr"), "AdamW, fused + qk_lr": fused("qk_lr")}
     if more:
         cases |= {
-            "AdamW, fused + lalr (plain decay), compiled C++": by_native("1", fused("lalr:decay=plain")),
-            "AdamW, fused + lalr (spectral), compiled C++": by_native("1", fused("lalr:norm=spectral")),
+            "AdamW, fused + lalr (plain decay)": fused("lalr:decay=plain"),
+            "AdamW, fused + lalr (spectral)": fused("lalr:norm=spectral"),
             "AdamW, fused + qk_weight_decay": fused("qk_weight_decay"),
             "AdamW, foreach": adamw_step(layers, heads, dim, "none", foreach=True),
         }
@@ -83,22 +65,8 @@ def optimizer_cases(layers: int, heads: int, dim: int, device: str) -> Cases:
     return {
         BASE: adamw_step(*sizes, "none", device, fused=True),
         "AdamW, fused + lalr": adamw_step(*sizes, "lalr", device, fused=True),
-        "AdamW, capturable + lalr, copied and rescaled": adamw_step(
-            *sizes, "lalr", device, fused=True, capturable=True
-        ),
-        "AdamW, fused + lalr, torch's lists": by_lists(*sizes, "lalr", device),
         "AdamW, fused + lalr (plain decay)": adamw_step(*sizes, "lalr:decay=plain", device, fused=True),
     }
-
-
-def clip_cases_by_native(layers: int, heads: int, dim: int) -> Cases:
-    """Returns what qk_clip does after a step, except for its statistic: the maxima are put where the tap puts them.
-
-    The clip is timed alone, next to the step, since its part of a step is less than what steps differ by.
-    """
-    cases = clip_cases(layers, heads, dim, "cpu")
-    over = cases.pop(OVER)
-    return cases | {f"{OVER}, compiled C++": by_native("1", over), f"{OVER}, torch": by_native("0", over)}
 
 
 def clip_cases(layers: int, heads: int, dim: int, device: str) -> Cases:
@@ -150,7 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
     if bench.toy:
         sizes = {"layers": 2, "heads": 4, "dim": 64}
     bench.table(f"optimizer step, {sizes}", step_cases(**sizes, more=given.more))
-    for row in bench.table(f"qk_clip next to the step, {sizes}", clip_cases_by_native(**sizes))[1:]:
+    for row in bench.table(f"qk_clip next to the step, {sizes}", clip_cases(**sizes, device="cpu"))[1:]:
         print(f"  {row.name}: {100 * row.ratio:.3f} % of a step")
 
 

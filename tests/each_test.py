@@ -92,7 +92,6 @@ def _compiled_kernels() -> tuple[str, ...]:
 
     sources = [compiled_attention.OPERATORS, compiled_attention.BACKWARD, compiled_attention.DECODE_OPERATORS]
     sources += [
-        operators.ADAMW_OPERATORS,
         logit_pass.OPERATORS,
         operators.NORM_ROPE_OPERATORS,
         operators.STACKED_OPERATORS,

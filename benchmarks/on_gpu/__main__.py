@@ -91,10 +91,7 @@ GOALS = (
     Goal(
         "logsumexp handed out, of attention", "statistics", "logsumexp", "the same, bracket from its logsumexp", 1.005
     ),
-    Goal("lalr, of fused AdamW", "weights", "optimizer step", "AdamW, fused + lalr", 1.03),
-    Goal(
-        "AdamW with a rate per line, of torch's", "weights", "AdamW of query and key", "a rate per line, Triton", 1.03
-    ),
+    Goal("lalr, of fused AdamW", "weights", "optimizer step", "AdamW, fused + lalr", 1.3),
     *(
         Goal(f"{told}, {model}", model, "ten training steps", case, most)
         for model in (MODEL_OF_100M, MODEL_OF_1B)

@@ -1,13 +1,11 @@
 """What the GPU kernels take, as ratios to what cannot be avoided: a section of `make gpu`.
 
-`python -m benchmarks.on_gpu.kernels` has six tables, interleaved, CUDA events, the L2 cache overwritten before every
+`python -m benchmarks.on_gpu.kernels` has four tables, interleaved, CUDA events, the L2 cache overwritten before every
 call; --only norm, statistics or weights leaves the others out:
 
 - norm and rotation of q and k against a copy of both (forward) and against five passes over them (with backward);
 - statistics against the attention forward they belong to;
 - the bracket from the logsumexp against attention forward and backward;
-- heads of weights copied with their norms, interpolated and scaled against a copy of them;
-- a step of AdamW with a rate for each row of those weights against torch's fused one;
 - lalr and qk_clip against the fused AdamW step.
 
 --toy with --device cpu and TRITON_INTERPRET=1 only shows that it runs: nothing it prints then says anything of a GPU.
@@ -27,10 +25,9 @@ from benchmarks.on_gpu.machine import DEVICE, Clock, write
 from benchmarks.steps import clip_cases, optimizer_cases
 from qkeel.functional.rope import rope_frequencies, rope_table
 from qkeel.kernels import contract
-from qkeel.kernels.native.operators import AdamOptions, AdamTensors
 from qkeel.kernels.statistics import attend_with_logsumexp, bracket
 from qkeel.kernels.torch_kernels import Flex
-from qkeel.kernels.triton import adamw, available, norm_rope, row_fields
+from qkeel.kernels.triton import available, norm_rope, row_fields
 from qkeel.kernels.triton import norm_rope as norm_rope_two
 from qkeel.kernels.triton import statistics as row_kernels
 from qkeel.kernels.triton import statistics as sampled_kernels
@@ -39,7 +36,6 @@ from qkeel.spec.call import make_call
 
 ATTENTION, BOTH = "attention forward", "attention forward and backward"
 ONE_LAUNCH = "qkeel, Triton, q and k in one launch"
-HEADS = "copy of all heads"
 PARTS = ("norm", "statistics", "weights")
 
 
@@ -144,58 +140,9 @@ def sampled_entropy(qk: Sequence[torch.Tensor], scale: float, rate: int) -> Call
     return lambda: row_kernels.rows_of(qk[0], qk[1], scale, causal=True, sample=(strata, 0))
 
 
-def heads_cases(sizes: Sizes, device: str) -> Cases:
-    """Returns what lalr and qk_clip do with the query and key weights of all layers, and a copy of them."""
-    counts = [n for _ in range(sizes.layers) for n in (sizes.heads, sizes.key_heads)]
-    views = [torch.randn(n, sizes.head_dim, sizes.dim, device=device) for n in counts]
-    room, table = [torch.empty_like(view) for view in views], available.head_table(views)
-    old, close = table.copy(), torch.full((sum(counts),), 1 - 1e-6, device=device)
-    ones, columns = torch.ones_like(close), [x.view(-1, 1, 1) for x in (1 - close).split(counts)]
-
-    def measured() -> object:
-        torch._foreach_copy_(room, views)
-        return [torch.linalg.vector_norm(x, dim=(1, 2)) for x in room]
-
-    return {
-        HEADS: lambda: torch._foreach_copy_(room, views),
-        "copied and measured, Triton": table.copy_and_norms,
-        "copied and measured, torch": measured,
-        "moved, Triton": lambda: table.move(old, close, None),
-        "moved, torch": lambda: torch._foreach_lerp_(views, room, columns),
-        "scaled, all heads over, Triton": lambda: table.scale(close),
-        "scaled, no head over, Triton": lambda: table.scale(ones),
-    }
-
-
-def adam_cases(sizes: Sizes, device: str) -> Cases:
-    """Returns AdamW of the query and key weights of all layers: torch's fused step, and ours with a rate per row."""
-    rows = [n * sizes.head_dim for _ in range(sizes.layers) for n in (sizes.heads, sizes.key_heads)]
-    weights, gradients, means, variances = ([torch.rand(n, sizes.dim, device=device) for n in rows] for _ in range(4))
-    tensors = AdamTensors(
-        weights=weights,
-        gradients=gradients,
-        means=means,
-        variances=variances,
-        maxima=[],
-        steps=[torch.ones((), device=device) for _ in rows],
-        rates=[torch.ones(n, device=device) for n in rows],
-        squares=[torch.zeros(n, dtype=torch.float64, device=device) for n in rows],
-        axes=[0] * len(rows),
-    )
-    usual = {"lr": 1e-5, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "maximize": False}
-    lists = weights, gradients, means, variances, [], tensors.steps
-    options = AdamOptions(**usual, decay=0.1, decoupled=True)
-    return {
-        "AdamW, fused": lambda: torch._fused_adamw_(*lists, **usual, weight_decay=0.1, amsgrad=False),
-        "a rate per line, Triton": lambda: adamw.adam_lines(tensors, options),
-        "squares alone, Triton": lambda: adamw.sum_lines(weights, tensors.squares, tensors.axes),
-    }
-
-
 def found(bench: Bench, sizes: Sizes, device: str, part: str) -> dict[str, Cases]:
     """The tables of one part: "norm", "statistics" or "weights"."""
     shape = f"{sizes.heads} + {sizes.key_heads} heads, d {sizes.head_dim}, {sizes.tokens} tokens, {sizes.dtype}"
-    weights = f"{sizes.layers} layers, {sizes.heads} + {sizes.key_heads} heads, d {sizes.head_dim}, width {sizes.dim}"
     model, size = f"{sizes.layers} layers, width {sizes.dim}", (sizes.layers, sizes.heads, sizes.dim)
     if part == "norm":
         passes = norm_rope_passes(sizes, device, bench.compiled)
@@ -208,8 +155,6 @@ def found(bench: Bench, sizes: Sizes, device: str, part: str) -> dict[str, Cases
         forward, both = statistics_cases(sizes, device, bench.compiled)
         return {f"statistics; {shape}": forward, f"logsumexp only; {shape}": both}
     return {
-        f"heads of weights, float32; {weights}": heads_cases(sizes, device),
-        f"AdamW of query and key weights; {weights}": adam_cases(sizes, device),
         f"optimizer step; {model}": optimizer_cases(*size, device),
         f"qk_clip next to the step; {model}": clip_cases(*size, device),
     }

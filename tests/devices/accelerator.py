@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -113,10 +112,6 @@ class Accelerator(TorchDispatchMode):
         return _run(func, args, kwargs or {}, float64=self._float64)
 
 
-def _is_on(x: Any) -> bool:
-    return isinstance(x, OnDevice)
-
-
 def _held(x: Any) -> Any:
     return x.held if isinstance(x, OnDevice) else x
 
@@ -135,7 +130,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], *, float64: bool) -> Any:
     made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
     if not float64 and to_device and any(x.dtype in (torch.float64, torch.complex128) for x in made):
         raise TypeError(f"{func} would make float64 on a device that has none, at {_where()}")
-    _count(func, args, given, made, is_on=_is_on, was_on=was_on, to_device=to_device)
+    _count(func, args, given, made, was_on=was_on, to_device=to_device)
     if not to_device:
         return out
     wrapped = tree_map(lambda x: OnDevice(x) if isinstance(x, Tensor) else x, out)
@@ -149,31 +144,21 @@ def _where() -> str:
     return f"{frames[-1].filename.rpartition('/src/')[2]}:{frames[-1].lineno}" if frames else "the caller"
 
 
-class OnMeta(TorchDispatchMode):
-    """While it is entered, what is done on the meta device is counted as if it were the device."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given, made = ([x for x in tree_leaves(of) if isinstance(x, Tensor)] for of in ((args, kwargs), out))
-        was_on, to_device = (any(x.is_meta for x in tensors) for tensors in (given, made))
-        _count(func, args, given, made, is_on=lambda x: x.is_meta, was_on=was_on, to_device=to_device)
-        return out
-
-
 def _count(
     func: Any,
     args: Any,
     given: list[Tensor],
     made: list[Tensor],
     *,
-    is_on: Callable[[Tensor], bool],
     was_on: bool,
     to_device: bool,
 ) -> None:
     if not _COUNTING or not (was_on or to_device):
         return
     name = func.overloadpacket.__name__
-    moved = name in ("_to_copy", "copy_") and (was_on != to_device or any(is_on(x) is not was_on for x in given))
+    moved = name in ("_to_copy", "copy_") and (
+        was_on != to_device or any(isinstance(x, OnDevice) is not was_on for x in given)
+    )
     masked = name in ("index", "index_put_") and any(
         x.dtype == torch.bool for x in tree_leaves(args[1]) if x is not None
     )

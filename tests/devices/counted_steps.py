@@ -1,30 +1,27 @@
 """Counts what watching adds to the training steps of a model of transformers on a device, and prints it as JSON.
 
-The device is the stand-in of `accelerator`, and the meta device for models of 1 and 8 billion weights. Attention is
-torch's fused operator of the CPU, counted as one launch, as a GPU's is; so are the kernels of Triton that find the
-largest logit and the entropy of rows and of heads, and the norms and Gram matrices of weights: here they find nothing.
+The device is the stand-in of `accelerator`. Attention is torch's fused operator of the CPU, counted as one launch, as a
+GPU's is; so are the kernels of Triton that find the largest logit and the entropy of rows and of heads: here they find
+nothing.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import json
 import types
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from tests.devices.accelerator import DEVICE, NAME, Accelerator, Counts, OnMeta
+from tests.devices.accelerator import DEVICE, NAME, Accelerator, Counts
 from tests.remedies.foreign import hf, out
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 import qkeel
 from qkeel.functional.statistics import ROW_FIELDS, KernelRows
-from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct
+from qkeel.heads.site import AttentionSite
 from qkeel.kernels import statistics
 from qkeel.kernels.triton import available
 from qkeel.monitor import measure
@@ -35,17 +32,6 @@ from qkeel.spec import AttentionCall
 
 LAYERS = (2, 4, 12)
 KINDS = {"llama": "num_hidden_layers", "qwen3": "num_hidden_layers", "gpt2": "n_layer"}
-# Large models by the widths of their attention, and how many layers they have.
-LARGE: dict[str, tuple[str, dict[str, int], int]] = {
-    "llama 1B": ("llama", {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8}, 16),
-    "llama 8B": ("llama", {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}, 32),
-    "qwen3 8B": (
-        "qwen3",
-        {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
-        36,
-    ),
-    "gpt2 1.5B": ("gpt2", {"n_embd": 1600, "n_head": 25}, 48),
-}
 
 
 class Fused(tap.BracketMode):
@@ -85,21 +71,6 @@ def heads_found(rows: KernelRows, counted: object) -> available.HeadNumbers:
     return available.HeadNumbers(whole[0], whole[0], whole[0], whole[0], neutral)
 
 
-class Heads:
-    """As many launches as the table of `kernels.triton.heads` makes."""
-
-    def __init__(self, views: Sequence[Tensor]) -> None:
-        self._like, self._heads = views[0].new_zeros(1), sum(map(len, views))  # the addresses are copied to the device
-
-    def norms(self) -> Tensor:
-        """Two launches."""
-        return self._like.new_zeros(self._heads).abs()
-
-    def grams(self, first: int, n: int, r: int) -> Tensor:
-        """One."""
-        return self._like.new_zeros((n, r, r))
-
-
 def counted(layers: int) -> dict[str, dict[str, object]]:
     """What a step does more than one that nobody watches: between measurements, and measured."""
     tokens = torch.randint(20, (2, 16)).to(DEVICE)
@@ -134,33 +105,6 @@ def read(kind: str, layers: int) -> int:
     return launched(model, sites)
 
 
-def read_large(kind: str, widths: dict[str, int], layers: int) -> int:
-    """The same of a model on the meta device, whose sites are those of one layer, again and again."""
-    one = hf(kind, "sdpa", **{KINDS[kind]: 1}, **widths)
-    site = find.find_sites(one, torch.randint(20, (2, 16)))[0]
-    stack, _, _ = site.name.rpartition(".0.")
-    model = one.to("meta")
-    blocks = model.get_submodule(stack)
-    assert isinstance(blocks, nn.ModuleList)
-    blocks.extend(copy.deepcopy(blocks[0]) for _ in range(layers - 1))
-    for p in model.parameters():
-        p.grad = torch.empty_like(p)
-    with OnMeta():
-        return launched(model, [in_layer(site, i) for i in range(layers)])
-
-
-def in_layer(x: Any, layer: int) -> Any:
-    """A site of the first layer, or a part of it, in another layer."""
-    if isinstance(x, str):
-        return x.replace(".0.", f".{layer}.")
-    if isinstance(x, tuple):
-        return tuple(in_layer(part, layer) for part in x)
-    if not isinstance(x, (AttentionSite, QKProduct, HeadSlice, NormGain)):
-        return x
-    fields = {f.name: in_layer(getattr(x, f.name), layer) for f in dataclasses.fields(x) if f.init}
-    return type(x)(**fields)
-
-
 def launched(model: nn.Module, sites: Sequence[AttentionSite]) -> int:
     """The launches of one reading, without one that the host would wait for."""
     readers = WeightNorms(model, sites, torch.optim.AdamW(model.parameters())), GainBounds(model, sites)
@@ -178,15 +122,9 @@ if __name__ == "__main__":
     tap.is_plain = lambda x: True  # type: ignore[assignment]
     tap._GPU, statistics.kernel_choice = NAME, lambda *_, **how: SDPBackend.FLASH_ATTENTION.value
     statistics._FUSED = {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))}
-    available.takes_heads, available.head_table = lambda views: True, Heads  # type: ignore[assignment]
     measure.available = types.SimpleNamespace(usable=lambda device: True)  # type: ignore[assignment]
     measure.row_statistics, statistics.head_numbers = rows_found, heads_found
     with Accelerator():
         steps = {layers: counted(layers) for layers in LAYERS}
         weights = {kind: [read(kind, layers) for layers in LAYERS] for kind in KINDS}
-        available.takes_heads = lambda views: False
-        on_lists = {kind: [read(kind, layers) for layers in LAYERS] for kind in KINDS}
-    available.takes_heads = lambda views: True
-    large = {name: read_large(*how) for name, how in LARGE.items()}
-    told = {"weights, gains, gradients": weights, "of large models": large, "without Triton": on_lists}
-    print(json.dumps({**steps, **told}, default=Counter))
+    print(json.dumps({**steps, "weights, gains, gradients": weights}, default=Counter))

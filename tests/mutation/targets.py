@@ -73,7 +73,6 @@ ROOMS = {
             "tests/remedies/**/test_steps.py",
             "tests/remedies/**/test_lalr_*.py",
             "tests/remedies/**/test_qk_clip*.py",
-            "tests/remedies/**/test_adam_pass.py",
             "tests/remedies/**/test_bundle.py",
             "tests/remedies/**/test_decay.py",
             "tests/remedies/**/test_linear.py",
@@ -88,7 +87,7 @@ ROOMS = {
             **dict.fromkeys(("lalr", "qk_clip", "logit_shares", "qk_weights"), SUMS),
             "step_remedy": ("tests/remedies/test_heads_option.py",),
             "join_optimizer": ("tests/remedies/test_spec_remedies.py",),
-            "head_groups": (*SUMS, "tests/kernels/triton_kernels/test_heads.py"),
+            "head_groups": SUMS,
         },
     ),
 }
@@ -96,17 +95,14 @@ ROOMS = {
 
 # The file that tests a module first where it has another name.
 FIRST = {
-    "adamw": "test_adam_lines",
     "available": "test_loading",
     "compiled_attention": "test_attention",
     "encode": "test_norm_rope",
-    "operators": "test_adamw",
     "torch_kernels": "test_kernels",
     "explain_experiment": "test_explain",
     "explain_responses": "test_explain",
     "tensor_heads": "test_scan",
     "mla": "test_latent_cache",
-    "fused_adam": "test_adam_pass",
     "head_groups": "test_bundle",
     "head_views": "test_bundle",
     "head_weights": "test_masters_adapters",

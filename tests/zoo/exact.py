@@ -223,34 +223,16 @@ def of_weights(old: Pair, new: Pair, grad: Pair, gains: tuple[Pair, Pair]) -> Fo
     return {name: np.array(values) for name, values in found.items()}
 
 
-ADDS = {
-    "self_attn": "attention_share",
-    "attn": "attention_share",
-    "mlp": "mlp_share",
-    "block_sparse_moe": "mlp_share",
-}
-
-
 class Blocks:
-    """The residual stream of one pass, by hooks on the blocks that hold the sites, and by the names of their parts."""
+    """The residual stream of one pass, by hooks on the blocks that hold the sites."""
 
     def __init__(self, model: nn.Module, sites: tuple[str, ...], undo: ExitStack) -> None:
         self.found: dict[tuple[str, str], float] = {}
         for site in sites:
             name, part = site.rpartition(".")[0], site.rpartition(".")[2]
-            if name.rpartition(".")[2].isdigit() and part in ADDS:
+            if name.rpartition(".")[2].isdigit() and part in ("self_attn", "attn"):
                 block = model.get_submodule(name)
                 undo.callback(block.register_forward_hook(self._hook(site), with_kwargs=True).remove)
-                for child, inner in block.named_children():
-                    if child in ADDS:
-                        undo.callback(inner.register_forward_hook(self._branch(site, ADDS[child])).remove)
-        self._adds: dict[tuple[str, str], np.ndarray] = {}
-
-    def _branch(self, site: str, field: str) -> Any:
-        def hook(module: nn.Module, args: object, output: Any) -> None:
-            self._adds[site, field] = (output[0] if isinstance(output, tuple) else output).detach().numpy().copy()
-
-        return hook
 
     def _hook(self, site: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -261,14 +243,6 @@ class Blocks:
                 self.found[site, f"block_{place}_rms"] = float(np.sqrt(np.mean(states**2)))
                 self.found[site, f"block_{place}_max"] = float(peaks.max())
                 self.found[site, f"block_{place}_channel_ratio"] = float(peaks.max() / np.median(peaks))
-            massive = float((peaks > 100 * np.median(peaks)).mean())  # of the output
-            self.found[site, "block_output_massive_share"] = massive
-            self.found[site, "block_update_ratio"] = float(np.linalg.norm(y - x) / np.linalg.norm(x))
-            adds = {field: z for (of, field), z in self._adds.items() if of == site}
-            whole = sum(adds.values())
-            if len(adds) == 2 and np.allclose(whole, y - x, rtol=1e-6, atol=1e-9):  # else norms or factors follow
-                for field, z in adds.items():
-                    self.found[site, field] = float(np.linalg.norm(z) / np.linalg.norm(x))
 
         return hook
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -156,57 +154,22 @@ class _Resize(torch.autograd.Function):
         return torch.addcmul(g, y, along * c, value=-1) * r, None, None
 
 
-# The residual stream: what enters and leaves a block, and what its branches add.
-
-MASSIVE = 100.0  # a channel whose peak is over this multiple of the median channel's is massive
+# The residual stream: what enters and leaves a block.
 
 
-@final
-class StreamValues:
-    """Hidden states at one point of a model; their statistics are computed once, in float32 or wider, without waiting
-    for the device.
+def stream_statistics(x: Float[Tensor, "... m"]) -> dict[str, Tensor]:
+    """Computes the statistics of hidden states [... m], in float32 or wider, without waiting for the device.
 
-    Args:
-        x: the states [... m].
-        before: the stream that enters the block, if x is compared with it.
-        factor: the factor by which the block multiplies x when it adds it.
+    The peak of a channel is its largest magnitude over all tokens; with an even number of channels, the median is the
+    mean of the middle two.
+
+    >>> {name: float(value) for name, value in stream_statistics(torch.tensor([[1.0, -2.0], [7.0, 0.0]])).items()}
+    {'rms': 3.674234628677368, 'max': 7.0, 'channel_ratio': 1.5555555820465088}
+
+    Returns:
+        `rms`: √(mean of x²). `max`: the largest peak. `channel_ratio`: the largest peak divided by the median peak.
     """
-
-    def __init__(self, x: Tensor, before: StreamValues | None = None, factor: float = 1.0) -> None:
-        self.x, self._before, self._factor = x, before, factor
-
-    @property
-    def before(self) -> StreamValues:
-        """The stream that enters the block."""
-        assert self._before is not None
-        return self._before
-
-    @functools.cached_property
-    def rms(self) -> Tensor:
-        """The root mean square of all elements, times the factor."""
-        size = torch.linalg.vector_norm(self.x, dtype=wide(self.x.dtype))
-        return size * (abs(self._factor) / max(1, self.x.numel()) ** 0.5)
-
-    @functools.cached_property
-    def peaks(self) -> Tensor:
-        """The largest magnitude [m] of each channel over all tokens."""
-        return torch.linalg.vector_norm(
-            self.x.reshape(-1, self.x.shape[-1]), ord=torch.inf, dim=0, dtype=wide(self.x.dtype)
-        )
-
-    @functools.cached_property
-    def median(self) -> Tensor:
-        """The median of the peaks; if their number is even, the mean of the middle two."""
-        ordered, m = self.peaks.sort().values, self.peaks.shape[0]
-        return (ordered[(m - 1) // 2] + ordered[m // 2]) / 2
-
-
-# The formulas of records.BLOCK_FIELDS, by name.
-STREAM_FORMULAS: Mapping[str, Callable[[StreamValues], Tensor]] = {
-    "rms": lambda own: own.rms,
-    "largest": lambda own: own.peaks.amax(),
-    "channel_ratio": lambda own: own.peaks.amax() / own.median,
-    "massive_share": lambda own: (own.peaks > MASSIVE * own.median).to(own.peaks.dtype).mean(),
-    "share": lambda own: own.rms / own.before.rms,
-    "change": lambda own: StreamValues(own.x - own.before.x).rms / own.before.rms,
-}
+    m, dtype = x.shape[-1], wide(x.dtype)
+    rms = torch.linalg.vector_norm(x, dtype=dtype) / x.numel() ** 0.5
+    peaks = torch.linalg.vector_norm(x.reshape(-1, m), ord=torch.inf, dim=0, dtype=dtype).sort().values
+    return {"rms": rms, "max": peaks[-1], "channel_ratio": 2 * peaks[-1] / (peaks[(m - 1) // 2] + peaks[m // 2])}

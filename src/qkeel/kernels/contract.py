@@ -105,16 +105,16 @@ class _ScaledOperands(NamedTuple):
     how: dict[str, Any]
 
 
-def _read(call: AttentionCall, family: available.Family = "statistics") -> _ScaledOperands | None:
+def _read(call: AttentionCall) -> _ScaledOperands | None:
     """Like `_operands`, but with a scale that differs by row or head multiplied into q."""
-    found = _operands(call, family)
+    found = _operands(call)
     if found is None:
         return None
     q, k, scale, how = found
     return _ScaledOperands(q * scale, k, 1.0, how) if isinstance(scale, Tensor) else _ScaledOperands(q, k, scale, how)
 
 
-def _operands(call: AttentionCall, family: available.Family, pairs: bool = False) -> _LogitOperands | None:
+def _operands(call: AttentionCall, pairs: bool = False) -> _LogitOperands | None:
     """Returns the operands for Triton's statistics kernels; None if they do not support the call.
 
     The kernels do not support other devices, biases, masks of pairs (unless `pairs` is True), explicit positions, or
@@ -131,7 +131,7 @@ def _operands(call: AttentionCall, family: available.Family, pairs: bool = False
         (padding or shown) and (call.plain or band is not None) and spec.position.folds and spec.cap.kind != "other"
     ):
         return None
-    if not available.takes(call.q, call.k, family):
+    if not available.takes(call.q, call.k):
         return None
     scale = spec.factor(call.pos_q, call.q.shape[-1], call.params, wide(call.q.dtype))
     bare = spec.norm.kind == spec.position.kind == "none" and not isinstance(scale, Tensor)
@@ -154,7 +154,7 @@ def row_fields(call: AttentionCall, threshold: float) -> tuple[Tensor, Tensor, T
     """
     if call.classes is not None or call.spec.normalizer.kind != "softmax":
         return None
-    read = _operands(call, "all statistics", pairs=True)
+    read = _operands(call, pairs=True)
     if read is None:
         return None
     from qkeel.kernels.triton import row_fields
@@ -184,7 +184,7 @@ def row_statistics(call: AttentionCall) -> available.RowNumbers | None:
 def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
     """Returns the largest and smallest logit [h], computed in a GPU pass with two comparisons per logit; None if
     unsupported."""
-    read = _read(call, "sampled statistics")
+    read = _read(call)
     if read is None:
         return None
     from qkeel.kernels.triton import statistics
@@ -209,7 +209,7 @@ def sampled_numbers(call: AttentionCall, rate: int, lse: PerRow | None = None) -
     """
     t = call.q.shape[2]
     strata = t // (2 * rate)
-    read = _read(call, "sampled statistics") if strata > 1 else None
+    read = _read(call) if strata > 1 else None
     if read is None:
         return None
     from qkeel.kernels.triton import statistics
@@ -224,7 +224,7 @@ def sampled_numbers(call: AttentionCall, rate: int, lse: PerRow | None = None) -
 
 def lse_bounds(call: AttentionCall, lse: PerRow) -> Tensor | None:
     """Returns bounds [2 h] on the largest logits from a call's logsumexps, in one GPU launch; None on other devices."""
-    if lse.dtype != torch.float32 or not lse.numel() or not available.trusted("sampled statistics", lse.device):
+    if lse.dtype != torch.float32 or not lse.numel() or not available.usable(lse.device):
         return None
     from qkeel.kernels.triton import statistics
 
@@ -233,7 +233,7 @@ def lse_bounds(call: AttentionCall, lse: PerRow) -> Tensor | None:
 
 def head_numbers(rows: KernelRows, counted: Bool[Tensor, "b t"] | None) -> available.HeadNumbers | None:
     """Returns head statistics from row statistics, in one GPU launch; None on other devices."""
-    if not (rows.lse.numel() and rows.lse.dtype == torch.float32 and available.trusted("statistics", rows.lse.device)):
+    if not (rows.lse.numel() and rows.lse.dtype == torch.float32 and available.usable(rows.lse.device)):
         return None
     from qkeel.kernels.triton import statistics
 

@@ -176,7 +176,7 @@ def operator_for(device: torch.device) -> EncodeOperator | None:
     """Returns the operator for norm and rotation on a device, or None if torch computes them."""
     if device.type == "cpu":
         return norm_rope if norm_rope_ready() else None
-    if not available.trusted("norm and rotation", device):
+    if not available.usable(device):
         return None
     from qkeel.kernels.triton import norm_rope as triton_norm_rope
 
@@ -185,7 +185,7 @@ def operator_for(device: torch.device) -> EncodeOperator | None:
 
 def both_operator(device: torch.device) -> BothOperator | None:
     """Returns the operator that handles q and k in one launch, gradient included, or None if there is none."""
-    if device.type == "cpu" or not available.trusted("norm and rotation", device):
+    if device.type == "cpu" or not available.usable(device):
         return None
     from qkeel.kernels.triton import norm_rope as triton_norm_rope
 

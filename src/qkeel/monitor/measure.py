@@ -57,14 +57,13 @@ from qkeel.monitor.alarms import Setting
 from qkeel.monitor.cadence import MeasuredSteps
 from qkeel.monitor.gather import WHOLE_MODEL, NumberKey, PartialValue, Reduction, SentRow, SiteNumbers, Stats, merged
 from qkeel.monitor.processes import ProcessGroup
-from qkeel.monitor.residual_stream import ResidualStream, joined
+from qkeel.monitor.residual_stream import ResidualStream
 from qkeel.monitor.token_classes import HiddenNorms, PassTokens
 from qkeel.monitor.weight_norms import GainBounds, StepSpectra, WeightNorms
 from qkeel.patching.autograd import version_of
 from qkeel.patching.modes import Guarded, ModuleTree
 from qkeel.sites.find import all_sites, find_sites, within
 from qkeel.sites.tap import Phase, Tap, Visitor
-from qkeel.sites.trace import spread
 from qkeel.spec import AttentionCall, Sink
 
 # The statistics of the attention calls in a Monitor, and their common setting: number format, kernel, size, scale.
@@ -539,11 +538,6 @@ class WatchedSites:
         self.weighed = self.all
         return True
 
-    @property
-    def unaccompanied(self) -> bool:
-        """True if a pass of the model involves all processes, but not all of them watch the model."""
-        return spread(self.model) and not self._group.several
-
     def see(self, name: str, call: Seen) -> None:
         """Records a call of a site. Its visible sets are examined if it has more queries than any previous call,
         because a window that is longer than the sequence does not hide any keys."""
@@ -651,25 +645,10 @@ class StepNumbers(Visitor):
                 self._hidden = None
                 return False
             self._hidden = self._norms([site.name for site in self._sites.weighed])
-        if self._residual:
-            self._look_for_blocks(args, kwargs)
-        return True
-
-    def _look_for_blocks(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Finds the blocks in a separate pass, before the first measured pass and, while the result is uncertain,
-        before later passes."""
-        if self._stream is None:
-            if self._sites.unaccompanied:
-                self._residual = False
-                caution(
-                    "the residual stream is not measured: the weights are split across processes, and the search for "
-                    "its blocks needs a forward pass in every process, but not every process watches the model"
-                )
-                return
+        if self._residual and self._stream is None:
             names = [site.name for site in self._sites.all]
             self._stream = ResidualStream(self._sites.model, names, self._means.add, self._guard, self._tree)
-        if not self._stream.complete:
-            self._stream.look(self, args, kwargs)
+        return True
 
     def _norms(self, sites: list[str] | tuple[()]) -> HiddenNorms:
         return HiddenNorms(self._sites.model, sites, self._means.add, self._guard, self._tree)
@@ -779,6 +758,19 @@ class StepNumbers(Visitor):
         for one in (self._rows, self._chosen):
             read = read if one is None else read | one.read()
         return read
+
+
+def joined(how: Reduction, known: Tensor, new: Tensor, share: float) -> Tensor:
+    """Combines two values, where `share` is the share of the data that the new value covers.
+
+    >>> joined("root_mean", torch.tensor(1.0), torch.tensor(7.0), 0.5)
+    tensor(5.)
+    """
+    if how == "max":
+        return torch.maximum(known, new)
+    if how == "root_mean":
+        return torch.lerp(known.square(), new.square(), share).sqrt()
+    return torch.lerp(known, new, share)
 
 
 @final

@@ -81,9 +81,7 @@ def watch(
               weight, computed from a copy of the q and k weights with small QR and singular value decompositions in
               float64.
             - `residual`: the statistics in records.BLOCK_FIELDS for each measured training pass: the size and the
-              largest channel of the hidden states that enter and leave each block, and the shares that attention and
-              MLP add. The first measured pass is preceded by an extra pass, which shows which modules add to the
-              residual stream.
+              largest channel of the hidden states that enter and leave each block.
             - `chosen`: which keys sparse attention chooses in each measured training pass, for up to 32 rows of each
               call: how many keys, how far away, the weight that dense attention would give them, and the overlap with
               the previous sparse layer.

@@ -16,7 +16,6 @@ from qkeel.dist.sharding import counted, local, local_block
 from qkeel.functional.bounds import interaction_norm, spectrum, step_products
 from qkeel.functional.norms import wide, widest
 from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct
-from qkeel.kernels.triton import available
 from qkeel.monitor.gather import NumberKey, PartialValue, SentRow, SiteNumbers
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.modes import without_gradients
@@ -39,16 +38,14 @@ def norms_and_grams(
     """The norms [Σn] of the heads of all weights, and W Wᵀ [Σn r r] for the heads of the first `squared` weights, in
     float32 or wider.
 
-    Triton reads heads in place: the norms of all weights of a dtype take two launches and a copy of the heads'
-    addresses to the device, and the products of all heads with the same r take one launch. Other heads are read in
-    `stacks`.
+    On a CPU small weights of one shape are read together; on a GPU all heads are read in `stacks`.
 
     Args:
         weights: the heads of each weight as [n r m], or concatenated as [n·r m].
         rows: r for each weight.
         squared: the number of weights for which products are computed.
     """
-    norms, grams, rest = NormsByWeight(), NormsByWeight(), list[int]()
+    norms, grams = NormsByWeight(), NormsByWeight()
     if all([x.device.type in UNSTACKED for x in weights]):  # noqa: C419
         for own in _small_together(weights, rows):
             x = _heads(weights[own[0]] if len(own) == 1 else torch.cat([weights[i] for i in own]), rows[own[0]])
@@ -60,20 +57,7 @@ def norms_and_grams(
                 grams.append((some, torch.bmm(x, x.mT)))
         return norms, grams
     heads = [_heads(x, r) for x, r in zip(weights, rows)]
-    for _, own in _grouped(range(len(heads)), lambda i: (heads[i].dtype, heads[i].device)):
-        own.sort(key=lambda i: (i >= squared, heads[i].shape[1]))  # heads with the same r follow each other
-        views = [heads[i] for i in own]
-        if not available.takes_heads(views):
-            rest += own
-            continue
-        table, first = available.head_table(views), 0
-        norms.append((own, table.norms()))
-        for r, alike in _grouped([i for i in own if i < squared], lambda i: heads[i].shape[1]):
-            n = sum(len(heads[i]) for i in alike)
-            grams.append((alike, table.grams(first, n, r)))
-            first += n
-    for places, stack in stacks([heads[i] for i in rest]):
-        own = [rest[place] for place in places]
+    for own, stack in stacks(heads):
         norms.append((own, torch.linalg.vector_norm(stack, dim=(1, 2), dtype=wide(stack.dtype))))
         if some := [i for i in own if i < squared]:  # they come first
             x = stack[: sum(len(heads[i]) for i in some)].to(wide(stack.dtype))

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar, final
@@ -88,11 +88,6 @@ def base_of(view: Tensor) -> Tensor | None:
 def version_of(x: Tensor) -> int:
     """Returns how many times the tensor has been written to in place."""
     return x._version
-
-
-def writes_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Returns each tensor's version and data pointer."""
-    return [(x._version, x.data_ptr()) for x in tensors]
 
 
 def is_wrapper(x: Tensor) -> bool:

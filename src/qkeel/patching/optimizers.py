@@ -7,7 +7,7 @@ import inspect
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, final
 
@@ -230,7 +230,6 @@ def in_real_steps(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 # A parameter group: its weights and options, as torch stores them.
 Group = dict[str, Any]
-Answer = Callable[..., bool]
 
 _ARGUMENTS = (
     *("self", "group", "params_with_grad", "grads"),
@@ -251,22 +250,6 @@ def _arguments_of(function: Callable[..., Any]) -> tuple[str, ...]:
 def is_answered(optimizer: Optimizer) -> bool:
     """True if `_init_group` is replaced on this optimizer."""
     return "_init_group" in vars(optimizer)
-
-
-def put_answer(optimizer: Optimizer, answer: Answer) -> None:
-    """Replaces `_init_group` with `answer`, which takes a group and the lists to fill."""
-    vars(optimizer)["_init_group"] = answer
-
-
-def take_answer_back(optimizer: Optimizer, answer: Answer) -> None:
-    """Restores torch's `_init_group` if `answer` is the current replacement."""
-    if vars(optimizer).get("_init_group") is answer:
-        del vars(optimizer)["_init_group"]
-
-
-def torchs_answer(optimizer: Optimizer, group: Group, lists: Sequence[list[Tensor]]) -> bool:
-    """Fills the lists of a group as torch does, and returns whether any weight is complex."""
-    return type(optimizer)._init_group(optimizer, group, *lists)  # type: ignore[attr-defined]
 
 
 def stepped(optimizer: Optimizer) -> set[int]:

@@ -48,17 +48,15 @@ class LayerField(Field):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockField(Field):
-    """A value for each block of a watched model, measured on the residual stream to which the block's branches add.
+    """A value for each block of a watched model, measured on the residual stream that enters or leaves the block.
 
-    place: where the value is measured. formula: the name of its formula in functional.norms.STREAM_FORMULAS. over: how
-    the values of several passes and processes are combined. fold: how several blocks are summarised. column, per_layer:
-    see HeadField.
+    The names are block_input_NAME and block_output_NAME, with the names of functional.norms.stream_statistics. over:
+    how the values of several passes and processes are combined. fold: how several blocks are summarised. column,
+    per_layer: see HeadField.
     """
 
-    place: Literal["input", "output", "attention", "mlp"]
-    formula: Literal["rms", "largest", "channel_ratio", "massive_share", "share", "change"]
-    over: Literal["root_mean", "max", "mean"]
-    fold: Literal["max", "mean"] = "max"
+    over: Literal["root_mean", "max"]
+    fold: Literal["max"] = "max"
     column: str = ""
     per_layer: bool = False
 
@@ -379,70 +377,26 @@ VALUE_FIELDS: dict[str, Field] = {
 # it has no attention. Channels are the last dimension; a channel's peak is its largest magnitude over the tokens of a
 # pass.
 BLOCK_FIELDS: dict[str, BlockField] = {
-    "block_input_rms": BlockField(
-        "1", "root mean square of the hidden states that enter a block", place="input", formula="rms", over="root_mean"
-    ),
-    "block_input_max": BlockField(
-        "1", "largest magnitude in the hidden states that enter a block", place="input", formula="largest", over="max"
-    ),
+    "block_input_rms": BlockField("1", "root mean square of the hidden states that enter a block", over="root_mean"),
+    "block_input_max": BlockField("1", "largest magnitude in the hidden states that enter a block", over="max"),
     "block_input_channel_ratio": BlockField(
         "1",
         "largest channel peak divided by the median peak, in the hidden states that enter a block",
-        place="input",
-        formula="channel_ratio",
         over="max",
     ),
     "block_output_rms": BlockField(
         "1",
         "root mean square of the hidden states that leave a block",
-        place="output",
-        formula="rms",
         over="root_mean",
         column="stream",
         per_layer=True,
     ),
-    "block_output_max": BlockField(
-        "1", "largest magnitude in the hidden states that leave a block", place="output", formula="largest", over="max"
-    ),
+    "block_output_max": BlockField("1", "largest magnitude in the hidden states that leave a block", over="max"),
     "block_output_channel_ratio": BlockField(
         "1",
         "largest channel peak divided by the median peak, in the hidden states that leave a block",
-        place="output",
-        formula="channel_ratio",
         over="max",
         column="channel ratio",
-        per_layer=True,
-    ),
-    "block_output_massive_share": BlockField(
-        "share",
-        "share of a block's output channels whose peak is over 100 times the median peak",
-        place="output",
-        formula="massive_share",
-        over="mean",
-    ),
-    "block_update_ratio": BlockField(
-        "1",
-        "RMS of a block's output minus its input, divided by the RMS of the input",
-        place="output",
-        formula="change",
-        over="mean",
-    ),
-    "attention_share": BlockField(
-        "1",
-        "RMS of what attention adds to the residual stream, divided by the RMS of the block's input",
-        place="attention",
-        formula="share",
-        over="mean",
-        column="attention adds",
-        per_layer=True,
-    ),
-    "mlp_share": BlockField(
-        "1",
-        "RMS of what the rest of the block adds to the residual stream, divided by the RMS of the block's input",
-        place="mlp",
-        formula="share",
-        over="mean",
-        column="MLP adds",
         per_layer=True,
     ),
 }

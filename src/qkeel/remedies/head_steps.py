@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -19,8 +18,7 @@ from qkeel.errors import RefusedError, caution
 from qkeel.handle import Handle, compose
 from qkeel.patching.optimizers import before_change, go_first, in_real_steps
 from qkeel.remedies.base import Target
-from qkeel.remedies.fused_adam import AdamPass, refusal
-from qkeel.remedies.head_groups import HeadGroups, WeightNorm, frobenius_norm, views_by_tensor
+from qkeel.remedies.head_groups import HeadGroups, WeightNorm, views_by_tensor
 from qkeel.remedies.head_weights import HeadWeights, SplitNorms, WeightCheck, found_inf, innermost
 
 # Tests whether an optimizer's step is proportional to its rate, on a small matrix and never on the user's weights.
@@ -267,7 +265,6 @@ def _start_state(optimizer: Optimizer, parameter: nn.Parameter, group: ParamGrou
 # The mechanism behind per-head learning rates: scales every optimizer step of some weights per head.
 
 RateFactors = Callable[[Tensor], Tensor]
-_LOG = logging.getLogger("qkeel")
 
 
 def head_steps(
@@ -288,7 +285,7 @@ def head_steps(
     optimizer = innermost(target.need_optimizer(remedy))
     tensors = check_linear(optimizer, remedy, weights, decay=decay)
     replaced = WeightCheck(target.model, remedy, weights.names, tensors=tensors)
-    return HeadSteps(optimizer, remedy, replaced, weights, tensors, measure, decay)
+    return HeadSteps(optimizer, replaced, weights, tensors, measure, decay)
 
 
 @final
@@ -304,18 +301,11 @@ class HeadSteps:
     does not depend on the number of weights or heads, except that frozen weights, and heads whose rows follow no
     regular pattern, are measured one by one. The host reads nothing back. The rows of the heads are copied once, for
     the duration of the step; on a CPU the memory is kept for the next step.
-
-    Torch's fused Adam and AdamW need neither the copy nor the rescaling, because `AdamPass` performs their step. At
-    factor 1 it gives torch's weights bit for bit on a CPU, and up to a few rounding errors on a GPU. With
-    `frobenius_norm` the pass also returns the norms for the next step. A change that torch does not track (made through
-    `.data`, or by another fused optimizer, kernel or CUDA graph) is therefore detected one step late. `way` says which
-    implementation was chosen for the most recent step, and why; the logger "qkeel" reports the same at level DEBUG.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        remedy: str,
         replaced: WeightCheck,
         weights: HeadWeights,
         tensors: Sequence[Tensor | None],
@@ -336,8 +326,6 @@ class HeadSteps:
         self._split = SplitNorms(weights.slices, self._read, measure)
         self._order, self._dtype = torch.empty(0, dtype=torch.int64), _widest(self._read)
         self._decay = None if decay else DecayFactors(optimizer, tensors, counts, _decay_rate)
-        self._adam = AdamPass.of(optimizer, by_tensor, weights.slices, plain=not decay)
-        self._remedy, self.way = remedy, ""
         self._factors: Tensor | None = None  # the factors of the current step
 
     @torch.no_grad()
@@ -345,9 +333,9 @@ class HeadSteps:
         """Returns the current measure of all heads [h], bit for bit equal to the one computed in a step."""
         if dist.world() > 1:  # no process may fail from here on, because they wait for each other
             dist.gather_messages("qkeel.apply", "measures")
-        found = self._copied() if self._ready_adam() is None else self._one_by_one({})
-        self._forget()
-        return found
+        measures = self._copied()
+        self._clear()
+        return measures
 
     def scale(self, rates: RateFactors) -> Handle:
         """Scales each step by factors that `rates` computes from the measure [h] before the step.
@@ -372,43 +360,18 @@ class HeadSteps:
         go_first(last)
         return compose(map(Handle, (self._clear, last.remove, first.remove)))
 
-    def _ready_adam(self) -> AdamPass | None:
-        """Returns the pass that takes over the coming step, or None if no pass can."""
-        now = refusal(self._optimizer, [w for _, w in self._stepped]) if self._adam is None else self._adam.refusal()
-        why = now or ("the weights had a different dtype when the remedy was applied" if self._adam is None else "")
-        way = f"copied and rescaled: {why}" if why else "scaled in the optimizer's own pass"
-        if way != self.way:
-            self.way = way
-            _LOG.debug("steps of %s are %s", self._remedy, way)
-        return None if why else self._adam
-
     def _clear(self) -> None:
         """Drops everything that belongs to the current step."""
         self._factors = None
-        self._forget()
-        if self._adam is not None:
-            self._adam.end()
-
-    def _forget(self) -> None:
-        """Drops the copies."""
         for group in self._groups.all:
             group.forget()
 
     def _begin(self, rates: RateFactors) -> None:
-        """Measures and copies the weights, or lets the pass take over the step."""
+        """Measures and copies the weights."""
         self._clear()  # if an earlier step raised an exception
-        adam = self._ready_adam()
-        if adam is None:
-            sizes = self._copied()
-        else:
-            sizes = self._one_by_one(adam.norms() if self._measure is frobenius_norm else {})
-        factors = F.pad(rates(sizes), (0, 1), value=1.0)
-        if adam is not None:
-            adam.begin(factors)
-            return
-        self._factors = factors
+        self._factors = F.pad(rates(self._copied()), (0, 1), value=1.0)
         if self._decay is not None:
-            self._decay.read(factors.dtype, factors.device)
+            self._decay.read(self._factors.dtype, self._factors.device)
 
     def _end(self, infinite: Tensor | None) -> None:
         """Scales the step. If a subclass's step calls its parent's, both run hooks, but only the inner is scaled."""
@@ -425,30 +388,15 @@ class HeadSteps:
         if self._groups.update(self._stepped):
             self._order, self._dtype = self._positions(), _widest(self._read)
         found = [x for group in self._groups.all for x in group.copy(self._measure)]
-        if self._measure is None:
-            return self._ones()
-        found.extend(self._one(self._measure, i) for i in self._others)
-        return self._split.norms(self._row(found)[self._order])
-
-    def _one_by_one(self, known: Mapping[int, Tensor]) -> Tensor:
-        """Returns the measure of all heads [h] without a copy, weight by weight. Some measures may be known already."""
-        if self._measure is None:
-            return self._ones()
-        found = [known[i] if i in known else self._one(self._measure, i) for i in range(len(self._slices))]
-        return self._split.norms(self._row(found))
-
-    def _row(self, found: Sequence[Tensor]) -> Tensor:
-        """Concatenates the measures on the first weight's device. For split weights these are sums of squares."""
         device = self._read[0].device
-        return torch.cat([x.to(device) for x in found])
-
-    def _one(self, measure: WeightNorm, i: int) -> Tensor:
-        if i in self._split:
-            return self._split.squares(i)
-        return measure(self._slices[i].heads(self._read[i].detach()))
-
-    def _ones(self) -> Tensor:
-        return torch.ones(sum(self._counts), dtype=self._dtype, device=self._read[0].device)
+        if self._measure is None:
+            return torch.ones(sum(self._counts), dtype=self._dtype, device=device)
+        for i in self._others:
+            if i in self._split:
+                found.append(self._split.squares(i))
+            else:
+                found.append(self._measure(self._slices[i].heads(self._read[i].detach())))
+        return self._split.norms(torch.cat([x.to(device) for x in found])[self._order])
 
     def _positions(self) -> Tensor:
         """Returns each head's index in the row of the measures of all groups, then those measured one by one."""

@@ -19,7 +19,7 @@ from qkeel.kernels.native import build, logit_pass, operators
 OPS: Any = torch.ops.qkeel_native
 SOURCES = (
     *(compiled_attention.OPERATORS, compiled_attention.BACKWARD, compiled_attention.DECODE_OPERATORS),
-    *(logit_pass.OPERATORS, operators.NORM_ROPE_OPERATORS, operators.STACKED_OPERATORS, operators.ADAMW_OPERATORS),
+    *(logit_pass.OPERATORS, operators.NORM_ROPE_OPERATORS, operators.STACKED_OPERATORS),
 )
 Arguments = tuple[Any, ...]
 BAD = torch.float8_e4m3fn
@@ -96,32 +96,6 @@ def norm_rope_backward(n: int) -> list[Arguments]:
         y, inverse = OPS.norm_rope(x, gain, cos, sin, kind, eps, keep)
         found.append((torch.randn_like(y), x if keep else y, inverse, gain, cos, sin, kind, eps, keep))
     return found
-
-
-def adam_lines(n: int) -> list[Arguments]:
-    def lists(top: bool, axis: int) -> Arguments:
-        shapes = (3, n), (n, 5)
-        w, g, m, v, t = ([rand(s) for s in shapes] for _ in range(5))
-        lines = [s[axis] for s in shapes]
-        squares = [torch.full((x,), torch.nan, dtype=torch.float64) for x in lines]
-        own = (w, g, m, v, t if top else [], [torch.ones(()) for _ in w], [rand(x) for x in lines], squares)
-        return *own, [axis, axis], 0.01, 0.9, 0.99, 1e-8, 0.1, True, False, False
-
-    return [lists(False, 0), lists(True, 1)]
-
-
-def wrong_lines(w: Any, *_: Any) -> list[dict[int, Any]]:
-    lists = adam_lines(w[0].shape[1])[0]
-    bad = {
-        0: randn(len(w[1]), 10)[:, ::2],
-        1: randn(len(w[1]), 4),
-        2: randn(w[1].shape, dtype=torch.float64),
-        3: randn(5, len(w[1])).T,
-        5: torch.zeros(2),
-        6: torch.ones(7),
-        7: torch.zeros(len(w[1])),
-    }
-    return [{i: [lists[i][0], x]} for i, x in bad.items()] + [{1: lists[1][:1]}, {8: [0, 2]}]
 
 
 def stack(n: int, *more: int) -> Tensor:
@@ -255,12 +229,6 @@ OPERATORS: dict[str, Operator] = {
     ),
     "norm_rope_backward": Operator(make=norm_rope_backward),
     "gain_spread": Operator(make=lambda n: [(rand(n) + 0.5,)]),
-    "adam_lines": Operator(make=adam_lines, slow=False, wrong=wrong_lines),
-    "scale_heads": Operator(
-        make=lambda n: [([randn(2, 3, n), randn(n, 4, 2).mT], [rand(2), rand(n)])],
-        slow=False,
-        wrong=lambda heads, *_: [{0: [randn(2, 3)], 1: [rand(2)]}, {0: heads[:1], 1: [rand(3)]}, {1: []}],
-    ),
     "stacked_linear": Operator(
         make=lambda n: [(stack(n), stack(16))],
         wrong=lambda x, w: [{0: x.double(), 1: w.double()}, {1: w[:, :7].contiguous()}, {1: w[:1]}],

@@ -12,20 +12,18 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas  # of several that it brings, the one that it takes itself
 from triton.compiler import ASTSource
 
-from qkeel.kernels.triton import adamw, heads, norm_rope, row_fields, statistics
+from qkeel.kernels.triton import norm_rope, row_fields, statistics
 
-FLOATS = "inverse gain cos sin parts largest smallest lse entropy numbers bars tops lows ends old sums norms factors"
-FLOATS += " keeps grams unscale found scales fields inverses"
+FLOATS = "inverse gain cos sin parts largest smallest lse entropy numbers bars tops lows ends scales fields inverses"
 STORED = "x y dy kept dx q k"
 WHOLE = {
-    **dict.fromkeys(("weights", "table", "counts"), "*i64"),
-    **dict.fromkeys(("plan", "starts", "stops", "picked"), "*i32"),
+    "counts": "*i64",
+    **dict.fromkeys(("starts", "stops", "picked"), "*i32"),
     **dict.fromkeys(("keys", "counted", "pairs"), "*u8"),
     **dict.fromkeys(FLOATS.split(), "*fp32"),
     **dict.fromkeys(STORED.split(), "*bf16"),
 }
-NUMBERS = ["eps", "scale", "cap", "widest", "lr", "drop", "coupled", "toward", "beta2", "grown", "small", "log1"]
-NUMBERS += ["log2", "threshold"]
+NUMBERS = ["eps", "scale", "cap", "widest", "threshold"]
 HEAD = {"D": 128, "HALF": 64, "WIDE": 64, "TAIL": 1, "HEADS": 16, "TOKENS": 1, "STEP": 1, "WHOLE": False}
 PART = {"D": 64, "HALF": 8, "WIDE": 8, "TAIL": 64, "HEADS": 16, "TOKENS": 2, "STEP": 2, "WHOLE": False}
 TOKEN = {**HEAD, "HEADS": 64, "WHOLE": True}
@@ -35,11 +33,6 @@ SEEN = {"D": 128, "WIDE": 128, "ROWS": 128, "KEYS": 64, "CAUSAL": True}
 SEEN |= dict.fromkeys(("WINDOW", "MASK", "SPANS", "CAP", "SAMPLED"), False)
 FIELDS = {**SEEN, "SCALED": False, "PAIRS": False}
 MASKED = {**FIELDS, "ROWS": row_fields._MASKED[0], "KEYS": row_fields._MASKED[1]}
-ALL = {"TYPE": heads.tl.float32, "BLOCK": heads._BLOCK, "EVEN": True}
-GRAM = {"TYPE": heads.tl.float32, "R": 128, "TILE": 64, "DEPTH": heads._DEPTH}
-APART = {"EVEN": False, "BLOCK": heads._BLOCK_APART}
-ADAM = {"STEP": True, "DECAY": 2, **dict.fromkeys(("TOP", "UP", "UNSCALE", "SKIPS"), False)}
-ROWS, COLUMNS = ({"LINES": n, "OTHERS": m, "ACROSS": a, "EVEN": True} for a, (n, m) in adamw._TILE.items())
 EXTREME = {"COUNTED": False, "BARS": False}
 ONES = ("heads", "times", "outer", "blocks", "groups", "each", "share", "length", "tiles")
 
@@ -74,21 +67,6 @@ CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("bracket", statistics._bracket, {"CAUSAL": True, "COUNTED": True, "BLOCK": 1024}, 4),
     ("numbers of heads from a sample", statistics._sampled_heads, {"MASK": True, "BLOCK": 512}, 4),
     ("numbers of heads", statistics._heads, {"MASK": True, "BLOCK": 1024}, 4),
-    ("heads copied and summed", heads._copy, {**ALL, "COPY": True, "SUMS": True}, 8),
-    ("heads summed", heads._copy, {**ALL, "COPY": False, "SUMS": True}, 8),
-    ("products of rows", heads._grams, {**GRAM, "LIE": 1}, 4),
-    ("products of rows of 16 bits", heads._grams, {**GRAM, "LIE": 1, "TYPE": heads.tl.bfloat16}, 4),
-    ("products of columns", heads._grams, {**GRAM, "LIE": 2}, 4),
-    ("products of rows that lie apart", heads._grams, {**GRAM, "LIE": 0, "R": 80}, 4),
-    ("norms of heads", heads._norms, {"BLOCK": 256}, 1),
-    ("heads moved", heads._move, {**ALL, "KEEPS": True}, 8),
-    ("heads in columns moved", heads._move, {**ALL, "KEEPS": False, **APART}, 8),
-    ("heads scaled", heads._scale, ALL, 8),
-    ("a step of rows", adamw._lines, {**ADAM, **ROWS}, 8),
-    ("a step of columns", adamw._lines, {**ADAM, **COLUMNS}, 8),
-    ("a step of rows with every option", adamw._lines, {**dict.fromkeys(ADAM, True), **ROWS, "DECAY": 3}, 8),
-    ("a step of columns that lie apart", adamw._lines, {**ADAM, **COLUMNS, "EVEN": False}, 8),
-    ("squares of rows", adamw._lines, {**dict.fromkeys(ADAM, False), **ROWS}, 8),
 ]  # fmt: skip
 
 

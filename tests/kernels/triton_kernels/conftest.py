@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from qkeel.kernels.triton import available
@@ -19,7 +18,6 @@ def _interpreted(_triton: None) -> None: ...
 def through_triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """CPU tensors take the way of CUDA tensors; the dtypes of the passes over q and k that were made there."""
     monkeypatch.setattr(available, "usable", lambda device: available.loaded())
-    assert all(available.trusted(family, torch.device("cpu")) for family in ("statistics", "sampled statistics"))
     seen: list[Any] = []
     from qkeel.kernels.triton import statistics
 

@@ -11,15 +11,7 @@ from pathlib import Path
 
 import pytest
 
-NARROW = (
-    "norms of heads",
-    "bracket",
-    "numbers of heads",
-    "numbers of heads from a sample",
-    "heads in columns moved",
-    "products of rows that lie apart",
-    "a step of columns that lie apart",
-)  # few numbers, or none beside each other
+NARROW = ("bracket", "numbers of heads", "numbers of heads from a sample")  # few numbers, or none beside each other
 AHEAD = Path(__file__).with_name("ahead.py")
 
 
@@ -31,10 +23,10 @@ def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> No
     done = subprocess.run([sys.executable, str(AHEAD)], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     told = re.findall(r"(.*): registers (\d+), spilled (\d+), shared (\d+), 16-byte loads (\d+)", done.stdout)
-    assert len(told) == 38
+    assert len(told) == 23
     logit = dict(re.findall(r"(.*, a logit at head_dim \d+): instructions (.*)", done.stdout))
     assert all(float(n) <= (6 if name.startswith("extremes") else 14) for name, n in logit.items()), logit
-    assert len(done.stdout.splitlines()) == 42
+    assert len(done.stdout.splitlines()) == 27
     for name, registers, spilled, shared, loads in told:
         assert int(spilled) == 0
         assert int(registers) <= 255

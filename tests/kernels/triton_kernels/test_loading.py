@@ -17,7 +17,6 @@ CUDA = torch.device("cuda", 0)
 @pytest.fixture
 def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(available, "_modern", lambda device: True)
-    monkeypatch.setattr(available, "_agrees", lambda family, device: True)
 
 
 @pytest.mark.usefixtures("_a_gpu")

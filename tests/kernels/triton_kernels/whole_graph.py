@@ -13,7 +13,6 @@ def main() -> None:
     """Forward and backward in one graph."""
     choose, device = encode.operator_for, torch.device("cuda", 0)
     available._modern = lambda _: True
-    available._agrees = lambda family, device: True
     encode.operator_for = lambda _: choose(device)  # a CPU's tensors take the way of a GPU's
     encode._keeps = lambda x, gain: True
     module = qkeel.nn.Attention(16, 2, spec=qkeel.preset("qwen3"))

@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -19,19 +18,9 @@ from qkeel.errors import caution
 from qkeel.kernels.native.operators import STORED, is_plain
 from qkeel.patching.modes import constant_when_compiled, transformed
 
-if TYPE_CHECKING:
-    from qkeel.kernels.triton.heads import HeadTable
-
-
-# The kernel families. Each has a test case in `first_use`.
-Family = Literal[
-    "norm and rotation", "statistics", "all statistics", "sampled statistics", "heads of weights", "step of AdamW"
-]
-
 _LOADING = threading.Lock()
 _OLDEST = (8, 0)  # least compute capability, the first with bfloat16
 _WIDEST = 256  # largest head_dim of the statistics
-_LARGEST = 2**31  # numbers in a head, indexed with 32 bits
 
 
 class RowNumbers(NamedTuple):
@@ -80,44 +69,6 @@ def usable(device: torch.device) -> bool:
         return _modern(device) and loaded()
 
 
-@constant_when_compiled
-def trusted(family: Family, device: torch.device) -> bool:
-    """True if a family of kernels can currently be used for tensors on the device.
-
-    On first use on a device, the family computes a small test case; see `first_use`. If it fails or differs from
-    torch's result, one warning reports it and the family stays disabled. The test waits for the device, so while a CUDA
-    graph is being captured, an untested family counts as disabled.
-    """
-    if not usable(device):
-        return False
-    with _LOADING:
-        try:
-            return _agrees(family, device)
-        except _CapturingError:
-            return False
-
-
-class _CapturingError(Exception):
-    """A CUDA graph is being captured, so waiting for the device is not allowed."""
-
-
-@functools.cache  # exceptions are not cached
-def _agrees(family: Family, device: torch.device) -> bool:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise _CapturingError
-    from qkeel.kernels.triton import first_use
-
-    try:
-        off = first_use.difference(family, device)
-        why = f"differ from torch's result by {off:.1e} times what rounding explains"
-        if off <= 1:
-            return True
-    except Exception as error:  # from Triton, its compiler or the driver
-        why = f"fail: {type(error).__name__}: {error}"
-    caution(f"qkeel's Triton kernels ({family}) on {device} {why}. Torch is used instead. QKEEL_TRITON=0 silences this")
-    return False
-
-
 @functools.cache
 def loaded() -> bool:
     """True if Triton can be imported; registers the operators on the first call."""
@@ -135,20 +86,7 @@ def _modern(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= _OLDEST
 
 
-def takes(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"], family: Family = "statistics") -> bool:
-    """True if `statistics.row_statistics` and the sampled passes support q and k."""
+def takes(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]) -> bool:
+    """True if the statistics kernels support q and k."""
     plain = all(is_plain(x) and x.dtype in STORED for x in (q, k))
-    return plain and q.numel() > 0 and k.numel() > 0 and q.shape[-1] <= _WIDEST and trusted(family, q.device)
-
-
-def takes_heads(heads: Sequence[Float[Tensor, "n r m"]]) -> bool:
-    """True if `head_table` supports these views of weights, which share a device and dtype."""
-    small = all(view[0].numel() < _LARGEST for view in heads)
-    return heads[0].dtype in STORED and small and trusted("heads of weights", heads[0].device)
-
-
-def head_table(heads: Sequence[Float[Tensor, "n r m"]]) -> HeadTable:
-    """Imports the Triton kernels for heads and returns the table for these views of weights."""
-    from qkeel.kernels.triton.heads import HeadTable
-
-    return HeadTable(heads)
+    return plain and q.numel() > 0 and k.numel() > 0 and q.shape[-1] <= _WIDEST and usable(q.device)
