@@ -1,4 +1,4 @@
-"""What the processes of a setup measure: python -m tests.processes.watching RANK WORLD FOLDER SETUP…"""
+"""What the processes of a setup measure: python -m tests.contract.processes.watching RANK WORLD FOLDER SETUP…"""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.processes.context import Context, hidden, split
-from tests.processes.ending import end
-from tests.processes.pipelines import layers_of, pipelined
-from tests.processes.seen import Seen
-from tests.processes.wrapped import BATCH, batch, llama, part, wrapped
+from tests.contract.processes.context import Context, hidden, split
+from tests.contract.processes.ending import end
+from tests.contract.processes.pipelines import layers_of, pipelined
+from tests.contract.processes.seen import Seen
+from tests.contract.processes.wrapped import BATCH, batch, llama, part, wrapped
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils import _pytree as pytree
@@ -26,9 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qkeel
 from qkeel.errors import QkeelWarning
-from qkeel.monitor import Layout
-from qkeel.monitor.monitor import Monitor
-from qkeel.monitor.record import Sample
+from qkeel.monitor import Layout, Sample
 
 STEPS = 3
 Step = Callable[[nn.Module, torch.optim.Optimizer, int], float]
@@ -57,7 +55,7 @@ def trained(model: nn.Module, step_of: Step, monitored: bool, **options: Any) ->
     losses: list[float] = []
     counts: list[int] = []
     samples: list[Sample] = []
-    monitor: Monitor | None = None
+    monitor = None
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         if monitored:
@@ -74,7 +72,7 @@ def trained(model: nn.Module, step_of: Step, monitored: bool, **options: Any) ->
     return seen_by(monitor, samples, warned, losses, counts)
 
 
-def seen_by(monitor: Monitor, samples: list[Sample], warned: list[str], losses: list[float], counts: list[int]) -> Seen:
+def seen_by(monitor: Any, samples: list[Sample], warned: list[str], losses: list[float], counts: list[int]) -> Seen:
     """What one monitor has recorded; it is closed."""
     reads = {
         site: {name: x.numpy() for name, x in stats.tensors().items()} for site, stats in monitor.read("train").items()

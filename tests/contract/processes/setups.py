@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from tests.processes.remedies import BY_HEADS, GATHERED, MIXED, STAGES, TOKENS, WHOLE
+from tests.contract.processes.remedies import BY_HEADS, GATHERED, MIXED, STAGES, TOKENS, WHOLE
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Setup:
         collectives: that a monitor adds to a measured step; where the model is compiled, with those of a pass of its
             own.
         collectives_of_search: whether the first step has more of them, in the passes that find the sites.
-        remedies: by the name of a remedy, "equal" or "refused: why"; filled by tests/processes/remedies.
+        remedies: by the name of a remedy, "equal" or "refused: why"; filled by remedies.py.
     """
 
     title: str
@@ -32,7 +32,7 @@ class Setup:
     remedies: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-# By name; tests/processes/wrapped.py builds each.
+# By name; wrapped.py builds each.
 SETUPS: dict[str, Setup] = {
     "ddp": Setup(title="DistributedDataParallel", processes=2, quick=True, remedies=WHOLE),
     "ddp_no_sync": Setup(title="DistributedDataParallel, two micro-batches with no_sync", processes=2, remedies=WHOLE),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.processes.wrapped import LAYERS, batch, llama
+from tests.contract.processes.wrapped import LAYERS, batch, llama
 from torch import Tensor, nn
 from torch import distributed as dist
 

