@@ -12,11 +12,26 @@ attention of this spec, per head (logits in nats):
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from qkeel.deprecation import earlier_name
 from qkeel.version import VERSION
 
 if TYPE_CHECKING:
-    from qkeel import audit, errors, integrations, lab, monitor, nn, reference, remedies, report, sites, spec
-    from qkeel.audit import check, explain_model
+    from qkeel import (
+        audit,
+        errors,
+        functional,
+        integrations,
+        lab,
+        metrics,
+        monitor,
+        nn,
+        reference,
+        remedies,
+        report,
+        sites,
+        spec,
+    )
+    from qkeel.audit import check, explain
     from qkeel.autopilot.autopilot import autopilot
     from qkeel.monitor.sinks import load
     from qkeel.monitor.watch import watch
@@ -34,7 +49,7 @@ _HOMES = {
     "apply": "qkeel.remedies",
     "attention": "qkeel.ops",
     "check": "qkeel.audit",
-    "explain_model": "qkeel.audit",
+    "explain": "qkeel.audit",
     "export": "qkeel.remedies.retrofit",
     "find_sites": "qkeel.sites",
     "fold": "qkeel.remedies.retrofit",
@@ -53,13 +68,15 @@ __all__ = [
     "autopilot",
     "check",
     "errors",
-    "explain_model",
+    "explain",
     "export",
     "find_sites",
     "fold",
+    "functional",
     "integrations",
     "lab",
     "load",
+    "metrics",
     "monitor",
     "nn",
     "preset",
@@ -75,6 +92,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    name = earlier_name(__name__, name, {"explain_model": "explain"}) or name
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in __all__:  # a package

@@ -1,10 +1,11 @@
 """AUDIT: reads a checkpoint head by head without running it, and explains a model's attention by experiment."""
 
 from qkeel.audit.check import check
-from qkeel.audit.explain import explain_model
+from qkeel.audit.explain import explain
 from qkeel.audit.explain_responses import Explanation, NormRecipe, Rotation, SiteRecipe
 from qkeel.audit.scan import Scan, SiteReport, TensorReport, as_json, scan, table
 from qkeel.audit.tensor_heads import Geometry, Unknown
+from qkeel.deprecation import earlier_name
 
 __all__ = [
     "Explanation",
@@ -18,7 +19,13 @@ __all__ = [
     "Unknown",
     "as_json",
     "check",
-    "explain_model",
+    "explain",
     "scan",
     "table",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if earlier_name(__name__, name, {"explain_model": "explain"}):
+        return explain
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

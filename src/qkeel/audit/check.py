@@ -12,17 +12,19 @@ from torch import nn
 from qkeel.audit.scan import Scan, ScanProgress, scan
 from qkeel.audit.tensor_heads import Geometry
 from qkeel.capture.example import arguments, copied, undisturbed
+from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
 from qkeel.functional.statistics import LogitStats
 from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import FaultGuard
 from qkeel.records import NON_FINITE, Heads, RunDirectory, fold_heads
-from qkeel.sites.find import find_sites, site_label
+from qkeel.sites.find import found_sites, site_label
 from qkeel.sites.tap import Tap
 
 
-def check(what: nn.Module | str | Path, batch: object = None, *, threshold: float = HARMFUL_LOGIT) -> Health:
+@accepts_earlier_calls("qkeel.check(model_or_path, batch)", renamed={"what": "model_or_path"})
+def check(model_or_path: nn.Module | str | Path, batch: object = None, *, threshold: float = HARMFUL_LOGIT) -> Health:
     """Checks whether attention is healthy; `print` shows the result in one sentence, and `table()` returns each layer's
     numbers.
 
@@ -32,13 +34,13 @@ def check(what: nn.Module | str | Path, batch: object = None, *, threshold: floa
     above the threshold is therefore "not known", not "not healthy".
 
     Args:
-        what: a model; the directory of a run that qkeel watched or trained; or a .safetensors file, a folder of shards
-            or a Hugging Face folder.
+        model_or_path: a model; the directory of a run that qkeel watched or trained; or a .safetensors file, a folder
+            of shards or a Hugging Face folder.
         batch: input of the model: a tensor, a tuple of the forward's arguments or a dict of its keyword arguments.
         threshold: the largest accepted logit, in nats.
 
     Raises:
-        InvalidTypeError: `what` has the wrong type, or a model is given without a batch.
+        InvalidTypeError: `model_or_path` has the wrong type, or a model is given without a batch.
         NoAttentionError: no attention is observed in the forward pass.
         InvalidValueError: the threshold is not above 0.
         RunDirectoryError, DataError: the files cannot be read.
@@ -50,13 +52,15 @@ def check(what: nn.Module | str | Path, batch: object = None, *, threshold: floa
     """
     if not threshold > 0:
         raise InvalidValueError(f"expected a threshold above 0 nats, got {threshold}")
-    if isinstance(what, nn.Module):
+    if isinstance(model_or_path, nn.Module):
         if batch is None:
             raise InvalidTypeError("expected a batch that the model accepts: qkeel.check(model, batch)")
-        return _of_model(what, batch, threshold)
-    if not isinstance(what, (str, Path)):
-        raise InvalidTypeError(f"expected a model, or the path of a run or checkpoint, got {type(what).__name__}")
-    path = Path(what)
+        return _of_model(model_or_path, batch, threshold)
+    if not isinstance(model_or_path, (str, Path)):
+        raise InvalidTypeError(
+            f"expected a model, or the path of a run or checkpoint, got {type(model_or_path).__name__}"
+        )
+    path = Path(model_or_path)
     return _of_run(path, threshold) if is_run(path) else of_scan(scan(path), threshold)
 
 
@@ -73,7 +77,7 @@ def check_checkpoint(path: Path, flags: Geometry, threshold: float, on_progress:
 def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     args, kwargs = arguments(batch, "batch")
     inner = unwrapped(model)
-    sites = find_sites(inner, *args, **kwargs)
+    sites, _ = found_sites(inner, args, kwargs)
     guard = FaultGuard("looking at attention failed: {}")
     with Tap(inner, guard=guard) as tap, torch.no_grad(), undisturbed(inner):
         tap.sites = sites

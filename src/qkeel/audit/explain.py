@@ -47,7 +47,8 @@ from qkeel.capture.example import Arguments, arguments, undisturbed
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import owners, unwrapped
-from qkeel.sites import AttentionSite, HeadSlice, find_sites
+from qkeel.sites import AttentionSite, HeadSlice
+from qkeel.sites.find import found_sites
 from qkeel.sites.tap import Tap
 
 # One side of one site: its norm and rotation, read from its responses to the experiments.
@@ -313,7 +314,7 @@ _CHECKS: tuple[Check, ...] = (_norm, _scale, _cap, _window, _heads, _base)
 # Assembling the recipe of each attention layer.
 
 
-def explain_model(model: nn.Module, batch: object = None) -> Explanation:
+def explain(model: nn.Module, batch: object = None) -> Explanation:
     """Determines by forward passes what each attention layer of a model does to q, k and their product.
 
     Names and types are not trusted. Instead, the projections of every site are made to output chosen values (twice as
@@ -337,14 +338,14 @@ def explain_model(model: nn.Module, batch: object = None) -> Explanation:
 
     Example:
         >>> model = nn.TransformerEncoderLayer(16, 2, dropout=0.0, batch_first=True)
-        >>> print(explain_model(model, torch.randn(1, 5, 16)).sites[0].lines()[0])
+        >>> print(explain(model, torch.randn(1, 5, 16)).sites[0].lines()[0])
         heads     2 heads of 8
     """
     model = unwrapped(model)
     args, kwargs = _last_batch(model) if batch is None else arguments(batch, "batch")
     with undisturbed(model):
         model.eval()
-        found = find_sites(model, *args, **kwargs)
+        found, _ = found_sites(model, args, kwargs)
         sites = [s for s in found if not isinstance(s.module, SpecModule)]
         if not sites:
             raise RefusedError(
@@ -367,7 +368,7 @@ def _last_batch(model: nn.Module) -> Arguments:
     latest = next((tap.latest for tap in owners(model) if isinstance(tap, Tap) and tap.latest is not None), None)
     if latest is None:
         raise InvalidTypeError(
-            "expected a batch that the model accepts: qkeel.explain_model(model, batch). The batch may be left out "
+            "expected a batch that the model accepts: qkeel.explain(model, batch). The batch may be left out "
             "only for a model that qkeel.watch has watched during training"
         )
     return tuple(latest.args), dict(latest.kwargs)

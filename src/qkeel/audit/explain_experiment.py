@@ -1,4 +1,4 @@
-"""The experiments behind `explain_model`: forward passes with chosen projection outputs, and the q, k and logits that
+"""The experiments behind `qkeel.explain`: forward passes with chosen projection outputs, and the q, k and logits that
 they show.
 
 Shapes: h query heads, g key heads, t queries, s keys, d dimensions per head.
@@ -390,7 +390,7 @@ def _other_leaf(module: nn.Module, args: object, output: object) -> object:
     return -2 * output if isinstance(output, Tensor) else output
 
 
-# The experiments of explain_model: each pass covers all sites at once.
+# The experiments of `qkeel.explain`: each pass covers all sites at once.
 
 
 def products(reading: Observation, over: Tensor) -> tuple[Tensor, Tensor]:

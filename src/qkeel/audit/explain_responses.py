@@ -247,7 +247,7 @@ def _base(u: Tensor, v: Tensor, r: int) -> tuple[float | None, str]:
     return float(f"{math.exp(-slope * r / 2):.3g}"), ""
 
 
-# The result of explain_model: one SiteRecipe per attention layer, and the text of all recipes.
+# The result of qkeel.explain: one SiteRecipe per attention layer, and the text of all recipes.
 
 
 @final

@@ -265,9 +265,9 @@ class RemedyManager:
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], sites: Sequence[AttentionSite], example: object
+        self, model: nn.Module, optimizers: Sequence[Optimizer], sites: Sequence[AttentionSite], batch: object
     ) -> None:
-        self.model, self.optimizers, self.example = model, list(optimizers), example
+        self.model, self.optimizers, self.batch = model, list(optimizers), batch
         self.handles: dict[RemedyKey, tuple[Handle, SiteHeads]] = {}
         self.norm: tuple[str, Retrofit] | None = None
         self.compiled = False  # whether the model was observed to run compiled code
@@ -297,8 +297,8 @@ class RemedyManager:
                 if own and self._refusal((spec, i), dict.fromkeys(own, ())):
                     refusals = {name: self._refusal((spec, i), {name: ()}) for name in own}
                     found += [(action, name, why) for name, why in refusals.items() if why]
-        if self.example is None:
-            found.append((Action.NORM, None, "its gains are fitted on a batch: pass example=batch to the autopilot"))
+        if self.batch is None:
+            found.append((Action.NORM, None, "its gains are fitted on a batch: pass batch=batch to the autopilot"))
         return found
 
     def _refusal(self, key: RemedyKey, heads: SiteHeads) -> str:
@@ -369,7 +369,7 @@ class RemedyManager:
 
     def _applied(self, key: RemedyKey, heads: SiteHeads) -> Handle:
         remedy = dataclasses.replace(self._parsed(key), heads=tuple(heads.items()))
-        return apply(remedy, self.model, self.optimizers[key[1]], sites=self.sites, partial=True)
+        return apply(self.model, remedy, self.optimizers[key[1]], sites=self.sites, partial=True)
 
     def set_norm(self, spec: str) -> Refusals:
         """Replaces all remedies by a norm with fitted gains throughout the model, once; "" stands for no norm.
@@ -386,7 +386,9 @@ class RemedyManager:
         try:
             for optimizer in self.optimizers:
                 try:
-                    norm = retrofit(self.model, spec, [self.example], optimizer, fitting=RetrofitConfig(anneal=BLEND))
+                    norm = retrofit(
+                        self.model, spec, [self.batch], optimizer=optimizer, config=RetrofitConfig(anneal=BLEND)
+                    )
                     self.norm = spec, norm
                     return []
                 except QkeelError as error:

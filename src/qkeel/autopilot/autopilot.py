@@ -17,7 +17,7 @@ from qkeel import dist
 from qkeel.autopilot.actuator import FIELDS, PolicyRunner, RemedyManager, begun
 from qkeel.autopilot.policy import Action, Decision, Policy, Refused, SiteFacts, active_actions
 from qkeel.autopilot.policy import policy as known_policy
-from qkeel.capture.example import arguments
+from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import AlarmWarning, InvalidTypeError, InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.handle import Handle, State, under
 from qkeel.heads.site import AttentionSite
@@ -147,9 +147,9 @@ class Autopilot(Handle):
     action, training is bit-identical to that of a watched run.
     """
 
-    def __init__(self, monitor: Monitor, optimizers: Sequence[Optimizer], policy: Policy, named: str, example: object):
+    def __init__(self, monitor: Monitor, optimizers: Sequence[Optimizer], policy: Policy, named: str, batch: object):
         self.monitor, self.policy, self.named = monitor, policy, named
-        self.optimizers, self.example = list(optimizers), example
+        self.optimizers, self.batch = list(optimizers), batch
         self.events: list[Row] = []
         self.warns = True  # whether each decision raises a warning, as alarms do
         self.recording = Recording(planned=monitor.history.planned)
@@ -205,7 +205,7 @@ class Autopilot(Handle):
 
         Raises:
             InvalidValueError: the state is not that of an autopilot with this policy.
-            RefusedError: remedies were active and the sites are not known; pass an example to the autopilot.
+            RefusedError: remedies were active and the sites are not known; pass a batch to the autopilot.
         """
         self.load(state)
 
@@ -249,18 +249,17 @@ class Autopilot(Handle):
         """
         if self.monitor.sites:
             return list(self.monitor.sites)
-        args, kwargs = ((), {}) if self.example is None else arguments(self.example)
         try:
-            return list(find_sites(self.monitor.model, *args, **kwargs))
+            return list(find_sites(self.monitor.model, self.batch))
         except RefusedError as error:
             raise RefusedError(
-                "expected an example batch to restore the remedies that were active or decided: pass example=batch to "
+                "expected a batch to restore the remedies that were active or decided: pass batch=batch to "
                 "the autopilot or the callback, with a batch that the model accepts"
             ) from error
 
     def start(self, facts: Sequence[SiteFacts], missed: Sequence[str], sites: Sequence[AttentionSite]) -> PolicyRunner:
         """Starts the policy on these sites."""
-        self.actuator = RemedyManager(self.monitor.model, self.optimizers, sites, self.example)
+        self.actuator = RemedyManager(self.monitor.model, self.optimizers, sites, self.batch)
         self.recording.layers = tuple(site.name for site in facts)
         self.runner = PolicyRunner(self.policy, facts, missed)
         return self.runner
@@ -360,6 +359,7 @@ class Autopilot(Handle):
 EVERY = 10  # steps
 
 
+@accepts_earlier_calls("qkeel.autopilot(model, optimizer, batch=batch)", renamed={"example": "batch"})
 def autopilot(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
@@ -369,7 +369,7 @@ def autopilot(
     sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
     every: int | Cadence = EVERY,
     query_mask: MaskSource | None = None,
-    example: object = None,
+    batch: object = None,
 ) -> Autopilot:
     """Watches a training run and limits the logits of the heads that need it with the cheapest remedy that suffices.
 
@@ -383,7 +383,7 @@ def autopilot(
         sinks: where records and events are written; see `qkeel.watch`.
         every: at which steps the run is measured while there is no problem; see `qkeel.watch`.
         query_mask: which query rows count; see `qkeel.watch`.
-        example: a batch that the model accepts; needed for a calibrated norm and to resume with active remedies.
+        batch: an input that the model accepts; needed for a calibrated norm and to resume with active remedies.
 
     Returns:
         The Autopilot, a context manager with `events`, `decisions`, `state_dict()`, `load_state_dict()` and `close()`;
@@ -404,19 +404,19 @@ def autopilot(
     optimizers = _several(optimizer)
     chosen = known_policy(policy)
     sites = None
-    if example is not None:
-        args, kwargs = arguments(example)
-        sites = find_sites(unwrapped(model), *args, **kwargs) if isinstance(model, nn.Module) else None
+    if batch is not None:
+        sites = find_sites(unwrapped(model), batch) if isinstance(model, nn.Module) else None
     monitor = watch(model, optimizers[0], every=every, sinks=sinks, query_mask=query_mask, planned=planned, sites=sites)
-    return attach(monitor, optimizers, policy=policy if isinstance(policy, str) else chosen, example=example)
+    return attach(monitor, optimizers, policy=policy if isinstance(policy, str) else chosen, batch=batch)
 
 
+@accepts_earlier_calls("attach(monitor, optimizer, batch=batch)", renamed={"example": "batch"})
 def attach(
     monitor: Monitor,
     optimizer: Optimizer | Sequence[Optimizer],
     *,
     policy: str | Policy = "ladder",
-    example: object = None,
+    batch: object = None,
 ) -> Autopilot:
     """Adds an autopilot to a model that is already watched, before its first step; the autopilot will close the
     monitor.
@@ -425,7 +425,7 @@ def attach(
         monitor: a monitor created with this optimizer, or with the first of several.
         optimizer: the optimizer or optimizers of the model.
         policy: see `autopilot`.
-        example: see `autopilot`.
+        batch: see `autopilot`.
 
     Raises:
         InvalidTypeError: an argument has the wrong type.
@@ -446,7 +446,7 @@ def attach(
         raise InvalidValueError(
             "expected a monitor that has recorded nothing yet; attach the autopilot before training"
         )
-    return Autopilot(monitor, optimizers, chosen, policy if isinstance(policy, str) else repr(chosen), example)
+    return Autopilot(monitor, optimizers, chosen, policy if isinstance(policy, str) else repr(chosen), batch)
 
 
 def _several(given: object) -> list[Optimizer]:

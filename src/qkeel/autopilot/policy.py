@@ -560,7 +560,7 @@ def policy(named: str | Policy, *, parameters: bool = True) -> Policy:
         raise InvalidValueError(
             "expected a policy without allow_new_parameters, because the checkpoints of this trainer cannot store "
             "parameters that are added during training; use it in your own training loop, with "
-            "qkeel.autopilot(model, optimizer, example=batch)"
+            "qkeel.autopilot(model, optimizer, batch=batch)"
         )
     return found
 

@@ -200,12 +200,22 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def arguments(batch: object, what: str = "example") -> Arguments:
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForwardArguments:
+    """The positional and keyword arguments of a forward pass, where a batch is expected."""
+
+    args: Args
+    kwargs: Mapping[str, object]
+
+
+def arguments(batch: object, what: str = "batch") -> Arguments:
     """Converts a tensor, a tuple or list of arguments, or a mapping of keyword arguments to arguments and keyword
     arguments.
 
     Raises: InvalidTypeError if the batch is none of these; `what` names it in the message.
     """
+    if isinstance(batch, ForwardArguments):
+        return batch.args, dict(batch.kwargs)
     if isinstance(batch, Mapping):
         return (), {str(name): value for name, value in batch.items()}
     if isinstance(batch, (Tensor, tuple, list)):

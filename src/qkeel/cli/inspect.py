@@ -71,7 +71,7 @@ def explain(text: str) -> str:
 
 def _formula(text: str) -> str:
     decoder = build_decoder(ModelConfig(d_model=8, n_layers=1, n_heads=2), vocab_size=2)
-    apply(text, decoder, torch.optim.AdamW(decoder.parameters()), train_length=_LENGTH)
+    apply(decoder, text, torch.optim.AdamW(decoder.parameters()), train_length=_LENGTH)
     return find_sites(decoder)[0].spec.explain()
 
 
@@ -304,7 +304,7 @@ def convert(
 ) -> int:
     """Convert a checkpoint with q/k norms to a Qwen3, OLMo 2 or Gemma 3 checkpoint with the same outputs.
 
-    Add the norms with qkeel.retrofit(model, "qk_norm", batches) and save the model with save_pretrained first. The
+    Add the norms with qkeel.retrofit(model, "qk_norm", batch) and save the model with save_pretrained first. The
     model is not run, and nothing is unpickled. If the architecture cannot compute the same outputs, the command fails
     with an error that gives the reason.
 

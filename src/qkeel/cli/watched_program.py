@@ -510,7 +510,7 @@ class _Remedied:
         if not spec or model is None:
             return None
         follows = spec == self._on_steps
-        return AtNextPass(spec, model, optimizer, Asked(partial=True), refused=refused, before=before, follows=follows)
+        return AtNextPass(model, spec, optimizer, Asked(partial=True), refused=refused, before=before, follows=follows)
 
 
 def disjoint(earlier: Sequence[weakref.ref[Optimizer]], new: Optimizer) -> list[Optimizer]:

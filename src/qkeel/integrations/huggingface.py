@@ -248,8 +248,8 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
         monitor = self._begin(model, optimizer, state.global_step)
         if self._policy is not False:
             saved = _saved(args, state) if state.global_step else None
-            example = None if saved is None else _example(kwargs.get("train_dataloader"), model)
-            self.pilot = attach(monitor, optimizer, policy=self._policy, example=example)
+            batch = None if saved is None else _example(kwargs.get("train_dataloader"), model)
+            self.pilot = attach(monitor, optimizer, policy=self._policy, batch=batch)
             if saved is not None and saved.exists():
                 self.pilot.load_state_dict(safetensors.torch.load_file(saved))
 

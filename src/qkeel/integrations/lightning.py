@@ -43,7 +43,7 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
         rules: see `qkeel.watch`.
         query_mask: see `qkeel.watch`.
         autopilot: True for the default policy, or a policy.
-        example: an input of the module, which an autopilot needs to resume.
+        batch: an input of the module, which an autopilot needs to resume.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
         rules: Sequence[Rule] | None = None,
         query_mask: MaskSource | None = None,
         autopilot: bool | str | Policy = False,
-        example: object = None,
+        batch: object = None,
     ) -> None:
         super().__init__(every, sinks, rules, query_mask, autopilot)
-        self._module, self._example = module, example
+        self._module, self._batch = module, batch
         self._state: State = {}  # loaded from a checkpoint
         self._last: float = -1
 
@@ -73,7 +73,7 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
         with contextlib.suppress(MisconfigurationException):  # the number of accumulated batches varies
             self._last = trainer.estimated_stepping_batches - 1
         if self._policy is not False:
-            self.pilot = attach(monitor, held, policy=self._policy, example=self._example)
+            self.pilot = attach(monitor, held, policy=self._policy, batch=self._batch)
             state, self._state = self._state, {}  # used for this fit only
             if state:
                 self.pilot.load_state_dict(state)

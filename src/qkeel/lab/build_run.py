@@ -269,7 +269,7 @@ def put_on(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Handle:
     """Applies the remedy of a run to its model."""
     text = canonical(config.remedy)
     if not _is_autopilot(text):
-        return remedies.apply(text, model, optimizer, train_length=config.data.context)
+        return remedies.apply(model, text, optimizer, train_length=config.data.context)
     rates = [learning_rate(config.optim, step, config.steps) for step in range(config.steps)]
     every = min(config.log_every, max(1, config.steps // RECORDS))
     monitor = watch(model, optimizer, every=every, stats="entropy", rules=(), planned=PlannedRates.of(rates))

@@ -29,7 +29,7 @@ DECAY_GAINS = (
 )
 KEEP_FLOAT32 = f"{HOLD}  # or q, k and logits in float32"
 SMALLER_EPS = 'for group in optimizer.param_groups: group["eps"] = 1e-15'
-LOOK = "print(qkeel.explain_model(model))  # shows which norm each attention layer actually applies"
+LOOK = "print(qkeel.explain(model))  # shows which norm each attention layer actually applies"
 
 
 @final
@@ -263,7 +263,7 @@ def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
         return LOWER_RATE
     partial = ", partial=True" if isinstance(sites, Sites) and sites.missed else ""
     spec = _steps(model, sites) or ("softcap:cap=50" if all(map(_takes_a_cap, sites)) else "")
-    return f'qkeel.apply("{spec}", model, optimizer{partial})' if spec else LOWER_RATE
+    return f'qkeel.apply(model, "{spec}", optimizer{partial})' if spec else LOWER_RATE
 
 
 def _steps(model: nn.Module, sites: Sequence[AttentionSite]) -> str:

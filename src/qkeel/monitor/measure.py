@@ -62,7 +62,7 @@ from qkeel.monitor.token_classes import HiddenNorms, PassTokens
 from qkeel.monitor.weight_norms import GainBounds, StepSpectra, WeightNorms
 from qkeel.patching.autograd import version_of
 from qkeel.patching.modes import Guarded, ModuleTree
-from qkeel.sites.find import all_sites, find_sites, within
+from qkeel.sites.find import all_sites, found_sites, within
 from qkeel.sites.tap import Phase, Tap, Visitor
 from qkeel.spec import AttentionCall, Sink
 
@@ -520,7 +520,7 @@ class WatchedSites:
             return True
         found = Sites()
         try:
-            found = find_sites(self.model, *args, **kwargs)
+            found, _ = found_sites(self.model, args, kwargs)
         except QkeelError as error:
             self._error = error
         self.all.missed, self.all.indexers, self.all.linear = found.missed, found.indexers, found.linear
@@ -530,7 +530,7 @@ class WatchedSites:
         if dist.splits_heads(self.model) and found and not any(site.terms for site in found):
             caution(
                 "the weights behind the heads are unknown in a model whose heads are split across processes, so they "
-                "are not watched; the logits are. Give the sites that find_sites(model, example) found before the "
+                "are not watched; the logits are. Give the sites that find_sites(model, batch) found before the "
                 "split: qkeel.watch(..., sites=sites)"
             )
         described = {site.name for site in self.all}

@@ -20,7 +20,7 @@ from qkeel.records import LAYER_TYPES, LINEAR, NON_FINITE, explain_field
 
 # Alarms and rules; a rule is a condition on records and has no state.
 
-HOLD = 'qkeel.apply("qk_clip:threshold=15,steps=matched", model, optimizer)'
+HOLD = 'qkeel.apply(model, "qk_clip:threshold=15,steps=matched", optimizer)'
 GROWTH = "attention logits have grown too large"  # what most alarms are about
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from qkeel import dist
 from qkeel.capture.example import arguments
+from qkeel.deprecation import accepts_earlier_calls
 from qkeel.dist.sharding import Layout
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.monitor.cadence import Cadence, cadence
@@ -21,13 +22,14 @@ from qkeel.monitor.rules import Rule
 from qkeel.monitor.sinks import RunDirectorySink, Sink
 from qkeel.monitor.sinks import sinks as named_sinks
 from qkeel.monitor.token_classes import Classes, GivenClasses, MaskSource, QueryMaskSource
-from qkeel.sites.find import Models, named_models, sites_of_each
+from qkeel.sites.find import named_models, sites_of_each
 
 K = TypeVar("K")
 
 
+@accepts_earlier_calls("qkeel.watch(model, optimizer, probe_batch=batch)", renamed={"probe": "probe_batch"})
 def watch(
-    model: Models,
+    model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
     optimizer: torch.optim.Optimizer | None = None,
     *,
     every: int | Cadence = 1,
@@ -36,7 +38,7 @@ def watch(
     rules: Rule | Sequence[Rule] | None = None,
     query_mask: MaskSource | None = None,
     classes: GivenClasses | Classes | None = None,
-    probe: object = None,
+    probe_batch: object = None,
     planned: PlannedRates | None = None,
     sites: object = None,
     layout: Layout | None = None,
@@ -96,9 +98,9 @@ def watch(
             forward argument that contains class numbers or is true for class 1, a function of the arguments, or a
             tensor [b t]; use `monitor.Classes` to name the classes as well. Statistics are then also split by class,
             see `read()[site].classes`.
-        probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments. How much
-            each measured step changes its logits is then recorded, at the cost of two extra passes without gradients.
-            Only one model can be probed.
+        probe_batch: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments. How
+            much each measured step changes its logits is then recorded, at the cost of two extra passes without
+            gradients. Only one model can be probed.
         planned: the learning rates of the run, if known; alarms are then raised earlier, and forecasts follow the
             schedule.
         sites: the result of an earlier `find_sites` call on this model, from before it was sharded or its heads were
@@ -139,9 +141,9 @@ def watch(
         )
     if planned is not None and not isinstance(planned, PlannedRates):
         raise InvalidTypeError(f"expected planned=PlannedRates.of(rates), got {type(planned).__name__}")
-    if probe is not None and "" not in models:
+    if probe_batch is not None and "" not in models:
         raise RefusedError(
-            "a probe batch shows the logits of one model only; leave out probe, or watch only that model"
+            "a probe batch shows the logits of one model only; leave out probe_batch, or watch only that model"
         )
     if "updates" in wanted(stats)[1] and optimizer is None:
         raise InvalidValueError(
@@ -162,7 +164,7 @@ def watch(
         rules=None if rules is None else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
         query_mask={} if query_mask is None else {n: QueryMaskSource.on(one, query_mask) for n, one in models.items()},
         classes={} if classes is None else {n: Classes.on(one, classes) for n, one in models.items()},
-        probe=None if probe is None else arguments(probe, "probe batch"),
+        probe=None if probe_batch is None else arguments(probe_batch, "probe batch"),
         planned=planned,
         sites=sites_of_each(sites, models),
         layout=layout,

@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel import dist
-from qkeel.capture.example import Arguments, arguments
+from qkeel.capture.example import ForwardArguments, arguments
+from qkeel.deprecation import Call, accepts_earlier_calls
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, QkeelError, RefusedError, caution
 from qkeel.handle import Handle, State
 from qkeel.heads.site import APPLIED, AttentionSite, Sites
@@ -84,10 +85,10 @@ REMEDIES: dict[str, type[Remedy]] = {
 }
 ALIASES: dict[str, str] = {"quack": "lalr"}
 
-_GIVE = "For apply: qkeel.apply({!r}, model, optimizer, example=batch), with a batch that the model accepts"
+_GIVE = "For apply: qkeel.apply(model, {!r}, optimizer, batch=batch), with a batch that the model accepts"
 
 
-Named = str | Remedy | Sequence[str | Remedy]
+RemedySpec = str | Remedy | Sequence[str | Remedy]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,36 +109,34 @@ def remedies() -> dict[str, str]:
     return {name: f"{cls.line} [{cls.source}]" for name, cls in REMEDIES.items()}
 
 
-def parse(named: Named, **options: float | int | bool | str) -> tuple[Remedy, ...]:
+def parse(remedy: RemedySpec, **options: float | int | bool | str) -> tuple[Remedy, ...]:
     """Returns Remedy objects from a spec string ("lalr:tau=0.1+qk_clip"), a Remedy, or a list of both.
 
     Keyword options are allowed only if a string names a single remedy, to which they apply.
 
     Raises:
-        InvalidTypeError: `named` is not a remedy, or there are options for several remedies at once.
+        InvalidTypeError: `remedy` is not a remedy, or there are options for several remedies at once.
         UnknownNameError: a remedy or an option is unknown.
 
     Example:
         >>> parse("quack", tau=0.3)
         (LALR(tau=0.3, norm='frobenius', decay='scaled', heads=None),)
     """
-    if isinstance(named, nn.Module):
-        raise InvalidTypeError(
-            f"expected a remedy's name first, got a model ({type(named).__name__}); write "
-            'qkeel.apply("qk_norm", model, optimizer)'
-        )
-    if isinstance(named, Remedy):
-        _no_options(options, named)
-        return (named,)
-    if isinstance(named, str):
-        terms = parse_terms(named)
+    if isinstance(remedy, Remedy):
+        _no_options(options, remedy)
+        return (remedy,)
+    if isinstance(remedy, str):
+        terms = parse_terms(remedy)
         if options and len(terms) > 1:
-            raise InvalidTypeError(f"{named!r} names {len(terms)} remedies; write the options into the string")
+            raise InvalidTypeError(f"{remedy!r} names {len(terms)} remedies; write the options into the string")
         return tuple(_make(term, options) for term in terms)
-    if not isinstance(named, Sequence):
-        raise InvalidTypeError(f"expected a remedy's name, a Remedy or a list of them, got {type(named).__name__}")
-    _no_options(options, named)
-    return tuple(remedy for one in named for remedy in parse(one))
+    if not isinstance(remedy, Sequence):
+        raise InvalidTypeError(
+            f"expected a remedy's name, a Remedy or a list of them, got {type(remedy).__name__}; write "
+            'qkeel.apply(model, "qk_norm", optimizer)'
+        )
+    _no_options(options, remedy)
+    return tuple(parsed for entry in remedy for parsed in parse(entry))
 
 
 def canonical(text: str) -> str:
@@ -163,12 +162,28 @@ def note(text: str) -> Note:
     return Note("; ".join(r.line for r in found), "; ".join(dict.fromkeys(r.source for r in found)))
 
 
+def _model_first(*args: Any, **kwargs: Any) -> Call | None:
+    """Returns the arguments of `apply` with the model first, or None if the remedy was not the first of them."""
+    first = args[0] if args else None
+    several = isinstance(first, (list, tuple)) and bool(first) and all(isinstance(x, (str, Remedy)) for x in first)
+    if not several and not isinstance(first, (str, Remedy)):
+        return None
+    if "model" in kwargs:
+        return args[1:], {**kwargs, "remedy": first}
+    return ((args[1], first, *args[2:]), kwargs) if len(args) > 1 else None
+
+
+@accepts_earlier_calls(
+    "qkeel.apply(model, remedy, optimizer, batch=batch)",
+    renamed={"named": "remedy", "example": "batch"},
+    reorder=_model_first,
+)
 def apply(
-    named: Named,
-    model: Models,
+    model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+    remedy: str | Remedy | Sequence[str | Remedy],
     optimizer: Optimizer | None = None,
     *,
-    example: object = None,
+    batch: object = None,
     sites: object = None,
     train_length: int | None = None,
     partial: bool = False,
@@ -180,24 +195,24 @@ def apply(
     otherwise every process raises an error and no model is changed. They must also remove the remedies after the same
     step. In `apply`, a process waits for the others up to the process group's timeout, and warns after 8 seconds.
 
-    A model that `qkeel.watch` has observed in a forward pass needs no example, because its attention and its last batch
-    are known. Any other model needs no example either if an optimizer is given. The remedies are then applied at the
-    beginning of the model's next forward pass, with the batch of that pass as the example, and an optimizer step before
-    that pass raises an error.
+    A model that `qkeel.watch` has observed in a forward pass needs no batch, because its attention and its last batch
+    are known. Any other model needs no batch either if an optimizer is given. The remedies are then applied at the
+    beginning of the model's next forward pass, with the batch of that pass, and an optimizer step before that pass
+    raises an error.
 
     Args:
-        named: "lalr", "lalr:tau=0.1+qk_clip", a Remedy, or a list of these.
         model: a model, or a part of a model, that contains attention. A list of models, or a dict of models by name, is
             treated as one model, such as all pipeline stages of this process.
+        remedy: "lalr", "lalr:tau=0.1+qk_clip", a Remedy, or a list of these.
         optimizer: the optimizer of the model's weights. Remedies that change its steps need it, and parameters that a
             remedy creates are added to it. An optimizer that is created later has no remedy: qkeel warns when it first
             changes the weights in question.
-        example: a batch for one pass, which reveals the attention of modules from other libraries. It is a tensor, a
-            tuple of the forward's arguments or a dict of its keyword arguments. For several models, give one example
+        batch: the input of one pass, which reveals the attention of modules from other libraries. It is a tensor, a
+            tuple of the forward's arguments or a dict of its keyword arguments. For several models, give one batch
             for each, as a list or a dict by name. Not needed if an optimizer is given; see above.
-        sites: the result of `find_sites` for this model, in place of an example. Find the sites before fully_shard or
+        sites: the result of `find_sites` for this model, in place of a batch. Find the sites before fully_shard or
             tensor parallelism splits the weights, because split weights cannot be traced. Sites are matched by name.
-            For several models, give one result for each, as for `example`.
+            For several models, give one result for each, as for `batch`.
         train_length: the number of tokens per training sequence, for formulas that need it (such as that of an L2 norm
             with a learned scale).
         partial: if True, the remedy is applied even if some attention was observed but not understood. That attention
@@ -212,31 +227,24 @@ def apply(
     Example:
         >>> from qkeel.nn import Attention
         >>> attention = Attention(16, 4)
-        >>> with apply("softcap:cap=30", attention):
+        >>> with apply(attention, "softcap:cap=30"):
         ...     attention.spec.cap.formula()
         '30·tanh(z/30)'
     """
     more = Asked(options=options, train_length=train_length, partial=partial)
-    if example is not None or sites is not None or not isinstance(model, nn.Module) or _knows_itself(model):
-        return _apply(named, model, optimizer, more, example=example, sites=sites)
-    found, tap = parse(named, **options), next((one for one in owners(model) if isinstance(one, Tap)), None)
-    if tap is not None and tap.sites and all(remedy.on_steps for remedy in found):
-        return _apply(named, model, optimizer, more, sites=tap.sites)
+    if batch is not None or sites is not None or not isinstance(model, nn.Module) or _knows_itself(model):
+        return _apply(model, remedy, optimizer, more, batch=batch, sites=sites)
+    remedies, tap = parse(remedy, **options), next((owner for owner in owners(model) if isinstance(owner, Tap)), None)
+    if tap is not None and tap.sites and all(parsed.on_steps for parsed in remedies):
+        return _apply(model, remedy, optimizer, more, sites=tap.sites)
     if tap is not None and tap.latest is not None:
         with tap.latest.setting(unwrapped(model)):
-            return _apply(named, model, optimizer, more, example=_Call(tap.latest.args, tap.latest.kwargs))
+            latest = ForwardArguments(tap.latest.args, tap.latest.kwargs)
+            return _apply(model, remedy, optimizer, more, batch=latest)
     if optimizer is None:
-        return _apply(named, model, optimizer, more)
+        return _apply(model, remedy, optimizer, more)
     _check_optimizer(optimizer)
-    return AtNextPass(named, model, optimizer, more)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Call:
-    """The arguments of an observed forward pass, used as an example."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, object]
+    return AtNextPass(model, remedy, optimizer, more)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +273,7 @@ def _knows_itself(model: nn.Module) -> bool:
 
 @final
 class AtNextPass(Handle):
-    """Remedies that are applied when the model's next forward pass begins, with that pass's arguments as the example.
+    """Remedies that are applied when the model's next forward pass begins, with that pass's arguments as the batch.
 
     If a remedy is refused, the error is raised in the call of the model, or passed to `refused` if that is given.
     `before` is the state of the same remedies on an earlier optimizer of the model, {} if the weights have changed
@@ -276,8 +284,8 @@ class AtNextPass(Handle):
 
     def __init__(
         self,
-        named: Named,
         model: nn.Module,
+        remedy: RemedySpec,
         optimizer: Optimizer,
         more: Asked,
         *,
@@ -285,10 +293,10 @@ class AtNextPass(Handle):
         before: State | None = None,
         follows: bool = False,
     ) -> None:
-        remedies = parse(named, **more.options)
+        remedies = parse(remedy, **more.options)
         check_wrapper(unwrapped(model), remedies)
-        self.about = "+".join(remedy.name for remedy in remedies)
-        self._named, self._model, self._more = named, model, more
+        self.about = "+".join(parsed.name for parsed in remedies)
+        self._remedy, self._model, self._more = remedy, model, more
         self._refused = refused
         self._inner: Handle | None = None
         self._carried: State | None = None
@@ -323,7 +331,7 @@ class AtNextPass(Handle):
         self._wait_no_more()
         try:
             with joining(self._model, args, kwargs):
-                self._inner, optimizer = self._applied(_Call(args, kwargs))
+                self._inner, optimizer = self._applied(ForwardArguments(args, kwargs))
         except QkeelError as error:
             if self._refused is None:
                 raise
@@ -360,9 +368,9 @@ class AtNextPass(Handle):
     def _note(self) -> None:
         self._versions = self._now()
 
-    def _applied(self, example: _Call) -> tuple[Handle, Optimizer]:
+    def _applied(self, batch: ForwardArguments) -> tuple[Handle, Optimizer]:
         own = vars(self._model).get("forward")
-        handle, optimizer = self._with_the_first_that_fits(example)
+        handle, optimizer = self._with_the_first_that_fits(batch)
         if vars(self._model).get("forward") is not own:
             handle.remove()
             raise RefusedError(
@@ -370,14 +378,14 @@ class AtNextPass(Handle):
             )
         return handle, optimizer
 
-    def _with_the_first_that_fits(self, example: _Call) -> tuple[Handle, Optimizer]:
+    def _with_the_first_that_fits(self, batch: ForwardArguments) -> tuple[Handle, Optimizer]:
         errors: list[RefusedError] = []
         for optimizer in self._optimizers:
             try:
                 later = [
                     made for ref in self._later if (made := ref()) is not None and made is not innermost(optimizer)
                 ]
-                return _apply(self._named, self._model, optimizer, self._more, example=example, later=later), optimizer
+                return _apply(self._model, self._remedy, optimizer, self._more, batch=batch, later=later), optimizer
             except RefusedError as error:
                 errors.append(error)
         raise errors[0]
@@ -413,12 +421,12 @@ class AtNextPass(Handle):
 
 
 def _apply(
-    named: Named,
     model: Models,
+    remedy: RemedySpec,
     optimizer: Optimizer | None,
     more: Asked,
     *,
-    example: object = None,
+    batch: object = None,
     sites: object = None,
     later: Sequence[Optimizer] = (),
 ) -> Handle:
@@ -426,19 +434,19 @@ def _apply(
     train_length, partial = more.train_length, more.partial
 
     def asked() -> tuple[tuple[Remedy, ...], list[tuple[Target, Sites | None]]]:
-        found = parse(named, **more.options)
+        found = parse(remedy, **more.options)
         if optimizer is not None:
             _check_optimizer(optimizer)
         models = {"": model} if isinstance(model, nn.Module) else named_models(model, "apply remedies to")
-        shown, known = of_each(example, [*models], "examples"), sites_of_each(sites, models)
+        shown, known = of_each(batch, [*models], "batches"), sites_of_each(sites, models)
         bare: list[tuple[Target, Sites | None]] = []
         for name, one in models.items():
-            given = _shown(shown[name])
+            example = ((), {}) if shown[name] is None else arguments(shown[name])
             target = Target(
                 model=unwrapped(one),
                 optimizer=optimizer,
                 sites=[],
-                example=given,
+                example=example,
                 train_length=train_length,
                 later=later,
             )
@@ -448,7 +456,7 @@ def _apply(
         return found, bare
 
     def said(request: tuple[tuple[Remedy, ...], Sequence[object]]) -> str:
-        given = {"optimizer": optimizer, "example": example, "sites": sites}
+        given = {"optimizer": optimizer, "batch": batch, "sites": sites}
         parts = [name if x is not None else f"no {name}" for name, x in given.items()]
         several = [] if isinstance(model, nn.Module) else [f"{len(request[1])} models"]
         return ", ".join([f"{list(request[0])}", *several, *parts, f"train_length={train_length}, partial={partial}"])
@@ -460,18 +468,11 @@ def _apply(
         return next(handles) if isinstance(model, nn.Module) else compose_all(handles)
 
     handle = dist.run_on_all(WHAT, applied, lambda _: "applied", Handle.remove)
-    whole = on_all_processes(handle, "+".join(remedy.name for remedy in found), optimizer)
+    whole = on_all_processes(handle, "+".join(parsed.name for parsed in found), optimizer)
     for target, _ in bare:
         whole = refused_under_zero(whole, target.model, found, optimizer)
-    whole.about = "+".join(remedy.name for remedy in found)
+    whole.about = "+".join(parsed.name for parsed in found)
     return whole
-
-
-def _shown(example: object) -> Arguments:
-    """Returns the forward arguments that an example specifies, which are empty if there is no example."""
-    if isinstance(example, _Call):
-        return example.args, dict(example.kwargs)
-    return ((), {}) if example is None else arguments(example)
 
 
 def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, partial: bool) -> Iterator[Handle]:
@@ -503,12 +504,12 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
 
 
 def _check(remedy: Remedy, target: Target, sites: Sites, *, partial: bool, given: bool) -> None:
-    """Raises RefusedError if a remedy cannot be applied to the sites, which were found on an example or `given`."""
+    """Raises RefusedError if a remedy cannot be applied to the sites, which were found on a batch or `given`."""
     if not partial:
         _check_whole(remedy, sites)
     _check_supported(remedy, target)
     if given and remedy.on_attention and not remedy.on_steps:
-        raise RefusedError(f"{remedy.name} changes what a pass computes, so give an example in place of the sites")
+        raise RefusedError(f"{remedy.name} changes what a pass computes, so give a batch in place of the sites")
 
 
 def _check_whole(remedy: Remedy, sites: Sites) -> None:

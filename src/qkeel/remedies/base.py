@@ -64,7 +64,7 @@ class Target:
     def need_optimizer(self, remedy: str) -> Optimizer:
         """Returns the optimizer, or raises RefusedError if there is none."""
         if self.optimizer is None:
-            raise RefusedError(f"{remedy} acts on optimizer steps: call qkeel.apply({remedy!r}, model, optimizer)")
+            raise RefusedError(f"{remedy} acts on optimizer steps: call qkeel.apply(model, {remedy!r}, optimizer)")
         return self.optimizer
 
     def returned(self) -> object:

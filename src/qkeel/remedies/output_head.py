@@ -48,16 +48,16 @@ def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
         return target.model.head
     if not any(target.example):
         raise RefusedError(
-            f"{remedy} changes the module that computes the final logits. Pass an example batch from which the module "
-            f"can be detected, apply({remedy!r}, model, example=batch), or pass the module's name, apply({remedy!r}, "
-            "model, module='lm_head')"
+            f"{remedy} changes the module that computes the final logits. Pass a batch from which the module can be "
+            f"detected, apply(model, {remedy!r}, batch=batch), or the module's name, apply(model, {remedy!r}, "
+            "module='lm_head')"
         )
     found = _observed(target)
     if len(found) != 1:
         seen = f"several ({', '.join(found)})" if found else "none"
         raise RefusedError(
             f"{remedy} changes the module whose output is the model's floating-point output [... vocabulary], but "
-            f"this {type(target.model).__name__} has {seen}. Name the module: apply({remedy!r}, model, "
+            f"this {type(target.model).__name__} has {seen}. Name the module: apply(model, {remedy!r}, "
             "module='lm_head')"
         )
     return target.model.get_submodule(found[0])

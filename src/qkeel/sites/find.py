@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import dist
+from qkeel.capture.example import ForwardArguments, arguments
+from qkeel.deprecation import Call, accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.heads.norms import spec_gains
 from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct, Sites, rows
@@ -245,34 +247,50 @@ def _site_now(model: nn.Module, site: AttentionSite) -> AttentionSite:
 _OWN = (Attention, MLA, GAU)
 
 
-def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
+def _in_one_batch(*args: Any, **kwargs: Any) -> Call | None:
+    """Returns the arguments of `find_sites` with those of the forward pass as one batch, or None if they are so."""
+    if len(args) + len(kwargs) <= 2 and kwargs.keys() <= {"model", "batch"}:
+        return None
+    return (args[0], ForwardArguments(args[1:], kwargs)), {}
+
+
+@accepts_earlier_calls(
+    "qkeel.find_sites(model, batch), with the batch as a tensor, a tuple of the forward's arguments or a dict of its "
+    "keyword arguments",
+    reorder=_in_one_batch,
+)
+def find_sites(model: nn.Module, batch: object = None) -> Sites:
     """Returns every attention layer of the model; a module that is used twice in a forward pass is one site.
 
-    Without an example, only qkeel's own modules are found, in module order. With an example, `model(*args, **kwargs)`
-    is run, and every attention call it makes becomes a site, in call order. An experiment on the recorded operators
-    then confirms the weights of each head (`site.verified`). On a larger batch, the experiment uses only a few rows if
-    these give the same result. The `missed` attribute of the result lists the attention layers that were detected but
-    not recognised. The model, its buffers and caches, gradients and random number generators are left unchanged.
+    Without a batch, only qkeel's own modules are found, in module order. With a batch, one forward pass is run, and
+    every attention call it makes becomes a site, in call order. An experiment on the recorded operators then confirms
+    the weights of each head (`site.verified`). On a larger batch, the experiment uses only a few rows if these give the
+    same result. The `missed` attribute of the result lists the attention layers that were detected but not recognised.
+    The model, its buffers and caches, gradients and random number generators are left unchanged.
 
     If fully_shard has split the model, all processes must call this function, and each process holds all weights during
     the search. If the model does not fit into the memory of one process, or if its heads will be split, which hides its
     weights, find the sites before splitting the model and pass them as `sites=` to watch and apply. If the model is on
-    the meta device, a copy with random weights is searched on the CPU, with an example on the CPU. This needs as much
+    the meta device, a copy with random weights is searched on the CPU, with a batch on the CPU. This needs as much
     memory as the full model; the sites refer to the model you passed.
+
+    Args:
+        model: any module with attention.
+        batch: the input of the pass: a tensor, a tuple of the forward's arguments or a dict of its keyword arguments.
 
     Raises:
         InvalidTypeError: the model is not a torch.nn.Module.
         RefusedError: there is no attention, or none that can be observed; the message says what was tried.
-        InvalidValueError: the forward pass with this example fails, or the example is on another device.
+        InvalidValueError: the forward pass with this batch fails, or the batch is on another device.
         ApartError: the model is split, and another process has failed, or has not reached the search within the process
             group's timeout; after 8 seconds, a warning names the missing processes.
 
     >>> from torch import nn, rand
-    >>> sites = find_sites(nn.MultiheadAttention(8, 2), *(rand(3, 8) for _ in "qkv"))
+    >>> sites = find_sites(nn.MultiheadAttention(8, 2), tuple(rand(3, 8) for _ in "qkv"))
     >>> [(site.n_heads, site.query[0].parameter, site.query[0].index[1].tolist()) for site in sites]
     [(2, 'in_proj_weight', [4, 5, 6, 7])]
     """
-    return found_sites(model, args, kwargs)[0]
+    return found_sites(model, *(((), {}) if batch is None else arguments(batch)))[0]
 
 
 def found_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, ModelTrace | None]:
@@ -294,7 +312,7 @@ def found_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, Mo
         raise RefusedError(
             f"found no attention in this {type(model).__name__}: looked for qkeel.nn.Attention, MLA and GAU "
             f"in {sum(1 for _ in model.modules())} modules. Attention of any other kind is found by observing one "
-            f"forward pass: pass an example batch, find_sites(model, ...), with the arguments of forward{takes}."
+            f"forward pass: qkeel.find_sites(model, batch), with a batch of the arguments of forward{takes}."
         )
     return Sites(own), None
 

@@ -602,7 +602,7 @@ class Tap(Handle):
         self._guessed.add(captured.name)
         caution(
             f"the heads of {captured.name or 'the model itself'} are a guess: {layout.guess}, so the layout "
-            f"was taken to be [{layout}]. find_sites(model, example) determines it if it can trace the weights, and "
+            f"was taken to be [{layout}]. find_sites(model, batch) determines it if it can trace the weights, and "
             "qkeel.watch does so by itself"
         )
 

@@ -294,7 +294,7 @@ def _check_complete(to: str, shape: TargetArchitecture, sizes: _ModelSizes, name
     if any("_norm.weight" in name and "self_attn" in name for name in gone):
         raise RefusedError(
             f"{gone[0]} is missing: q and k are not normed yet. Add the norms and fit their gains first: "
-            "qkeel.retrofit(model, 'qk_norm', batches), then qkeel.export(model, ...) or save_pretrained"
+            "qkeel.retrofit(model, 'qk_norm', batch), then qkeel.export(model, ...) or save_pretrained"
         )
     if gone or strange or (not sizes.tied and "lm_head.weight" not in names):
         what = f"lacks {gone[0]}" if gone else f"also has {strange[0]}" if strange else "lacks lm_head.weight"

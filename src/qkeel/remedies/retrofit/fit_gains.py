@@ -397,7 +397,7 @@ def fold(model: nn.Module) -> Folded:
         >>> from qkeel import apply
         >>> from qkeel.nn import Attention
         >>> attention = Attention(16, 4)
-        >>> handle = apply("sigma_reparam", attention)
+        >>> handle = apply(attention, "sigma_reparam")
         >>> fold(attention).written[0]
         'sigma_reparam of q_proj'
     """

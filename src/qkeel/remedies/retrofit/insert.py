@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.capture.example import arguments
+from qkeel.deprecation import Call, accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, check
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
@@ -106,13 +107,23 @@ class Retrofit(Handle):
         self.advance(0)
 
 
+def _optimizer_by_name(*args: Any, **kwargs: Any) -> Call | None:
+    """Returns the arguments of `retrofit` with the optimizer as a keyword, or None if it was not positional."""
+    return (args[:3], {**kwargs, "optimizer": args[3]}) if len(args) == 4 else None
+
+
+@accepts_earlier_calls(
+    "qkeel.retrofit(model, remedy, batch, optimizer=optimizer, config=config)",
+    renamed={"named": "remedy", "batches": "batch", "fitting": "config"},
+    reorder=_optimizer_by_name,
+)
 def retrofit(
     model: nn.Module,
-    named: str | QKNorm,
-    batches: object,
-    optimizer: Optimizer | None = None,
+    remedy: str | QKNorm,
+    batch: object,
     *,
-    fitting: RetrofitConfig | None = None,
+    optimizer: Optimizer | None = None,
+    config: RetrofitConfig | None = None,
 ) -> Retrofit:
     """Inserts a q/k norm into a *trained* model so that its outputs stay as close to the old ones as the norm allows.
 
@@ -121,12 +132,12 @@ def retrofit(
 
     Args:
         model: the trained model.
-        named: "qk_norm" with its options, such as "qk_norm:gain=head_dim".
-        batches: a tensor of tokens or a dict of arguments, or a list of several batches, which may also be tuples of
+        remedy: "qk_norm" with its options, such as "qk_norm:gain=head_dim".
+        batch: a tensor of tokens or a dict of arguments, or a list of several batches, which may also be tuples of
             arguments. The gains are fitted and the gaps are measured on these batches.
-        optimizer: the optimizer to which the gains are added. With fitting.anneal, the norm is blended in gradually
+        optimizer: the optimizer to which the gains are added. With config.anneal, the norm is blended in gradually
             with its steps.
-        fitting: the settings of the retrofit, by default RetrofitConfig().
+        config: the settings of the retrofit, by default RetrofitConfig().
 
     Raises:
         RefusedError: q and k are already normed, the norm has no gains, the attention cannot be read, or several
@@ -138,12 +149,12 @@ def retrofit(
         >>> retrofit(model, "qk_norm", torch.arange(8)[None]).report.gap.kl < 0.01
         True
     """
-    fitting = fitting or RetrofitConfig()
+    fitting = config or RetrofitConfig()
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to retrofit, got {type(model).__name__}")
-    remedy = _remedy(named)
-    several = _several(batches)
-    given = [arguments(batch, "batch") for batch in several]
+    norm_remedy = _norm_remedy(remedy)
+    several = _several(batch)
+    given = [arguments(one) for one in several]
     plain = unwrapped(model)
     if dist.world() > 1 and (wrapper := dist.wrapped_by(plain)):
         raise RefusedError(
@@ -152,13 +163,13 @@ def retrofit(
         )
     with evaluating(plain):
         reference = Reference(plain, given)
-        found_sites = find_sites(plain, *given[0][0], **given[0][1])
+        found_sites = find_sites(plain, several[0])
         # Only the first site of each module.
         sites = list({id(site.module): site for site in reversed(found_sites)}.values())[::-1]
         balance = Balance.of(reference, sites) if fitting.balance and not fitting.anneal else None
         replays = captured(plain, sites, given)
     with ExitStack() as undo:
-        undo.callback(apply(remedy, plain, optimizer, example=several[0]).remove)
+        undo.callback(apply(plain, norm_remedy, optimizer, batch=several[0]).remove)
         # The requested eps, or that of the model's other norms.
         eps = fitting.eps or getattr(getattr(plain, "config", None), "rms_norm_eps", None)
         norms = [SiteNorm(site, eps if isinstance(eps, float) else None) for site in sites]
@@ -267,13 +278,13 @@ def _distil(
     return best.gap
 
 
-def _remedy(named: str | QKNorm) -> QKNorm:
-    found = parse(named)
+def _norm_remedy(remedy: str | QKNorm) -> QKNorm:
+    found = parse(remedy)
     if len(found) != 1 or not isinstance(found[0], QKNorm):
-        raise RefusedError(f"expected 'qk_norm' with its options to retrofit, got {named!r}; apply() takes any remedy")
+        raise RefusedError(f"expected 'qk_norm' with its options to retrofit, got {remedy!r}; apply() takes any remedy")
     if found[0].gain == "none" or found[0].kind == "l2":
         raise RefusedError(
-            f"{named} has no gains of q and k to fit; use kind=rms or layer with gain=dim, head, head_dim or scalar"
+            f"{remedy} has no gains of q and k to fit; use kind=rms or layer with gain=dim, head, head_dim or scalar"
         )
     return found[0]
 

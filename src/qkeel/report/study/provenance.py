@@ -65,7 +65,7 @@ def advice(study: StudyData) -> Markup:
     text += (
         f"{best.remedy} gains most, {h.signed(best.mean)} {study.loss_unit()} at LR {h.rate(best.lr)} ({best.over()})."
     )
-    line = h.command_block(f'qkeel.apply("{best.remedy}", model, optimizer)')
+    line = h.command_block(f'qkeel.apply(model, "{best.remedy}", optimizer)')
     return h.join([h.note(text), h.tag("div", {"class": "remedy-line"}, line), verdict])
 
 
