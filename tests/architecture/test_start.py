@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.integrations.test_trackers import OUTSIDE
+from tests.contract.integrations.test_trackers import OUTSIDE
 
 from .source import PACKAGE
 

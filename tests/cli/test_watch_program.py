@@ -14,13 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests import forked
+from tests.contract.cli.scripts import Watch, run, script, watched
 
 from qkeel.cli.watched_program import TYPED, Fix, MessageSink, MessageWriter, Program, parse, under_torchrun
 from qkeel.errors import InvalidValueError
 from qkeel.monitor import Alarm, RunDirectorySink, Sample, Severity
 from qkeel.monitor.rules import GROWTH
-
-from .scripts import Watch, run, script, watched
 
 TALKER = """
 import os, sys

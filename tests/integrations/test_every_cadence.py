@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 from monitor.small import batch, small
+from tests.contract.integrations.stored import tensorboard_scalars, wandb_rows
 
 from qkeel import watch
 from qkeel.monitor import Adaptive, Cadence, LogSpaced
 from qkeel.records import RunDirectory
-
-from .stored import tensorboard_scalars, wandb_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
@@ -88,9 +87,9 @@ def test_what_trackers_and_tables_store(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_a_trainer_logs(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("tensorboard")
-    from qkeel.integrations.huggingface import QkeelCallback
+    from tests.contract.integrations.test_huggingface import trained as trained_by_trainer
 
-    from .test_huggingface import trained as trained_by_trainer
+    from qkeel.integrations.huggingface import QkeelCallback
 
     for i, (every, first, accumulate) in enumerate(RUNS):
         here = tmp_path / f"run{i}"
@@ -114,10 +113,9 @@ def test_what_lightning_logs(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     pytest.importorskip("tensorboard")
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+    from tests.contract.integrations.test_lightning import fitted, logged
 
     from qkeel.integrations.lightning import QkeelCallback
-
-    from .test_lightning import fitted, logged
 
     for i, (every, first, accumulate) in enumerate(RUNS):
         here, where = tmp_path / f"run{i}", (every, first, accumulate)

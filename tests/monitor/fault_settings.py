@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tests.monitor.small import Block, Small, batch, small
+from tests.contract.watch.layers import Layers
+from tests.contract.watch.small import Block, Small, batch, small
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -78,9 +79,6 @@ class Faulty(Rule):
         raise ValueError("boom")
 
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
 def _hidden(q: Tensor, k: Tensor) -> Tensor:
     return torch.ones(q.size(-2), k.size(-2)).tril() == 0
 
@@ -136,43 +134,6 @@ def _of_a_map(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=~_hidden(q, k), dropout_p=0.5)
-
-
-class Layer(nn.Module):
-    """Attention [b t 8] of two heads, whose queries come through a latent, a norm with gains and a rotation."""
-
-    def __init__(self, attend: Attend) -> None:
-        super().__init__()
-        self.attend = attend
-        self.down, self.up, self.kv, self.o = nn.Linear(8, 4), nn.Linear(4, 8), nn.Linear(8, 16), nn.Linear(8, 8)
-        self.norm = nn.RMSNorm(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.norm(self.up(self.down(x)).unflatten(-1, (2, 4)).transpose(1, 2))
-        k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.kv(x).chunk(2, -1))
-        angles = torch.arange(x.shape[1])[:, None] * torch.tensor([1.0, 0.1])
-        q, k = (self._rotated(y, angles.cos(), angles.sin()) for y in (q, k))
-        return x + self.o(self.attend(q, k, v).transpose(1, 2).flatten(2))
-
-    @staticmethod
-    def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-class Layers(nn.Module):
-    """One layer for each way to attend."""
-
-    def __init__(self, *ways: Attend) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([Layer(way) for way in ways])
-        self.out = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.out(x)
 
 
 def own_modules() -> nn.Module:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests import forked
-from tests.monitor.small import batch, small
+from tests.contract.watch.small import batch, small
 from torch import Tensor, nn
 
 import qkeel

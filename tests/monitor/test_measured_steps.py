@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.contract.watch.small import batch, small, train
 from torch import nn
 
 from qkeel import watch
@@ -17,8 +18,6 @@ from qkeel.autopilot import attach
 from qkeel.errors import RefusedError
 from qkeel.monitor import PlannedRates
 from qkeel.monitor.monitor import Monitor
-
-from .small import batch, small, train
 
 
 def test_the_last_step_of_a_plan_is_measured_and_one_that_is_asked_for() -> None:

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.contract.watch.small import Block, batch, small
 from tests.quick import quick
 from torch import Tensor, nn
 
 import qkeel
 from qkeel.sites import Tap
-
-from .small import Block, batch, small
 
 
 class TorchAttention(nn.Module):

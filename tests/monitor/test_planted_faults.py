@@ -15,9 +15,9 @@ from zlib import crc32
 
 import pytest
 import torch
+from tests.contract.watch.small import hooks
 from tests.monitor.fault_settings import SETTINGS
 from tests.monitor.faults import Fault, Seen, can_wait, planted, written
-from tests.monitor.small import hooks
 from tests.sites import flash_stand_in
 from torch import Tensor, nn
 

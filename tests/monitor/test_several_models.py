@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.monitor.small import batch, small
+from tests.contract.watch.small import batch, small
 from torch import nn
 
 import qkeel

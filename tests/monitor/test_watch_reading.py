@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.monitor.small import Small, batch, hooks, small
+from tests.contract.watch.small import Small, batch, hooks, small
 from tests.quick import one_in
 from torch import Tensor, nn
 

@@ -10,7 +10,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from tests.monitor.families import deepseek, hf_loss, ids, llama, t5
+from tests.contract.watch.families import deepseek, hf_loss, ids, llama, t5
 
 from qkeel import watch
 from qkeel.functional.statistics import LogitStats

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from qkeel import load
 from qkeel.autopilot import Action, Autopilot
 from qkeel.errors import InvalidValueError
-from qkeel.records import RunDirectory, RunStatus
 
 L = pytest.importorskip("lightning.pytorch")
 
@@ -92,7 +92,8 @@ def fitted(
 
 def recorded(path: Path) -> dict[int, float]:
     """The largest logit by step, as the run directory has it."""
-    return {record["step"]: record["max_logit"] for record in RunDirectory(path).metrics()}
+    steps = load(path).steps
+    return dict(zip(steps["step"].tolist(), steps["max_logit"].tolist()))
 
 
 def logged(folder: Path) -> dict[int, float]:
@@ -108,7 +109,7 @@ def test_training_is_bit_identical_and_its_numbers_are_logged(tmp_path: Path) ->
     a, b = plain.lightning_module.state_dict(), seen.lightning_module.state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert "attn/max_logit" in seen.callback_metrics
-    assert RunDirectory(tmp_path / "run").status is RunStatus.DONE
+    assert load(tmp_path / "run").status == "done"
     assert list(recorded(tmp_path / "run")) == [0, 2, 4, 6, 7]
     assert not seen.lightning_module.net._forward_pre_hooks
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from qkeel import load
 from qkeel.errors import QkeelWarning
 from qkeel.monitor import LogSpaced
-from qkeel.records import RunDirectory, RunStatus
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,7 +32,8 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
 
 def recorded(path: Path) -> dict[int, float]:
     """The largest logit by step, as the run directory has it."""
-    return {record["step"]: record["max_logit"] for record in RunDirectory(path).metrics()}
+    steps = load(path).steps
+    return dict(zip(steps["step"].tolist(), steps["max_logit"].tolist()))
 
 
 def test_events_without_a_trainer(tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_events_without_a_trainer(tmp_path: Path) -> None:
     layers = {name.replace("attn/", f"attn/layer_0{i}/") for name in whole for i in range(2)}
     assert {"step", *whole, *layers} <= set(state.log_history[0])
     callback.on_train_end(*event)
-    assert RunDirectory(tmp_path / "run").status is RunStatus.DONE
+    assert load(tmp_path / "run").status == "done"
     assert list(recorded(tmp_path / "run")) == [10, 12, 14, 15]
     assert not model._forward_pre_hooks
 

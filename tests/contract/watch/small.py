@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkeel.monitor.monitor import Monitor
-
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -46,7 +44,7 @@ def batch(seed: int, b: int = 2, t: int = 5) -> Tensor:
 
 
 def train(
-    watcher: Callable[[nn.Module, torch.optim.Optimizer], Monitor] | None,
+    watcher: Callable[[nn.Module, torch.optim.Optimizer], Any] | None,
     *,
     steps: int = 4,
     during: Callable[[int, Any], None] = lambda step, monitor: None,

@@ -85,9 +85,9 @@ def test_a_retrofit_takes_one_batch_as_well_as_a_list() -> None:
 
 def test_a_watched_model_is_explained_without_a_batch() -> None:
     model = encoder()
-    with pytest.raises(InvalidTypeError, match=r"qkeel.explain_model\(model, batch\)"):
-        qkeel.explain_model(model)
+    with pytest.raises(InvalidTypeError, match=r"qkeel.explain\(model, batch\)"):
+        qkeel.explain(model)
     with qkeel.watch(model):
         x = torch.randn(2, 5, 16)
         model(x)
-        assert str(qkeel.explain_model(model)) == str(qkeel.explain_model(model, x))
+        assert str(qkeel.explain(model)) == str(qkeel.explain(model, x))

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from tests.contract.command import qkeel as command
 from torch import nn
 
 import qkeel
-from qkeel.cli.app import main
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
 from qkeel.metrics import Status, judged
 from qkeel.monitor import Alarm, RunDirectorySink, Sample, Severity
@@ -116,14 +116,14 @@ def run(path: Path, logits: list[float], entropy: float = 2.0, alarms: Sequence[
 
 
 def test_a_run_is_judged_by_all_its_records(tmp_path: Path, capsys: Capture) -> None:
-    assert main(["check", str(run(tmp_path / "good", [1.0, 7.0, 3.0])), "--table"]) == 0
+    assert command("check", str(run(tmp_path / "good", [1.0, 7.0, 3.0])), "--table") == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == ("healthy: largest logit 7 (b head 1, step 1), under 100, where logits begin to count as large")
     assert said[1].split() == ["layer", "max", "logit", "last", "entropy,", "last"]
-    assert main(["check", str(run(tmp_path / "bad", [1.0, 1340.0, 3.0]))]) == 1
+    assert command("check", str(run(tmp_path / "bad", [1.0, 1340.0, 3.0]))) == 1
     assert "not healthy: largest logit 1,340 (b head 1, step 1)" in capsys.readouterr().out
-    assert main(["check", str(run(tmp_path / "flat", [1.0], entropy=0.01))]) == 1
-    assert main(["check", str(tmp_path / "bad"), "--threshold", "2000", "--json"]) == 0
+    assert command("check", str(run(tmp_path / "flat", [1.0], entropy=0.01))) == 1
+    assert command("check", str(tmp_path / "bad"), "--threshold", "2000", "--json") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["largest"] == 1340.0
 
 
@@ -153,15 +153,15 @@ def checkpoint(folder: Path, value: float, **config: object) -> str:
 
 def test_a_checkpoint_is_judged_by_what_its_weights_allow(tmp_path: Path, capsys: Capture) -> None:
     """Norms over heads of 4 with gains g: no logit is over g² · 4 / √4 = 2 g²."""
-    assert main(["check", checkpoint(tmp_path / "a", 1.0, model_type="qwen3")]) == 0
+    assert command("check", checkpoint(tmp_path / "a", 1.0, model_type="qwen3")) == 0
     assert "healthy: no input can produce a logit over 2 (h.0.attn); the threshold is 1,000" in capsys.readouterr().out
     large = checkpoint(tmp_path / "b", 30.0, model_type="qwen3")
-    assert main(["check", large]) == 0
+    assert command("check", large) == 0
     assert (
         "not known: weights allow logits up to 1,800 (h.0.attn), and the threshold is 1,000" in capsys.readouterr().out
     )
-    assert main(["check", large, "--strict"]) == 1
-    assert main(["check", checkpoint(tmp_path / "c", float("nan"), model_type="qwen3")]) == 1
+    assert command("check", large, "--strict") == 1
+    assert command("check", checkpoint(tmp_path / "c", float("nan"), model_type="qwen3")) == 1
     assert "not healthy: NaN or infinite weights in h.0.attn." in capsys.readouterr().out
 
 
@@ -173,18 +173,18 @@ def test_conventions_alone_do_not_make_a_checkpoint_healthy(
     config: dict[str, object], why: str, tmp_path: Path, capsys: Capture
 ) -> None:
     folder = checkpoint(tmp_path / "a", 1.0, **config)
-    assert main(["check", folder]) == 0
+    assert command("check", folder) == 0
     said = "not known: weights would allow logits up to 2 (h.0.attn), but h.0.attn is read by conventions"
     assert f"{said} ({why}" in capsys.readouterr().out
-    assert main(["check", folder, "--strict"]) == 1
+    assert command("check", folder, "--strict") == 1
 
 
 def test_wrong_usage_is_exit_code_2(tmp_path: Path, capsys: Capture) -> None:
-    assert main(["check"]) == 2
-    assert main(["check", str(tmp_path / "nothing.safetensors")]) == 2
-    assert main(["check", "meta-llama/Llama-3-8B"]) == 2
+    assert command("check") == 2
+    assert command("check", str(tmp_path / "nothing.safetensors")) == 2
+    assert command("check", "meta-llama/Llama-3-8B") == 2
     assert "to download it: hf download meta-llama/Llama-3-8B" in capsys.readouterr().err
-    assert main(["check", str(run(tmp_path / "r", [1.0])), "--threshold", "-1"]) == 2
+    assert command("check", str(run(tmp_path / "r", [1.0])), "--threshold", "-1") == 2
 
 
 def test_a_run_of_the_lab_is_judged_although_it_does_not_name_its_layers(tmp_path: Path) -> None:

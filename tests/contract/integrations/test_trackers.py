@@ -118,7 +118,7 @@ def test_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:
 def test_every_sink_takes_samples_alarms_and_an_end_and_has_its_row_in_the_docs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "trackers.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "trackers.md").read_text(encoding="utf-8")
     assert f"\n| `{name}:" in page
     if name in OUTSIDE:  # each has a test of its own, with a stand-in of the library
         return
@@ -142,7 +142,7 @@ def test_the_error_of_a_missing_library_has_the_line_that_installs_it(
     sink(name).close(complete=True)  # never opened: nothing to end
     broken = f"cannot be imported .*'NONE'.*: pip install --upgrade {name}"
     with pytest.raises(MissingLibraryError, match=broken), needed("it", name):  # installed, but not as it should be
-        from qkeel.version import NONE  # noqa: F401  # type: ignore[attr-defined]
+        from qkeel.errors import NONE  # noqa: F401  # type: ignore[attr-defined]
 
 
 def test_sinks_are_named_by_spec_strings(tmp_path: Path) -> None:

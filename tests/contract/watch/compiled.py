@@ -1,4 +1,4 @@
-"""Trains a family compiled, in a process of its own: python -m tests.monitor.compiled FAMILY BACKEND [STEPS]."""
+"""Trains a family compiled, in a process of its own: python -m tests.contract.watch.compiled FAMILY BACKEND [STEPS]."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import warnings
 
 import torch
-from tests.monitor.families import FAMILIES, Run, train
+from tests.contract.watch.families import FAMILIES, Run, train
 from torch._dynamo.utils import counters
 
 

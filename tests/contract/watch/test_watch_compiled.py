@@ -14,9 +14,9 @@ from torch._dynamo.utils import counters
 
 pytest.importorskip("transformers")
 
+from tests.contract.watch.compiled import compare
+from tests.contract.watch.families import FAMILIES
 from tests.each_row import each_row
-from tests.monitor.compiled import compare
-from tests.monitor.families import FAMILIES
 
 from qkeel import find_sites, watch
 
@@ -48,7 +48,7 @@ def test_compiled_steps_are_the_unwatched_ones(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fifty_steps_compiled_by_the_default_backend_are_the_unwatched_ones(name: str) -> None:
     # A process of its own: without the run-time type checks, which are Python that can't be compiled.
-    command = [sys.executable, "-m", "tests.monitor.compiled", name, "inductor"]
+    command = [sys.executable, "-m", "tests.contract.watch.compiled", name, "inductor"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 from tests.quick import one_in, quick
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import flex_attention
 
 pytest.importorskip("transformers")
 
-from tests.monitor.families import (
+from tests.contract.watch.families import (
     FAMILIES,
     Family,
     Mixed,
@@ -33,8 +32,8 @@ from tests.monitor.families import (
     torch_loss,
     train,
 )
-from tests.monitor.fault_settings import Layers
-from tests.monitor.small import Block, batch, small
+from tests.contract.watch.layers import Layers
+from tests.contract.watch.small import Block, batch, small
 
 from qkeel import preset, watch
 from qkeel.monitor import Adaptive, Cadence, LogSpaced
@@ -237,43 +236,30 @@ def test_a_model_that_copies_a_part_of_itself_in_every_pass(copied: Callable[[nn
         assert torch.equal(ours, plain)
 
 
-def in_vmap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.func.vmap(written_out, in_dims=1, out_dims=1)(q, k, v)
-
-
 def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT).softmax(-1) @ v
 
 
-def through_flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return flex_attention(q.detach(), k.detach(), v.detach())  # type: ignore[return-value] # on a CPU it has no gradients
-
-
 IN_ONE_PIECE = torch.compile(written_out, backend="aot_eager", fullgraph=True)
-BESIDE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "compiled": (written_out, IN_ONE_PIECE),
-    "compiled, and operators are looked at": (in_vmap, IN_ONE_PIECE),
-    "flex_attention, and operators are looked at": (in_vmap, through_flex),
-}
+
+
+def trained_layers(ways: tuple[Callable[..., Any], ...], watched: bool) -> list[Tensor]:
+    """The weights after three steps."""
+    torch._dynamo.reset()
+    model = Layers(*ways)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with watch(model, optimizer) if watched else contextlib.nullcontext() as monitor:
+        for step in range(3):
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert monitor is None or (monitor.active and len(monitor.sites) == 2)
+    return [*model.parameters()]
 
 
 @pytest.mark.filterwarnings(
-    *("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch", "ignore:The .grad attribute"),
-    "ignore:flex_attention called without torch.compile",
+    "ignore::UserWarning:torch", "ignore::DeprecationWarning:torch", "ignore:The .grad attribute"
 )
-@pytest.mark.parametrize("name", BESIDE)
-def test_a_function_that_torch_compiles_in_one_piece_stays_so(name: str) -> None:
-    def run(watched: bool) -> list[Tensor]:
-        torch._dynamo.reset()
-        model = Layers(*BESIDE[name])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        with watch(model, optimizer) if watched else contextlib.nullcontext() as monitor:
-            for step in range(3):
-                model(batch(step)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            assert monitor is None or (monitor.active and len(monitor.sites) == 2)
-        return [*model.parameters()]
-
-    for ours, plain in zip(run(True), run(False)):
-        assert torch.equal(ours, plain)
+def test_a_function_that_torch_compiles_in_one_piece_stays_so() -> None:
+    ways = (written_out, IN_ONE_PIECE)
+    assert all(map(torch.equal, trained_layers(ways, True), trained_layers(ways, False)))

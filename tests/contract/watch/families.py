@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from qkeel import preset, watch
 from qkeel.monitor import Cadence
-from qkeel.monitor.monitor import Monitor
 from qkeel.nn import Decoder, DecoderConfig
 
 SIZES = {
@@ -187,7 +186,7 @@ class Run:
     gradients: dict[str, Tensor]
     random: Tensor
     evals: list[float]
-    monitor: Monitor | None
+    monitor: Any
 
     def same(self, other: Run) -> bool:
         """Whether no bit is different."""
