@@ -8,11 +8,9 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Tests start a hundred processes that import qkeel: compiled modules are kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-CASES ?= 10000
 SEED ?= 0
-KILLS ?= 100
 
-.PHONY: claims ladder drawn setup demo test machines slow trackers fuzz crash mutation zoo foreign suites programs gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
+.PHONY: claims ladder drawn setup demo test machines slow trackers mutation zoo foreign suites programs gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,12 +29,12 @@ demo: $(VENV)/.lab  ## six remedies x three learning rates on real text, and a p
 test: $(VENV)/.dev  ## everything but slow and GPU tests
 	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not slow and not gpu and not zoo'
 
-machines: $(VENV)/.dev  ## quick tests as on other processors, users, paths, locales, Pythons; writes internals/machines.md; hours
-	$(BIN)/python -m tests.machines --jobs $(JOBS)
+machines: $(VENV)/.dev  ## quick tests as on other processors, users, paths, locales, Pythons; writes docs/internals/machines.md; hours
+	$(BIN)/python -m tools.machines --jobs $(JOBS)
 
 slow: $(VENV)/.dev  ## compile tests, 20 SIGKILLs, the published orderings on the micro configuration
 	$(PIP) -e '.[cluster,cross]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-trainers.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r tools/trainers.txt
 	$(ONE_THREAD) $(BIN)/pytest -m slow --timeout 1800
 	$(MAKE) trackers
 
@@ -51,50 +49,41 @@ $(TRACKERS)/.done: pyproject.toml constraints.txt
 trackers: $(TRACKERS)/.done  ## the tests of trackers, trainers, tables and figures, and what a newcomer tries first, with all their libraries
 	$(ONE_THREAD) $(TRACKERS)/bin/pytest -n $(JOBS) --dist loadfile tests/integrations tests/frames tests/packaging
 
-fuzz: $(VENV)/.dev  ## CASES (10000) inputs of each class from SEED (0), then as many for the parsers by coverage (atheris)
-	$(PIP) -e '.[fuzz]'
-	$(ONE_THREAD) nice -n 10 $(BIN)/python -m tests.fuzz --cases $(CASES) --seed $(SEED)
-	$(ONE_THREAD) nice -n 10 $(BIN)/python -m tests.fuzz.coverage_guided --cases $(CASES)
+SEEDS ?= 11
 
-crash: $(VENV)/.dev  ## KILLS (100) times kill -9 of studies, watched runs, reports and compilers; power losses, failing disks, damage
-	$(ONE_THREAD) nice -n 10 $(BIN)/python -m tests.fuzz.crash --kills $(KILLS) --seed $(SEED)
-	$(ONE_THREAD) nice -n 10 $(BIN)/python -m tests.fuzz.disk_faults --seed $(SEED)
-
-SEEDS ?= 0 1
-
-mutation: $(VENV)/.dev  ## mutants of the formulas, specs and step remedies against their direct tests; needs an hour
+mutation: $(VENV)/.dev  ## mutants of every room against its direct tests; needs two hours
 	$(ONE_THREAD) nice -n 10 $(BIN)/python -m tests.mutation --seeds $(SEEDS) --out benchmarks/results/mutation.json
 
-zoo: $(VENV)/.dev  ## 423 architectures of transformers, tiny; writes internals/zoo.md
-	$(ONE_THREAD) $(BIN)/python -m tests.zoo.census --jobs $(JOBS) --out internals/zoo.md
+zoo: $(VENV)/.dev  ## 423 architectures of transformers, tiny; writes docs/internals/zoo.md
+	$(ONE_THREAD) $(BIN)/python -m tools.zoo.census --jobs $(JOBS) --out docs/internals/zoo.md
 
-suites: $(VENV)/.dev  ## peers' own tests with qkeel in them (QKEEL_TRANSFORMERS: a checkout of transformers); writes internals/suites.md
+suites: $(VENV)/.dev  ## peers' own tests with qkeel in them (QKEEL_TRANSFORMERS: a checkout of transformers); writes docs/internals/suites.md
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check expecttest==0.3.0 parameterized==0.9.0 httpx==0.28.1  # of torch's and transformers' tests
-	$(ONE_THREAD) $(BIN)/python -m tests.suites --out internals/suites.md
+	$(ONE_THREAD) $(BIN)/python -m tools.suites --out docs/internals/suites.md
 
 PROGRAMS := .venv-programs
 
-$(PROGRAMS)/.done: constraints-programs.txt constraints.txt pyproject.toml
+$(PROGRAMS)/.done: tools/programs/requirements.txt constraints.txt pyproject.toml
 	test -x $(PROGRAMS)/bin/python || $(PYTHON) -m venv $(PROGRAMS)
 	$(PROGRAMS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(PROGRAMS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-programs.txt
+	$(PROGRAMS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tools/programs/requirements.txt
 	touch $@
 
-programs: $(PROGRAMS)/.done  ## others' training programs, plain and watched, from checkouts in QKEEL_PROGRAMS; writes internals/programs.md
-	test -e "$(QKEEL_PROGRAMS)/data/tinyllama" || PYTHONPATH=tests/programs/shims:. $(PROGRAMS)/bin/python -m tests.programs.data "$(QKEEL_PROGRAMS)"
-	$(ONE_THREAD) $(PROGRAMS)/bin/python -m tests.programs --out internals/programs.md
+programs: $(PROGRAMS)/.done  ## others' training programs, plain and watched, from checkouts in QKEEL_PROGRAMS; writes docs/internals/programs.md
+	test -e "$(QKEEL_PROGRAMS)/data/tinyllama" || PYTHONPATH=tools/programs/shims:. $(PROGRAMS)/bin/python -m tools.programs.data "$(QKEEL_PROGRAMS)"
+	$(ONE_THREAD) $(PROGRAMS)/bin/python -m tools.programs --out docs/internals/programs.md
 
 FOREIGN := .venv-foreign
 
 # Each package without its dependencies: theirs would bring other versions of torch.
-$(FOREIGN)/.done: constraints-foreign.txt constraints.txt pyproject.toml
+$(FOREIGN)/.done: tools/foreign/requirements.txt constraints.txt pyproject.toml
 	test -x $(FOREIGN)/bin/python || $(PYTHON) -m venv $(FOREIGN)
 	$(FOREIGN)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]' pillow pyyaml tqdm pandas scipy
-	$(FOREIGN)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-foreign.txt
+	$(FOREIGN)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tools/foreign/requirements.txt
 	touch $@
 
-foreign: $(FOREIGN)/.done  ## models of 30 packages against a reference of their own, attention at random and in other idioms; writes internals/foreign.md
-	$(ONE_THREAD) $(FOREIGN)/bin/python -m tests.foreign.census --cases 2000 --idioms 500 --out internals/foreign.md
+foreign: $(FOREIGN)/.done  ## models of 30 packages against a reference of their own, attention at random and in other idioms; writes docs/internals/foreign.md
+	$(ONE_THREAD) $(FOREIGN)/bin/python -m tools.foreign.census --cases 2000 --idioms 500 --out docs/internals/foreign.md
 
 # A GPU machine needs torch >= 2.11, Triton and pytest and no environment of ours: jaxtyping's annotations have a stand-in.
 GPU_PATH = src:.$(shell $(PYTHON) -c "import jaxtyping" 2>/dev/null || echo :tests/gpu/stand_ins)
@@ -128,26 +117,26 @@ notebooks: $(VENV)/.dev  ## run the notebooks of the docs and write their output
 
 gallery: $(VENV)/.dev  ## the pictures of docs/gallery.md, light and dark; needs chromium and some minutes
 	$(PIP) -e '.[plot,docs]'
-	$(BIN)/python docs/make_gallery.py
+	$(BIN)/python tools/gallery.py
 
 bench: $(VENV)/.dev  ## ratios to peers, side by side in one run
 	$(PIP) -e '.[bench]'
 	$(BIN)/python -m benchmarks
 
-claims: $(VENV)/.dev  ## the studies of the claims, as far as they are not done; writes claims/results.json, research/claims.md and docs/what-we-found.md
-	$(ONE_THREAD) $(BIN)/python -m claims --jobs $(JOBS)
+claims: $(VENV)/.dev  ## the studies of the claims, as far as they are not done; writes experiments/claims/results.json, experiments/notes/claims.md and docs/what-we-found.md
+	$(ONE_THREAD) $(BIN)/python -m experiments.claims --jobs $(JOBS)
 
 ladder: $(VENV)/.dev  ## runs of 0.13M to 124M parameters, as far as they are not done (some 20 core-hours); stop it and start it at will
-	$(ONE_THREAD) $(BIN)/python -m ladder.run --idle
-	$(BIN)/python -m ladder
+	$(ONE_THREAD) $(BIN)/python -m experiments.ladder.run --idle
+	$(BIN)/python -m experiments.ladder
 
 drawn: $(VENV)/.dev  ## the autopilot's last drawn test: 560 runs, as far as they are not done, in idle time; stop it and start it at will
-	$(ONE_THREAD) $(BIN)/python -m ladder.drawn run --idle
-	$(BIN)/python -m ladder.drawn judge
+	$(ONE_THREAD) $(BIN)/python -m experiments.ladder.drawn run --idle
+	$(BIN)/python -m experiments.ladder.drawn judge
 
-roofline: $(VENV)/.dev  ## operators under the measured peaks of this machine, and the picture of internals/benchmarks.md
+roofline: $(VENV)/.dev  ## operators under the measured peaks of this machine, and the picture of docs/benchmarks.md
 	$(BIN)/python -m benchmarks.roofline
-	$(BIN)/python -m benchmarks.charts benchmarks/results/roofline-$$(date +%F).json internals/images/roofline.svg
+	$(BIN)/python -m benchmarks.charts benchmarks/results/roofline-$$(date +%F).json docs/images/roofline.svg
 
 assets:  ## rebuild the vendored chart library (needs Node); its result is committed
 	cd assets && npm ci --no-audit --no-fund && npm run build

@@ -520,7 +520,7 @@ def show(title: str, found: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def markdown(tables: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """Returns the milliseconds of tables of `per_layer` for internals/benchmarks.md: a row for each case."""
+    """Returns the milliseconds of tables of `per_layer` for docs/benchmarks.md: a row for each case."""
     cases = dict.fromkeys(case for found in tables.values() for case in found)
     lines = [
         f"| ms per layer, median (95 % interval) | {' | '.join(tables)} | goal |",

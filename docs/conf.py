@@ -29,7 +29,7 @@ html_search_scorer = str(Path(__file__).parent / "_static" / "search_order.js")
 html_css_files = ["site.css"]
 pygments_dark_style = "github-dark"  # the theme's own underlines the names of modules, as if they were links
 templates_path = ["_templates"]
-exclude_patterns = ["_build", "_templates", "notebooks", "_made/*-fields.md", "_made/table-columns.md"]
+exclude_patterns = ["_build", "_templates", "notebooks", "internals", "_made/*-fields.md", "_made/table-columns.md"]
 
 # Plain words need no tooltip.
 PLAIN = {"alarm", "form", "gain", "kept", "record", "role", "run", "sample", "bound", "policy", "layout", "study"}

@@ -154,16 +154,19 @@ def write_pages() -> None:
 
 
 def _download(name: str, link: re.Match[str]) -> str:
-    """Turns a link on a page into a download if it leads out of docs/."""
-    place = (HERE / name).parent / link[2]
-    return link[0] if place.resolve().is_relative_to(HERE) else f"{{download}}`{link[1]} <{link[2]}>`"
+    """Turns a link on a page into a download if it leads to a file that is not on the site."""
+    target = ((HERE / name).parent / link[2]).resolve()
+    on_site = target.is_relative_to(HERE) and not target.is_relative_to(HERE / "internals")
+    return link[0] if on_site else f"{{download}}`{link[1]} <{link[2]}>`"
 
 
 def changed(name: str, text: str) -> str:
     """The text that Sphinx reads in place of the file: links to files that are not on the site become downloads, a
     "Next" line is added to pages that programs write, and pictures get a width, so that they link to the full size."""
     text = re.sub(
-        r"\[([^]`\n]+)\]\(((?:\.\./)+[A-Za-z][^)#\s]*\.md)(?:#[^)]*)?\)", lambda link: _download(name, link), text
+        r"\[([^]`\n]+)\]\(((?:(?:\.\./)+|internals/)[A-Za-z][^)#\s]*\.md)(?:#[^)]*)?\)",
+        lambda link: _download(name, link),
+        text,
     )
     text = re.sub(r"^(:class: only-(?:light|dark)\n)(?=```)", r"\1:width: 100%\n", text, flags=re.M)
     after = NEXT.get(name, "")

@@ -27,9 +27,9 @@ from qkeel.errors import QkeelError
 from qkeel.lab import DataConfig, LongContexts, ModelConfig, RunConfig, Watcher, run
 from qkeel.lab.lengths import measure
 from qkeel.records import RunDirectory, RunStatus
-from qkeel.records.parse import read_toml
+from qkeel.records.file_formats import read_toml
 
-FOLDER = Path(__file__).parents[2] / "recipes"
+FOLDER = Path(__file__).parents[2] / "experiments" / "recipes"
 RECIPES = ("mha-100m-512", "gau-100m-512")
 FORMS = ("baseline", "baseline_logn", "kna", "kna_logn", "cosa", "cosa_logn")
 TIMES = (1, 2, 4, 8)  # the training length, for the texts that runs are measured on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import mmap
 from collections.abc import Mapping
@@ -10,12 +11,11 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from qkeel.errors import DataError, RefusedError
-from qkeel.records.disk import read_start, refuse_irregular, refuse_path
-from qkeel.records.file_formats import check_parts
-from qkeel.records.parse import read_header, read_json_file
+from qkeel.errors import DataError, RefusedError, reported
+from qkeel.records.disk import refuse_path
 
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -138,21 +138,44 @@ def _refusal(file: Path) -> RefusedError:
 
 def _header(file: Path) -> list[StoredTensor]:
     """The tensors of one file, in the order in which they are stored."""
-    if file.suffix in PICKLES and file.suffix != ".ckpt" and refuse_irregular(file, DataError) is not None:
+    if file.suffix in PICKLES and file.suffix != ".ckpt":
         raise _refusal(file)
-    start = read_start(file, 9, DataError)
-    # The length of a valid header may begin like a pickle (640 is 80 02), but it is followed by a brace.
-    if start.startswith(_PICKLE_STARTS) and start[8:] != b"{":
-        raise _refusal(file)
-    found = read_header(file, DataError).tensors
-    return [
-        StoredTensor(name=name, file=file, dtype=t.dtype, shape=t.shape, begin=t.begin, end=t.end)
-        for name, t in found.items()
+    with reported(f"cannot read {file}", error=DataError), open(file, "rb") as opened:
+        start = opened.read(9)
+        length = int.from_bytes(start[:8], "little")
+        # The length of a valid header may begin like a pickle (640 is 80 02), but it is followed by a brace.
+        if start.startswith(_PICKLE_STARTS) and start[8:] != b"{":
+            raise _refusal(file)
+        try:
+            with safe_open(file, framework="numpy"):  # checks the header and that the tensors fill the file
+                opened.seek(8)
+                table = json.loads(opened.read(length))
+        except (SafetensorError, ValueError) as failure:
+            raise DataError(
+                f"{file} is truncated or not a safetensors file: {failure}; download or save it again"
+            ) from failure
+    tensors = [
+        StoredTensor(
+            name=name,
+            file=file,
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            begin=8 + length + entry["data_offsets"][0],
+            end=8 + length + entry["data_offsets"][1],
+        )
+        for name, entry in table.items()
+        if name != "__metadata__"
     ]
+    return sorted(tensors, key=lambda tensor: (tensor.begin, tensor.end))
 
 
 def _json(file: Path) -> dict[str, Any]:
-    value = read_json_file(file, DataError)
+    with reported(f"cannot read {file}", error=DataError):
+        text = file.read_bytes()
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as failure:
+        raise DataError(f"{file} is not complete JSON ({failure}); restore it") from failure
     if not isinstance(value, dict):
         raise DataError(f"{file} is not a JSON object; restore it or scan the weight file by itself")
     return value
@@ -163,7 +186,7 @@ def _config(path: Path) -> dict[str, Any]:
     # A qkeel run stores its weights in last/ and its configuration next to last/.
     places = [folder / "config.json", *([folder.parent / "config.json"] if folder.name == "last" else [])]
     file = next((file for file in places if file.exists()), None)
-    return {} if file is None else check_parts(_json(file), "config.json of a checkpoint", str(file), DataError)
+    return {} if file is None else _json(file)
 
 
 @final

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.contract.integrations.test_trackers import OUTSIDE
 
-from .source import PACKAGE
+PACKAGE = Path(__file__).parents[2] / "src" / "qkeel"
 
 # Blocks every module outside the standard library but torch, numpy, safetensors, jaxtyping and what they need.
 BLOCKED = """

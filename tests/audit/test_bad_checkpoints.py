@@ -42,14 +42,14 @@ def test_a_file_cut_anywhere_is_truncated(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for keep in (0, 4, 8, 100, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:keep])
-        with pytest.raises(DataError, match=r"truncated|not a safetensors"):
+        with pytest.raises(DataError, match=r"truncated or not a safetensors"):
             scan(tmp_path)
 
 
 def test_a_damaged_header_is_told(tmp_path: Path) -> None:
     for text in (b"not json at all!", b"[1, 2]", b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}'):
         (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
-        with pytest.raises(DataError, match="header"):
+        with pytest.raises(DataError, match="not a safetensors file"):
             scan(tmp_path / "x.safetensors")
 
 

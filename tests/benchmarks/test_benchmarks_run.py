@@ -18,12 +18,11 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 NOT_RUN = {
     "__init__": "says what the package is",
     "measure": "the harness that all share",
+    "timing": "the clock that all share",
     "watch": "a test of its own, test_watch_runs.py",
-    "autopilot_page": "writes a page of committed results; a test compares, test_autopilot_page.py",
-    "multimodal_stream": "a test of its own, test_multimodal_stream.py",
     "charts": "draws results and studies, measures nothing; a test draws the committed results again",
 }
-SLOW = {"retrofit", "autopilot", "transformers_attention", "theory"}  # more than three seconds, at toy size
+SLOW = {"transformers_attention"}  # more than three seconds, at toy size
 NEEDS_A_COMPILER = {"native", "attention", "decode", "modules", "transformers_attention"}
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py"))
 

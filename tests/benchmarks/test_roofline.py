@@ -9,8 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from benchmarks.charts import roofline
 from benchmarks.roofline import Sizes, _placed, operators
-
-from qkeel.cli.bench import BenchRow
+from benchmarks.timing import BenchRow
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("roofline-*.json"))
@@ -49,7 +48,7 @@ def test_the_share_is_the_time_of_the_roof_over_the_time_taken(
 def test_the_picture_of_the_docs_is_that_of_the_committed_results() -> None:
     found = json.loads(RESULTS[-1].read_text())
     picture = roofline(found)
-    assert picture == (ROOT / "internals" / "images" / "roofline.svg").read_text()
+    assert picture == (ROOT / "docs" / "images" / "roofline.svg").read_text()
     text = "".join(ElementTree.fromstring(picture).itertext())
     for operator in found["operators"]:
         assert operator["name"] in text

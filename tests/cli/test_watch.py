@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -322,6 +321,20 @@ train(net, optimizer)
 """
 
 
+def test_the_page_is_rewritten_while_the_script_runs_and_reloads_itself_until_the_end(
+    tmp_path: Path, here: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qkeel.cli.watched_program.PAGE_SECONDS", 0.0)
+    text = "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=0.1))\n"
+    script(tmp_path, text + "import shutil\nshutil.copy('qkeel-runs/train/report.html', 'during.html')")
+    code, _, err = here("--every", "1", "--", "python", "train.py")
+    assert code == 0
+    during, after = (tmp_path / name for name in ("during.html", "qkeel-runs/train/report.html"))
+    assert '<meta http-equiv="refresh" content="0">' in during.read_text()
+    assert 'http-equiv="refresh"' not in after.read_text()
+    assert err.count("qkeel: page qkeel-runs/train/report.html") == 2  # once where it is, and at the end
+
+
 def test_a_forked_child_ends_in_silence(tmp_path: Path) -> None:
     words = ["python", script(tmp_path, CHILD).name]
     result = watched(words, tmp_path, "--every", "1", start=forked.python)
@@ -331,37 +344,6 @@ def test_a_forked_child_ends_in_silence(tmp_path: Path) -> None:
     directory = RunDirectory(made)
     assert len(directory.metrics()) == 3
     assert directory.status is RunStatus.DONE
-
-
-LIVE = """
-import pathlib, urllib.request
-net = Net()
-train(net, torch.optim.SGD(net.parameters(), lr=0.1))
-print(urllib.request.urlopen(pathlib.Path("url").read_text()).read().decode())
-"""
-
-
-def test_the_page_is_served_while_the_script_runs(tmp_path: Path, here: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qkeel.cli import watched_program
-
-    said: list[str] = []
-
-    def note(writer: watched_program.MessageWriter, line: str) -> None:
-        said.append(line)
-        if line.startswith("live page "):
-            (tmp_path / "url").write_text(line.removeprefix("live page "))
-
-    monkeypatch.setattr(watched_program.MessageWriter, "__call__", note)
-    script(tmp_path, LIVE)
-    with pytest.MonkeyPatch.context() as patch:
-        pages: list[str] = []
-        patch.setattr("builtins.print", lambda text: pages.append(text))
-        assert here("--live", "--every", "1", "--", "python", "train.py")[0] == 0
-    assert "<title>" in pages[0]
-    assert "layers.0" in pages[0]
-    with pytest.raises(OSError):
-        urllib.request.urlopen(said[0].removeprefix("live page "))
-    assert (tmp_path / "qkeel-runs" / "train" / "DONE").exists()
 
 
 WORKERS = """

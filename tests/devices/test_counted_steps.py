@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-# Launches a layer, and those of the whole model, of a Llama on the stand-in; internals/gpu.md has them and the goals.
+# Launches a layer, and those of the whole model, of a Llama on the stand-in; docs/internals/gpu.md has them and the
+# goals.
 MOST = {
     "between measured steps": (1, 2),  # the largest logsumexp; all layers'; their way to the host
     "measured, all statistics": (7, 82),

@@ -10,11 +10,14 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "recipes/README.md")]
-PAGES = sorted(page for page in DOCS.rglob("*.md") if not {"_made", "_build"} & set(page.parts))  # of the site
-OFF_SITE = sorted(page for folder in ("research", "internals") for page in (ROOT / folder).rglob("*.md"))
-# Pages that programs write, or that quote what they print.
-MADE_BY_PROGRAMS = {"compatibility", "what-we-found"}
+OUTSIDE = [
+    ROOT / name
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "experiments/recipes/README.md")
+]
+PAGES = sorted(
+    page for page in DOCS.rglob("*.md") if not {"_made", "_build", "internals"} & set(page.parts)
+)  # of the site
+OFF_SITE = sorted(page for folder in ("docs/internals", "experiments/notes") for page in (ROOT / folder).rglob("*.md"))
 
 
 def loaded(name: str) -> ModuleType:
@@ -25,11 +28,6 @@ def loaded(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(place)
     place.loader.exec_module(module)
     return module
-
-
-def is_made(page: Path) -> bool:
-    """Whether a program writes the page."""
-    return page.stem in MADE_BY_PROGRAMS
 
 
 def text(page: Path) -> str:
@@ -52,15 +50,6 @@ def slugs(page: Path) -> set[str]:
 def links(page: Path) -> list[str]:
     """The targets of links and pictures on a page."""
     return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text(page)))
-
-
-WORD = r"(?<![\w.\-/@])[A-Za-z][a-z]{2,}(?:[’'](?:s|t))?(?![\w@]|\.\w|[(/=])"
-NO_WORDS = r"\]\([^)]*\)|<[^>\n]*>|https?://\S+|`[^`\n]*`|\$[^$]*\$"  # targets, tags, addresses, code, formulas
-
-
-def words(page: Path) -> set[str]:
-    """The plain words of a page, in small letters; names with digits, points or capitals inside are no words."""
-    return {word.lower().replace("’", "'") for word in re.findall(WORD, re.sub(NO_WORDS, " ", text(page)))}
 
 
 def notebook_text(path: Path) -> str:

@@ -11,10 +11,10 @@ from tests.docs.page_text import PAGES as PAGES_OF_SITE
 from tests.each_row import each_row
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md"]
+PAGES = [ROOT / "README.md", ROOT / "experiments" / "recipes" / "README.md"]
 PAGES += [
     page
-    for folder in ("docs", "research", "internals")
+    for folder in ("docs", "experiments/notes")
     for page in sorted((ROOT / folder).rglob("*.md"))
     if "_made" not in page.parts
 ]

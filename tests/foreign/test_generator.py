@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.foreign import effects, reference
-from tests.foreign.checks import judged, overall
-from tests.foreign.generator import CHOICES, HEADS, SIZES, WIDTH, Model, Plan, RandomAttention, _truth, judge, subject
-from tests.foreign.page import shares
-from tests.foreign.reference import Call, Example, Recorder, Shape, calls
-from tests.foreign.work import MODEL, Work, claimed
+from tools.foreign import effects, reference
+from tools.foreign.checks import judged, overall
+from tools.foreign.generator import CHOICES, HEADS, SIZES, WIDTH, Model, Plan, RandomAttention, _truth, judge, subject
+from tools.foreign.page import shares
+from tools.foreign.reference import Call, Example, Recorder, Shape, calls
+from tools.foreign.work import MODEL, Work, claimed
 from torch import Tensor, nn
 from torch.nn import functional as F
 

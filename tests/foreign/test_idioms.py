@@ -7,9 +7,10 @@ import re
 
 import pytest
 import torch
-from tests.foreign import idioms
-from tests.foreign.checks import overall
-from tests.foreign.idioms import (
+from tests.quick import quick
+from tools.foreign import idioms
+from tools.foreign.checks import overall
+from tools.foreign.idioms import (
     COMBINING,
     HEADS,
     LOOKS_ALIKE,
@@ -28,7 +29,6 @@ from tests.foreign.idioms import (
     judge,
     silent,
 )
-from tests.quick import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 SILENT = "neither a site nor missed"

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from tests.integrations.trainers.run import STEPS, Outcome
-from tests.programs.__main__ import Runs
-from tests.programs.data import write_tokenizer_and_model
+from tools.programs.__main__ import Runs
+from tools.programs.data import write_tokenizer_and_model
 
 import qkeel
 

@@ -14,9 +14,9 @@ pytest.importorskip("transformers")
 
 import torch
 from tests.remedies.foreign import example, hf, out
-from tests.zoo.build import build
-from tests.zoo.tables import Entry, entries
 from tests.zoo.test_zoo import named
+from tools.zoo.build import build
+from tools.zoo.tables import Entry, entries
 from torch import Tensor, nn
 
 import qkeel

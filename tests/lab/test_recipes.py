@@ -24,7 +24,7 @@ from qkeel.lab.training import TrainingBackend, train_step
 from qkeel.nn import Decoder
 from qkeel.records import RunDirectory
 
-FOLDER = Path(__file__).parents[2] / "recipes"
+FOLDER = Path(__file__).parents[2] / "experiments" / "recipes"
 RECIPES = ("gau-100m-512", "mha-100m-512")
 # Everything of the recipe but its size: 3 steps in a second.
 SMALL = "--d-model 48 --n-layers 2 --context 32 --batch 4 --accumulate 2 --steps 3 --log-every 1 --checkpoint-every 2"

@@ -1,7 +1,7 @@
 """How many functions of Python and operators of torch a step that is watched, or remedied, calls for each layer beyond
 those of the plain step; and how many passes of the model a search for its attention takes.
 
-Counts are the same on every machine and under every load; the milliseconds are in internals/benchmarks.md. Where the
+Counts are the same on every machine and under every load; the milliseconds are in docs/benchmarks.md. Where the
 compiled pass over logits is missing, torch computes the statistics, in more calls.
 """
 

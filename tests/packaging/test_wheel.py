@@ -54,7 +54,7 @@ def test_one_version_everywhere() -> None:
 
 DISTRIBUTIONS = {"PIL": "pillow", "mlflow": "mlflow_skinny"}  # where the package that is imported has another name
 BROUGHT = {"triton", "_typeshed", "IPython"}  # by torch; a stub for types; there in every notebook
-OURS = {"dev", "docs", "fuzz", "bench", "cross"}  # extras for work on qkeel itself
+OURS = {"dev", "docs", "bench", "cross"}  # extras for work on qkeel itself
 
 
 def test_every_package_that_is_imported_is_declared_for_users() -> None:

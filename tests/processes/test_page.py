@@ -19,12 +19,12 @@ def row(setup: Setup) -> str:
 
 
 def page_table() -> str:
-    """The table of internals/processes.md."""
+    """The table of docs/internals/processes.md."""
     head = ["setup", "processes in the tests", "statistics and weights' numbers", "collectives a step", *columns()]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *map(row, SETUPS.values())]
     return "\n".join(lines)
 
 
 def test_the_page_has_the_table() -> None:
-    page = Path(__file__).parents[2] / "internals" / "processes.md"
+    page = Path(__file__).parents[2] / "docs" / "internals" / "processes.md"
     assert page_table() in page.read_text(encoding="utf-8"), f"expected in {page.name}:\n{page_table()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import pytest
 
 from qkeel.errors import DamagedFileError, RunDirectoryError, ShapeError
 from qkeel.records import HeadRecorder, read_heads
-from qkeel.records.file_formats import cut_heads
 
 FIELDS = ("max_logit", "entropy")
 
@@ -40,44 +40,34 @@ def test_a_torn_record_is_dropped(tmp_path: Path, cut: int) -> None:
     assert read_heads(tmp_path).steps.tolist() == [0, 10]
 
 
-@pytest.mark.parametrize(("last", "kept"), [(-1, []), (0, [0]), (10, [0, 10]), (15, [0, 10]), (99, [0, 10, 20])])
-def test_cutting_back_keeps_what_is_not_later(tmp_path: Path, last: int, kept: list[int]) -> None:
-    values = recorded(tmp_path, [0, 10, 20])
-    with open(tmp_path / "heads.f32", "ab") as file:
-        file.write(b"torn")
-    cut_heads(tmp_path, last)
-    heads = read_heads(tmp_path)
-    assert heads.steps.tolist() == kept
-    assert np.array_equal(heads.values["entropy"], values[: len(kept), 1])
-    assert (tmp_path / "heads.f32").stat().st_size == len(kept) * 13 * 4
-    HeadRecorder(tmp_path, FIELDS, 2, 3).append(50, values[0])
-    assert read_heads(tmp_path).steps.tolist() == [*kept, 50]
-
-
 def test_before_the_first_record_there_are_none(tmp_path: Path) -> None:
     HeadRecorder(tmp_path, FIELDS, 2, 3)
     assert read_heads(tmp_path).steps.tolist() == []
-    cut_heads(tmp_path, 5)
-    cut_heads(tmp_path / "nowhere", 5)
 
 
-def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+def test_a_file_that_its_description_does_not_describe_is_damaged(tmp_path: Path) -> None:
     recorded(tmp_path, [0, 10, 20])
-    path, sums = tmp_path / "heads.f32", tmp_path / "heads.crc32"
-    size = path.stat().st_size
-    for file, at in ((path, 52 + 9), (sums, 4)):
-        whole = file.read_bytes()
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(DamagedFileError, match=r"heads\.f32, record 2 does not match its checksum in heads\.crc32"):
+    about, path = tmp_path / "heads.json", tmp_path / "heads.f32"
+    whole = about.read_text()
+    for change in (("max_logit", "entropy"), ('"n_heads": 3', '"n_heads": "3"'), ('"n_layers": 2', '"n_layers": 0')):
+        about.write_text(whole.replace(*change))
+        with pytest.raises(DamagedFileError, match=r"heads\.json"):
             read_heads(tmp_path)
-        file.write_bytes(whole)
-    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    assert read_heads(tmp_path).steps.tolist() == [0, 10]  # the last may be torn
-    with pytest.raises(DamagedFileError, match="record 3"):
-        read_heads(tmp_path, sure=size)
-    sums.unlink()
-    with pytest.raises(DamagedFileError, match="0 checksums for 3 records"):
+    about.write_text(whole)
+    path.write_bytes(np.float32(np.nan).tobytes() + path.read_bytes()[4:])
+    with pytest.raises(DamagedFileError, match=r"heads\.f32 has a step that is not a whole number"):
         read_heads(tmp_path)
+    with pytest.raises(DamagedFileError, match="describes other records"):
+        HeadRecorder(tmp_path, FIELDS, 2, 4)
+
+
+def test_records_of_an_earlier_version_are_read_and_gone_on_with(tmp_path: Path) -> None:
+    values = recorded(tmp_path, [0, 10])
+    about = json.loads((tmp_path / "heads.json").read_text())
+    (tmp_path / "heads.json").write_text(json.dumps({**about, "checksums": "heads.crc32", "crc32": "00000000"}))
+    (tmp_path / "heads.crc32").write_bytes(bytes(8))
+    HeadRecorder(tmp_path, FIELDS, 2, 3).append(20, values[0])
+    assert read_heads(tmp_path).steps.tolist() == [0, 10, 20]
 
 
 def test_values_of_another_shape_are_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qkeel.errors import QkeelError, RunDirectoryError, UnknownNameError
+from qkeel.errors import DamagedFileError, QkeelError, RunDirectoryError, UnknownNameError
 from qkeel.records import (
     HEAD_FIELDS,
     STEP_FIELDS,
@@ -57,13 +57,25 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_cutting_back_drops_later_lines_of_metrics_and_events(tmp_path: Path) -> None:
+def test_cutting_to_sizes_drops_later_bytes_and_lost_ones_are_damage(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
+    append_line(tmp_path / "metrics.jsonl", {"step": 0})
+    sizes = run.sizes()
     for name in ("metrics.jsonl", "events.jsonl"):
-        for step in (0, 10, 20):
-            append_line(tmp_path / name, {"step": step})
-    run.cut_back(10)
-    assert [r["step"] for r in run.metrics()] == [r["step"] for r in run.events()] == [0, 10]
+        append_line(tmp_path / name, {"step": 10})
+    run.cut_to(sizes)
+    assert [line["step"] for line in run.metrics(sizes)] == [0]
+    assert run.events() == []
+    os.truncate(tmp_path / "metrics.jsonl", sizes["metrics.jsonl"] - 1)
+    for act in (run.cut_to, run.metrics):
+        with pytest.raises(DamagedFileError, match=r"metrics\.jsonl has"):
+            act(sizes)
+
+
+def test_a_line_without_a_step_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"loss": 1.0}\n')
+    with pytest.raises(DamagedFileError, match=r"metrics\.jsonl, line 2 has no step"):
+        RunDirectory(tmp_path).metrics()
 
 
 def test_reading_a_run_that_wrote_nothing_says_what_is_missing(tmp_path: Path) -> None:
@@ -72,18 +84,6 @@ def test_reading_a_run_that_wrote_nothing_says_what_is_missing(tmp_path: Path) -
     for read in (run.config, run.env, run.summary):
         with pytest.raises(RunDirectoryError, match="is missing"):
             read()
-
-
-def test_a_checksum_that_lost_its_name_is_damage(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    run.open({"lr": 0.1})
-    write_json(tmp_path / "env.json", {"torch": "2"})
-    for name, read in (("config.json", run.config), ("env.json", run.env)):
-        whole = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(whole.replace(b'"crc32"', b'"Crc32"'))
-        with pytest.raises(RunDirectoryError, match=rf"{name} .*has no checksum"):
-            read()
-        (tmp_path / name).write_bytes(whole)
 
 
 def test_a_finished_run_knows_how_much_it_wrote(tmp_path: Path) -> None:
@@ -95,12 +95,14 @@ def test_a_finished_run_knows_how_much_it_wrote(tmp_path: Path) -> None:
     run.finish({"steps": 10})
     assert run.damage() == ""
     lines = (tmp_path / "metrics.jsonl").read_bytes()
-    for change in (lines[: len(lines) // 2], lines + lines[len(lines) // 2 :], b""):
+    for change in (lines[: len(lines) // 2], b""):
         (tmp_path / "metrics.jsonl").write_bytes(change)
         assert "metrics.jsonl has" in run.damage()
     (tmp_path / "metrics.jsonl").write_bytes(lines)
-    (tmp_path / "DONE").write_text("")
+    (tmp_path / "DONE").write_text("{")
     assert "DONE is not complete JSON" in run.damage()
+    (tmp_path / "DONE").write_text("")  # as version 0.1.0 wrote it
+    assert run.damage() == ""
 
 
 def test_two_processes_cannot_hold_one_directory_and_a_dead_one_does_not(tmp_path: Path) -> None:

@@ -250,21 +250,19 @@ def test_a_watched_model_has_a_page_with_the_study_that_advises_on_it(tmp_path: 
     html = page([watched, study], tmp_path)
     assert 'id="section-alarms"' in html
     advice = html.split('id="section-advice"')[1].split("</section>")[0]
-    assert "qkeel.apply(&quot;qk_norm&quot;, model, optimizer)" in advice
+    assert "qkeel.apply(model, &quot;qk_norm&quot;, optimizer)" in advice
     assert "better at LR 0.1" in advice
 
 
 def test_damaged_files_are_named(tmp_path: Path):
     run = make_watch(tmp_path / "run", SMALL)
     (run / "heads.json").write_text("{}")
-    with pytest.raises(RunDirectoryError, match=r"heads.json is not complete JSON \(it has no checksum"):
+    with pytest.raises(RunDirectoryError, match=r"heads.json has no fields"):
         qkeel.report.write(run, tmp_path / "r.html")
     other = make_watch(tmp_path / "other", SMALL)
     lines = (other / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (other / "metrics.jsonl").write_bytes(
-        b"".join([*lines[:4], lines[4].replace(b'"lr": 0.0003', b'"lr": 0.0004'), *lines[5:]])
-    )
-    with pytest.raises(RunDirectoryError, match=r"metrics.jsonl, line 5 .*does not match its checksum"):
+    (other / "metrics.jsonl").write_bytes(b"".join([*lines[:4], lines[4].replace(b"{", b"[", 1), *lines[5:]]))
+    with pytest.raises(RunDirectoryError, match=r"metrics.jsonl, line 5 "):
         qkeel.report.write(other, tmp_path / "r.html")
 
 

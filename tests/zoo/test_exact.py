@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.zoo.exact import differences
-from tests.zoo.tables import TABLES, entries
+from tools.zoo.exact import differences
+from tools.zoo.tables import TABLES, entries
 
 from qkeel.records import BLOCK_FIELDS, HEAD_FIELDS
 
@@ -47,7 +47,7 @@ def test_every_statistic_of_many_models_agrees(name: str) -> None:
 
 
 def test_a_wrong_number_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.zoo import exact
+    from tools.zoo import exact
 
     monkeypatch.setattr(exact, "ABOVE", 0.01)
     assert differences(BY_NAME["llama"])["share_above"] > 0.01

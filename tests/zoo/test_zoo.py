@@ -8,10 +8,10 @@ pytest.importorskip("transformers")
 
 import torch
 from tests.quick import one_in
-from tests.zoo.census import judge
-from tests.zoo.compare import closest
-from tests.zoo.page import IMPLEMENTATIONS, passed, verdict
-from tests.zoo.tables import TABLES, Entry, entries
+from tools.zoo.census import judge
+from tools.zoo.compare import closest
+from tools.zoo.page import IMPLEMENTATIONS, passed, verdict
+from tools.zoo.tables import TABLES, Entry, entries
 
 CAUSAL = ("llama", "gpt2", "gpt_neox", "gemma2", "gpt_oss", "deepseek_v3", "bloom", "qwen3_next")
 OTHERS = ("bert", "t5", "whisper", "wavlm", "vit", "swin", "clip", "detr", "qwen2_vl")

@@ -271,7 +271,8 @@ def ahead(history: History) -> Forecast | None:
 
 # The default policy: the cheapest action that limits the logits of the heads that need it.
 
-# The alarms that trigger an action; their quality is measured in research/alarms.md. Notices do not count, because they
+# The alarms that trigger an action; their quality is measured in experiments/notes/alarms.md. Notices do not count,
+# because they
 # also occur in healthy runs.
 RULES: tuple[Rule, ...] = (
     Outlook(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import platform
@@ -29,9 +28,7 @@ from qkeel.metrics import Row
 from qkeel.nn.attention import SpecModule
 from qkeel.options import Json
 from qkeel.records import RunDirectory, write_bytes
-from qkeel.records.disk import make_directory, read_regular
-from qkeel.records.file_formats import check_parts
-from qkeel.records.parse import json_value, parse_header
+from qkeel.records.disk import make_directory, read_file
 from qkeel.records.run_directory import FileSizes, made_on
 from qkeel.sites import find_sites
 from qkeel.version import VERSION
@@ -312,20 +309,15 @@ def _nudge(model: nn.Module, ulps: int) -> None:
         first.view(torch.int32).add_(-ulps if first < 0 else ulps)  # the bits of floats are ordered like magnitudes
 
 
-# The checkpoint of a run: one safetensors file with its SHA-256, replaced atomically. Nothing is pickled.
+# The checkpoint of a run: one safetensors file, replaced atomically. Nothing is pickled.
 
-_DIGEST = "sha256"  # metadata field; its value is computed over the file with the digits of this field set to 0
-_BLANK = "0" * 64
 # The state per parameter of AdamW, SGD and Muon.
 _STATES = (frozenset(["step", "exp_avg", "exp_avg_sq"]), frozenset(["momentum_buffer"]), frozenset(["momentum"]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunProgress:
-    """The progress of a run: completed steps, CPU seconds, and the size of each record file at that time.
-
-    `sizes` is None for checkpoints of earlier versions.
-    """
+    """The progress of a run: completed steps, CPU seconds, and the size of each record file at that time."""
 
     step: int = 0
     cpu_seconds: float = 0.0
@@ -358,10 +350,7 @@ def save(directory: RunDirectory, run: RunState, progress: RunProgress) -> None:
     about = {**dataclasses.asdict(progress), "optimizer": numbers}
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     make_directory(directory.checkpoint.parent, parents=False)
-    data = bytearray(safetensors.torch.save(plain, {"qkeel": json.dumps(about), _DIGEST: _BLANK}))
-    at = _digits(data, _BLANK)
-    data[at : at + len(_BLANK)] = hashlib.sha256(data).hexdigest().encode()
-    write_bytes(directory.checkpoint, data)
+    write_bytes(directory.checkpoint, safetensors.torch.save(plain, {"qkeel": json.dumps(about)}))
 
 
 def load(directory: RunDirectory, run: RunState) -> RunProgress:
@@ -377,21 +366,20 @@ def load(directory: RunDirectory, run: RunState) -> RunProgress:
 
 
 def read_checkpoint(directory: RunDirectory) -> RunCheckpoint:
-    """Reads the checkpoint of a run and checks its digest and the types of its fields.
+    """Reads the checkpoint of a run and checks that it is complete.
 
     Raises:
         DamagedFileError: the file is damaged.
     """
     path = directory.checkpoint
-    data = read_regular(path, most=None)
-    length = int.from_bytes(data[:8], "little")
-    metadata = parse_header(data[8 : 8 + length], path, len(data), DamagedFileError).metadata
+    data = read_file(path)
     try:
-        _check_digest(data, metadata.get(_DIGEST), directory.sealed)
-        about = check_parts(json_value(metadata["qkeel"]), "state.safetensors", str(path))
-        progress = RunProgress(about["step"], float(about["cpu_seconds"]), about.get("sizes"))
-        return RunCheckpoint(progress, safetensors.torch.load(data), about["optimizer"])
-    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        tensors = safetensors.torch.load(data)  # checks the header too
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        about = json.loads(header["__metadata__"]["qkeel"])
+        progress = RunProgress(about["step"], float(about["cpu_seconds"]), about["sizes"])
+        return RunCheckpoint(progress, tensors, about["optimizer"])
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DamagedFileError(f"{path} differs from what was written ({error}), so it was damaged.") from error
 
 
@@ -414,27 +402,6 @@ def restore(directory: RunDirectory, run: RunState, checkpoint: RunCheckpoint) -
             f"{directory.checkpoint} is not a complete checkpoint of this run ({error}). It was not written by this "
             f"version of qkeel; delete {directory.path} to run again, or restore the file."
         ) from error
-
-
-def _check_digest(data: bytes, digest: str | None, needed: bool) -> None:
-    if digest is None and not needed:  # earlier versions wrote no digest
-        return
-    at = _digits(data, digest or "")
-    known = hashlib.sha256(data[:at])
-    known.update(_BLANK.encode())
-    known.update(memoryview(data)[at + len(_BLANK) :])
-    if known.hexdigest() != digest:
-        raise ValueError("it does not match its digest")
-
-
-def _digits(data: bytes | bytearray, digest: str) -> int:
-    """Returns the offset of the digest's digits in the file.
-
-    Raises:
-        ValueError: the file does not contain them.
-    """
-    field = f'"{_DIGEST}":"'.encode()
-    return data.index(field + digest.encode() + b'"') + len(field)
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:

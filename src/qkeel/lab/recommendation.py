@@ -15,7 +15,7 @@ from qkeel.lab.build_run import learning_rate
 from qkeel.lab.config import DataConfig, ModelConfig, RunConfig
 from qkeel.options import Json
 from qkeel.records import read_json
-from qkeel.records.parse import read_toml
+from qkeel.records.file_formats import read_toml
 from qkeel.records.run_directory import flat
 from qkeel.spec import PRESETS
 
@@ -94,7 +94,7 @@ def expected_logit(config: RunConfig, law: Law, summed: float) -> Expected:
 
 # The evidence behind the advice, and the settings of a configuration that lie outside it.
 
-EVIDENCE = Path(__file__).with_name("evidence.json")  # written by `python -m predictions.drift_law`
+EVIDENCE = Path(__file__).with_name("evidence.json")  # written by `python -m experiments.predictions.drift_law`
 # Settings that do not affect learning, or do so only together with other settings that were not measured.
 _NO_MATTER = ("seed", "remedy", "device", "compile", "threads", "nudge", "accumulate", "log_every", "eval_every")
 _NO_MATTER += ("eval_sequences", "probe_sequences", "checkpoint_every", "model.n_heads", "model.base_width")
@@ -312,8 +312,9 @@ def recommend(source: RunConfig | str | Path) -> Recommendation:
     """Returns the expected logits of a configuration and the remedy to use, based on measured runs.
 
     ln z = Σ coefficient · monomial of ln Σ lr and of the logarithms of the sizes. The fit, its test on held-out sizes
-    and the coverage of its intervals are described in research/results/drift-law.md; for the gains, they are in
-    research/results/gains.md.
+    and the coverage of its intervals are described in experiments/notes/results/drift-law.md; for the gains, they are
+    in
+    experiments/notes/results/gains.md.
 
     Args:
         source: a configuration, or the path of a transformers config.json or its folder, of a recipe, or of the

@@ -45,7 +45,7 @@ from qkeel.options import Json
 from qkeel.patching.modes import is_compiled
 from qkeel.records import STEP_FIELDS, HeadRecorder, RunDirectory, RunStatus, append_line, write_json, write_text
 from qkeel.records.disk import remove
-from qkeel.records.run_directory import FileSizes, note_checksums
+from qkeel.records.run_directory import FileSizes
 from qkeel.sites import Tap
 from qkeel.sites.tap import MeasureCall
 
@@ -293,7 +293,6 @@ def claim(place: RunDirectory, config: RunConfig) -> None:
     """Creates the directory of this run, or checks that an existing directory belongs to this run."""
     if place.status is RunStatus.MISSING or _known(place).run_id != config.run_id:
         place.open(config.to_dict())
-    note_checksums(place)
     remove([place.path / "FAILED"])
     if place.status is RunStatus.DONE and (damage := place.damage()):
         caution(f"{str(damage).rstrip('.')}. The damaged part of the run will be repeated.")
@@ -453,10 +452,7 @@ class RunRecord:
             return None
         found = read_checkpoint(place)
         step, sizes = found.progress.step, found.progress.sizes
-        if sizes is None:  # written by an earlier version
-            place.cut_back(step)
-        else:
-            place.cut_to(sizes)
+        place.cut_to(sizes or {})
         place.events(sizes)
         check_recorded(place, sizes)
         wanted = [step for step in range(step + 1) if self.is_logged(step)]

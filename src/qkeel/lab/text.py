@@ -22,8 +22,7 @@ import numpy as np
 from qkeel.errors import DataError, InvalidValueError, reported
 from qkeel.lab.config import DataConfig
 from qkeel.options import lookup
-from qkeel.records.disk import read_regular, refuse_irregular
-from qkeel.records.parse import json_value
+from qkeel.records.disk import read_file
 
 # Sources of documents: CPython's standard library, files, folders, table columns and the Hugging Face hub.
 
@@ -61,7 +60,7 @@ def read_documents(source: str) -> Documents:
 
 def read_bytes(path: Path) -> bytes:
     """Reads one file; raises DataError if that fails."""
-    return read_regular(path, DataError, most=None)
+    return read_file(path, DataError)
 
 
 def _stdlib() -> Documents:
@@ -132,7 +131,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, object]]:
         where = f"{path}, line {number}"
         try:
             if line.strip():
-                yield where, json_value(line)
+                yield where, json.loads(line)
         except ValueError as error:
             raise DataError(f"{where} is not JSON ({error}); expected one object per line") from error
 
@@ -150,7 +149,6 @@ def _parquet(path: Path, column: str) -> list[object]:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise DataError("reading .parquet needs pyarrow: pip install 'qkeel[data]'") from error
-    refuse_irregular(path, DataError)
     try:
         names = parquet.read_schema(path).names
         if column not in names:

@@ -253,8 +253,9 @@ def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     """Returns the line that limits the logits of a model whose attention is `sites`.
 
     If the weights of every head are known and no norm follows them, the line applies a clip with matched steps, which
-    was the best remedy on steps in the drawn tests (research/autopilot-drawn-2.md). Where a logit is a sum of products,
-    as in latent attention, per-head rates with a clip were better. If weights are in half precision, the line applies a
+    was the best remedy on steps in the drawn tests (experiments/notes/autopilot-drawn-2.md). Where a logit is a sum of
+    products, as in latent attention, per-head rates with a clip were better. If weights are in half precision, the
+    line applies a
     clip alone, because small steps would be rounded away, and if weights are frozen, as they are below an adapter,
     per-head rates alone. Otherwise it caps the logits, if every site accepts a cap. If that is not possible either, or
     if remedies for the steps of these weights are already active, it lowers the learning rate.

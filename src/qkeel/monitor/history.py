@@ -38,7 +38,8 @@ WINDOW = 10.0  # the fit uses the last decade of the clock; in a long warm-up, t
 VAGUE = 10.0  # times the low end of an interval; a wider forecast says only before which step the logit will not pass
 FARTHEST = 50.0  # in ln clock; further than any training goes
 # The interval is measured, not derived: residuals of one run are not independent draws, and they do not show what bends
-# the curve later. It was calibrated on the tuning seeds of research/alarms.md; its coverage is measured on other seeds.
+# the curve later. It was calibrated on the tuning seeds of experiments/notes/alarms.md; its coverage is measured on
+# other seeds.
 _SLACK = (0.1, 0.12)
 _SLACK_PER_DISTANCE = (0.45, 0.55)
 
@@ -131,7 +132,7 @@ def forecast(
         rates: the learning rates [n] at `steps`. planned: the learning rates of the whole run, if known.
 
     Source: experiments of this project (logits of small runs drift as a power of steps); the clock and the interval
-    were developed in this project and are evaluated in research/alarms.md.
+    were developed in this project and are evaluated in experiments/notes/alarms.md.
     """
     followed = planned if planned is not None and planned.followed(steps, rates) else None
     ticks = clock(steps, rates) if followed is None else followed.ticks(steps)

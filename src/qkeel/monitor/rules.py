@@ -236,7 +236,7 @@ def trend(history: History, values: np.ndarray, of: str = "it") -> str:
 # Alarm rules on logits and entropy.
 #
 # A rule reads all records so far and decides whether the last one is a reason for an alarm. How early each rule fires,
-# and how often without a reason, is measured in research/alarms.md. The thresholds are in thresholds.py.
+# and how often without a reason, is measured in experiments/notes/alarms.md. The thresholds are in thresholds.py.
 
 _FEW_NATS = 40.0  # logits of at most this size differ too little for a weight to become 0 in float32
 _MODEL = "the largest of all heads"  # the series that forecasts use; an alarm names the head that is now largest
@@ -277,14 +277,15 @@ class Growth(Rule):
 
     The power law of `forecast` must predict such growth at the last record and at the record before it, so that one
     unusual batch does not raise an alarm. The forecast is for the largest logit over all heads, because this series is
-    smoother than that of a single head, and its intervals are accurate (research/alarms.md). The alarm names the head
+    smoother than that of a single head, and its intervals are accurate (experiments/notes/alarms.md). The alarm names
+    the head
     that currently has the largest logit.
     """
 
     floor: float = thresholds.GROWTH_FLOOR
     factor: float = thresholds.GROWTH_FACTOR
     horizon: float = thresholds.HORIZON
-    source: str = "research/alarms.md: chosen on the tuning seeds there, measured on others"
+    source: str = "experiments/notes/alarms.md: chosen on the tuning seeds there, measured on others"
 
     def check(self, history: History) -> Alarm | None:
         now = self._ahead(history)
@@ -305,7 +306,8 @@ class Approach(Rule):
     """Fires when the largest logit is over `floor` and will pass `threshold` within `horizon` times the training so
     far.
 
-    Logits are in nats. The forecast is a power law of the sum of learning rates (research/alarms.md). The threshold
+    Logits are in nats. The forecast is a power law of the sum of learning rates (experiments/notes/alarms.md). The
+    threshold
     applies to all layers, or is given by layer type.
     """
 
@@ -357,7 +359,7 @@ class Outlook(Rule):
     threshold: Threshold = thresholds.OUTLOOK  #: of all layers, or by their types
     floor: float = thresholds.OUTLOOK_FLOOR
     factor: float = thresholds.OUTLOOK_FACTOR
-    source: str = "research/alarms.md: chosen on the tuning seeds there, measured on others"
+    source: str = "experiments/notes/alarms.md: chosen on the tuning seeds there, measured on others"
 
     def __post_init__(self) -> None:
         check_threshold(self.threshold)
@@ -389,11 +391,13 @@ class EntropyCollapse(Rule):
 
     The rule applies to layers rather than heads, because healthy models have heads that attend to one key. The
     threshold is half of the value below which a whole model counts as collapsed, because single layers reach 0.1 in
-    runs that end only slightly worse (research/alarms.md).
+    runs that end only slightly worse (experiments/notes/alarms.md).
     """
 
     threshold: Threshold = thresholds.ENTROPY  #: of all layers, or by their types
-    source: str = "Zhai et al. 2023, arXiv 2303.06296 (entropy collapse); threshold: research/alarms.md, tuning seeds"
+    source: str = (
+        "Zhai et al. 2023, arXiv 2303.06296 (entropy collapse); threshold: experiments/notes/alarms.md, tuning seeds"
+    )
 
     def __post_init__(self) -> None:
         check_threshold(self.threshold)
@@ -497,7 +501,8 @@ class AllSinks(Rule):
 
     The rule ignores layers that were already like this at the start, layers with only one head, and layers with uniform
     attention, which gives the first key that much weight in short sequences. It is not a default rule, because it was
-    measured only on contexts of 32 tokens, where it fired in 1 of 60 healthy runs (research/results/step-spectra.md).
+    measured only on contexts of 32 tokens, where it fired in 1 of 60 healthy runs
+    (experiments/notes/results/step-spectra.md).
     """
 
     uniform: float = 0.9  #: normalized entropy from which a head counts as having no preference
@@ -530,7 +535,8 @@ class GateShut(Rule):
     head does.
 
     It requires a run that is watched with stats="all+gates". It is not a default rule, because it fired in 11 of 18
-    healthy runs of tiny models, as well as in all 12 runs that went wrong (research/results/step-spectra.md). One shut
+    healthy runs of tiny models, as well as in all 12 runs that went wrong (experiments/notes/results/step-spectra.md).
+    One shut
     head is not harmful in itself.
     """
 

@@ -13,7 +13,7 @@ SOURCES = {
     DIVERGES: "Wortsman et al. 2023, arXiv 2309.14322: every run with a max logit over 1e4 diverged",
 }
 
-# Chosen on the tuning seeds of research/alarms.md, and measured on other seeds.
+# Chosen on the tuning seeds of experiments/notes/alarms.md, and measured on other seeds.
 GROWTH_FLOOR, GROWTH_FACTOR = ALARM_THRESHOLD, 3.0
 APPROACH_FLOOR = 30.0
 HORIZON = 4.0  # times the training so far

@@ -10,6 +10,7 @@ from qkeel.records.file_formats import (
     read_heads,
     read_json,
     read_lines,
+    read_object,
     write_json,
     write_text,
 )
@@ -80,6 +81,7 @@ __all__ = [
     "read_heads",
     "read_json",
     "read_lines",
+    "read_object",
     "write_bytes",
     "write_json",
     "write_text",

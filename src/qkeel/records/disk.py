@@ -1,108 +1,35 @@
-"""Durable file operations: atomic replacement, appends, locks and checksums, for regular files only."""
+"""File operations for records: atomic replacement, appends, locks. A process that is killed loses at most the record
+that it was appending."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import os
 import re
 import secrets
-import stat
-import sys
 import time
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from qkeel.errors import QkeelError, RunDirectoryError, reported
 
-# The checksum of a JSON text is its last field, crc32, computed over the text with the field's eight digits set to 0.
-
-FIELD = "crc32"
-_BLANK = "00000000"
-_END = re.compile(rb'"crc32": "([0-9a-f]{8})"(\n?\}\n)\Z')
-_LONGEST = len('"crc32": "00000000"\n}\n')
+_PART = ".part"
 
 
-def seal(value: Mapping[str, object], indent: int | None = None) -> bytes:
-    r"""Returns an object as JSON text with a newline, and the checksum as its last field.
+def read_file(path: Path, error: type[QkeelError] = RunDirectoryError) -> bytes:
+    """Reads a file.
 
-    >>> seal({"step": 3})
-    b'{"step": 3, "crc32": "36644f0c"}\n'
-    """
-    fields = {name: own for name, own in value.items() if name != FIELD}
-    text = json.dumps({**fields, FIELD: _BLANK}, indent=indent, allow_nan=False).encode() + b"\n"
-    at = text.rindex(_BLANK.encode())
-    return b"%b%08x%b" % (text[:at], zlib.crc32(text), text[at + len(_BLANK) :])
-
-
-def is_sealed(text: bytes) -> bool:
-    """Returns whether the text ends with a checksum, whether the checksum is correct or not.
-
-    >>> is_sealed(seal({"step": 3})), is_sealed(b'{"step": 3}')
-    (True, False)
-    """
-    return _END.search(text[-_LONGEST:]) is not None
-
-
-def check_seal(text: bytes, needed: bool = False) -> bool:
-    """Verifies the checksum of the text, if it has one, and returns whether it has one.
-
-    >>> check_seal(seal({"step": 3})), check_seal(b'{"step": 3}')
-    (True, False)
+    >>> _ = Path("a.txt").write_bytes(b"abc")
+    >>> read_file(Path("a.txt"))
+    b'abc'
 
     Raises:
-        ValueError: the text does not match its checksum, or has no checksum although it is `needed`.
+        QkeelError: the file is missing or not readable. The class is `error`.
     """
-    found = _END.search(text[-_LONGEST:])
-    if found is None:
-        if needed:
-            raise ValueError("it has no checksum, but every line and file here must have one")
-        return False
-    end = len(text) - len(found[2]) - 1
-    start = end - len(_BLANK)
-    if b"%08x" % zlib.crc32(text[end:], zlib.crc32(_BLANK.encode(), zlib.crc32(text[:start]))) != found[1]:
-        raise ValueError("it does not match its checksum")
-    return True
-
-
-# Only regular files are read and written; pipes, devices, folders and link cycles are rejected before they are opened.
-
-MOST_BYTES = 1 << 28  # size limit for files that are read completely
-_KINDS = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFCHR: "a character device",
-    stat.S_IFBLK: "a block device",
-    stat.S_IFSOCK: "a socket",
-}
-
-
-def refuse_irregular(path: Path, error: type[QkeelError] = RunDirectoryError) -> int | None:
-    """Returns the size of a regular file, or None if `path` does not exist; raises an error for anything else.
-
-    Nothing is opened, because opening a pipe waits for a writer and reading a device may never end.
-
-    >>> refuse_irregular(Path("nothing-here"))
-    >>> refuse_irregular(Path("."))
-    Traceback (most recent call last):
-    qkeel.errors.RunDirectoryError: cannot use .: expected a regular file, got a directory. Give the path of a file.
-
-    Raises:
-        QkeelError: the path is not a regular file, is a link cycle, or cannot be inspected. The class is `error`.
-    """
-    try:
-        about = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as failure:  # ValueError: a NUL in the name
-        reason = failure.strerror if isinstance(failure, OSError) else failure
-        raise error(f"cannot use {str(path)!r}: {reason}. Expected a regular file; give a different path.") from failure
-    if not stat.S_ISREG(about.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(about.st_mode), "something else")
-        raise error(f"cannot use {path}: expected a regular file, got {kind}. Give the path of a file.")
-    return about.st_size
+    if not os.path.exists(path):  # Path.exists raises for a name that is too long
+        raise error(f"{path} is missing; give the path of an existing file.")
+    with reported(f"cannot read {path}", ". Expected a readable file.", error):
+        return path.read_bytes()
 
 
 def refuse_path(name: str, where: str, error: type[QkeelError] = RunDirectoryError) -> str:
@@ -125,158 +52,78 @@ def refuse_path(name: str, where: str, error: type[QkeelError] = RunDirectoryErr
     return name
 
 
-def refuse_links(folder: Path) -> None:
-    """Raises an error if the folder of a study or run contains a link, which could point to someone else's data.
-
-    >>> refuse_links(Path("."))
-
-    Raises:
-        RunDirectoryError: an entry is a link; the message names the first link.
-    """
-    for entry in sorted(folder.iterdir()) if os.path.isdir(folder) else ():  # Path.is_dir raises for a long name
-        if entry.is_symlink():
-            raise RunDirectoryError(
-                f"cannot use {entry}: it is a link; expected the files of a run in its own folder. Copy the target of "
-                "the link into that folder, or remove the link."
-            )
-
-
-def read_regular(path: Path, error: type[QkeelError] = RunDirectoryError, most: int | None = MOST_BYTES) -> bytes:
-    """Reads a regular file of at most `most` bytes, or of any size if `most` is None.
-
-    >>> _ = Path("a.txt").write_bytes(b"abc")
-    >>> read_regular(Path("a.txt"))
-    b'abc'
-
-    Raises:
-        QkeelError: the file is missing, not regular, too large or not readable. The class is `error`.
-    """
-    size = refuse_irregular(path, error)
-    if size is None:
-        raise error(f"{path} is missing; give the path of an existing file.")
-    if most is not None and size > most:
-        raise error(f"cannot read {path}: it has {size:,} bytes; expected at most {most:,}. Is it the right file?")
-    return _read(path, size or -1, error)  # files of /proc report size 0
-
-
-def read_start(path: Path, count: int, error: type[QkeelError] = RunDirectoryError) -> bytes:
-    """Reads the first `count` bytes of a regular file, or all its bytes if it has fewer.
-
-    >>> _ = Path("a.txt").write_bytes(b"abc")
-    >>> read_start(Path("a.txt"), 2)
-    b'ab'
-
-    Raises:
-        QkeelError: the file is missing, not regular or not readable. The class is `error`.
-    """
-    if refuse_irregular(path, error) is None:
-        raise error(f"{path} is missing; give the path of an existing file.")
-    return _read(path, count, error)
-
-
-def _read(path: Path, count: int, error: type[QkeelError]) -> bytes:
-    try:
-        with reported(f"cannot read {path}", ". Expected a readable file.", error), open(path, "rb") as file:
-            return file.read(count)
-    except MemoryError as failure:
-        raise error(f"cannot read {path}: it is too large to fit in memory.") from failure
-
-
-# All writes to run directories go through the functions below.
-
-_PART = ".part"
-_BINARY = os.O_BINARY if sys.platform == "win32" else 0
-_unsynced: set[Path] = set()  # files with appended data and folders with new entries that were not synced yet
-_WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP)  # raised by network disks that cannot sync a directory
-
-
 def replace_file(path: Path, data: bytes | bytearray) -> None:
-    """Writes a file so that readers see either the old or the new content, even after a power loss.
+    """Writes a file so that readers see either the old or the new content.
 
-    The data is written to a temporary file, which is synced and renamed; then the directory is synced. The directory
-    must exist, so that it is not created again if it was moved while a run was writing.
+    The data is written to a temporary file, which is synced and renamed. The directory must exist, so that it is not
+    created again if it was moved while a run was writing.
 
     Raises:
-        RunDirectoryError: the file cannot be written, or the path is not a regular file.
+        RunDirectoryError: the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
     kept = "Existing files are not lost. Make the directory writable, free some space on its disk, or choose another"
     with _reported("write", path, f"{kept} directory."):
-        refuse_irregular(path)
         try:
-            with _opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
-                _write(file, data)
-                os.fsync(file)
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())  # a renamed file must not be empty after a crash of the system
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-        _sync_names(path.parent)
 
 
 def append(path: Path, data: bytes) -> None:
-    """Appends complete records and passes them to the operating system at once; `sync` writes them to the disk.
+    """Appends complete records and passes them to the operating system at once.
 
     Raises:
         RunDirectoryError: the append failed; the file is truncated to its old size if the disk still allows this.
     """
     kept = "Earlier records are kept; free some space or choose another directory, then run the same command"
     with _reported("append to", path, f"{kept} again to continue."):
-        size = refuse_irregular(path)
-        _unsynced.update([path] if size is not None else [path, path.parent])
-        with _opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
-            try:
-                _write(file, data)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(file, size or 0)
-                raise
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with open(path, "ab") as file:
+                file.write(data)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)
+            raise
 
 
 def cut(path: Path, size: int) -> None:
-    """Durably truncates a file to its first `size` bytes."""
-    advice = "Make the file writable, then run the same command again to continue."
-    with _reported("truncate", path, advice), _opened(path, os.O_RDWR) as file:
-        os.ftruncate(file, size)
-        os.fsync(file)
+    """Truncates a file to its first `size` bytes."""
+    with _reported("truncate", path, "Make the file writable, then run the same command again to continue."):
+        os.truncate(path, size)
 
 
 def sync(paths: Iterable[Path]) -> None:
-    """Blocks until everything that this process appended to these files, and their directory entries, is on the disk.
+    """Blocks until these files, as far as they exist, are on the disk; a checkpoint refers to their sizes.
 
     Raises:
         RunDirectoryError: the disk reports an error.
     """
-    paths = list(paths)
-    advice = "Run the same command again to continue from the last checkpoint."
     for path in paths:
-        if path in _unsynced:
-            with _reported("write", path, advice), _opened(path, os.O_RDWR) as file:
-                os.fsync(file)
-            _unsynced.discard(path)
-    for folder in {path.parent for path in paths} & _unsynced:
-        with _reported("write", folder, advice):
-            _sync_names(folder)
+        if path.exists():
+            with (
+                _reported("write", path, "Run the same command again to continue from the last checkpoint."),
+                open(path, "ab") as file,
+            ):
+                os.fsync(file.fileno())
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Durably removes whichever of the files exist.
+    """Removes whichever of the files exist.
 
     Raises:
         RunDirectoryError: a file cannot be removed.
     """
-    for path in [path for path in paths if path.exists()]:
+    for path in paths:
         with _reported("remove", path, "Make its directory writable, then run the same command again to continue."):
-            _unlink(path)
-            _sync_names(path.parent)
-
-
-def remove_leftovers(directory: Path) -> None:
-    """Removes the temporary files of a killed process; only the process that holds the lock may call this."""
-    for path in directory.glob(f".*{_PART}"):
-        with _reported("remove", path, "Make its directory writable, or choose another directory."):
-            _unlink(path)
+            path.unlink(missing_ok=True)
 
 
 def make_directory(path: Path, parents: bool = True) -> bool:
@@ -287,18 +134,15 @@ def make_directory(path: Path, parents: bool = True) -> bool:
     Raises:
         RunDirectoryError: the directory cannot be created.
     """
-    if os.path.isdir(path):
-        return False
-    if parents and not os.path.exists(path.parent):
-        make_directory(path.parent)
     with _reported("create", path, "Choose a writable directory with free space."):
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            os.mkdir(path)
+            path.mkdir()
         except FileExistsError:
-            if not path.is_dir():  # otherwise, another process was faster
+            if not path.is_dir():  # otherwise, it existed or another process was faster
                 raise
             return False
-        _sync_names(path.parent)
     return True
 
 
@@ -310,7 +154,6 @@ def move_directory(path: Path, to: Path) -> None:
     """
     with _reported("create", to, "Choose a writable directory with free space."):
         os.replace(path, to)
-        _sync_names(to.parent)
 
 
 def hold_lock(file: int, wait: float) -> bool:
@@ -343,6 +186,40 @@ def hold_lock(file: int, wait: float) -> bool:
 
 
 @contextlib.contextmanager
+def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
+    """Holds an exclusive advisory lock on `path`.
+
+    Raises:
+        RunDirectoryError: another process still holds the lock after `wait` seconds; the message names the process.
+    """
+    make_directory(path.parent)
+    cannot_write = f"cannot write to {path.parent}", ". Choose a writable directory with free space."
+    with reported(*cannot_write):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        with reported(f"cannot lock {path}", ". Choose a directory on a disk whose files can be locked."):
+            held = hold_lock(file, wait)
+        if not held:
+            holder = os.read(file, 20).decode("ascii", "replace").strip()
+            who = f" (process {holder})" if holder else ""
+            raise RunDirectoryError(
+                f"{message}{who}. Wait for that process to end, stop it, or choose another directory."
+            )
+        with reported(*cannot_write):  # the process id, for the message of another process that waits for the lock
+            os.ftruncate(file, 0)
+            os.write(file, str(os.getpid()).encode())
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # only a process id was written there, so a failed close loses nothing
+            os.close(file)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Removes the temporary files of a killed process; only the process that holds the lock may call this."""
+    remove(directory.glob(f".*{_PART}"))
+
+
+@contextlib.contextmanager
 def _reported(act: str, path: Path, advice: str) -> Iterator[None]:
     """Turns an OSError into a RunDirectoryError that says what failed, why, and what to do."""
     with reported(f"cannot {act} {path}", f". {advice}"):
@@ -350,40 +227,3 @@ def _reported(act: str, path: Path, advice: str) -> Iterator[None]:
             yield
         except FileNotFoundError as error:
             raise OSError(error.errno, f"the directory {path.parent} does not exist or was removed") from error
-
-
-@contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    file = os.open(path, flags | _BINARY, 0o644)
-    try:
-        yield file
-    except BaseException:
-        with contextlib.suppress(OSError):  # the first error is the one to report
-            os.close(file)
-        raise
-    os.close(file)
-
-
-def _unlink(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # another process was faster
-        os.unlink(path)
-
-
-def _write(file: int, data: bytes | bytearray) -> None:
-    """Writes all bytes, in several calls if necessary, because a nearly full or remote disk may accept only a part."""
-    left = memoryview(data)
-    while left:
-        left = left[os.write(file, left) :]
-
-
-def _sync_names(folder: Path) -> None:
-    """Blocks until the entries of a directory are on the disk."""
-    if sys.platform == "win32":  # Windows cannot open directories, and it journals renames anyway
-        return
-    with _opened(folder, os.O_RDONLY) as file:
-        try:
-            os.fsync(file)
-        except OSError as error:
-            if error.errno not in _WITHOUT_SYNC:
-                raise
-    _unsynced.discard(folder)

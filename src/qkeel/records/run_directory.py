@@ -7,26 +7,14 @@ import itertools
 import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 
-from qkeel.errors import DamagedFileError, QkeelError, RunDirectoryError, caution, reported
+from qkeel.errors import DamagedFileError, RunDirectoryError
 from qkeel.records import disk
-from qkeel.records.disk import is_sealed, read_regular, refuse_irregular, refuse_links
-from qkeel.records.file_formats import (
-    Heads,
-    JSONObject,
-    check_fields,
-    check_parts,
-    cut_heads,
-    read_checked,
-    read_heads,
-    read_json,
-    read_lines,
-    whole_bytes,
-    write_json,
-)
+from qkeel.records.disk import locked
+from qkeel.records.file_formats import Heads, JSONObject, read_heads, read_lines, read_object, write_json
 from qkeel.records.names_and_units import LINEAR
 
 TYPES_EVENT = "layer types"  # the name of events that correct the types in the run's description
@@ -83,22 +71,20 @@ def _commit(folder: Path) -> str:
             return _text(common / name).strip()[:12]
         packed = _text(common / "packed-refs").splitlines()
         return next((line.split()[0][:12] for line in packed if line.endswith(f" {name}")), "")
-    except (OSError, ValueError, QkeelError):
+    except (OSError, ValueError):
         return ""
 
 
 def _text(path: Path) -> str:
-    refuse_irregular(path)
     return path.read_text(encoding="utf-8")
 
 
-# A run directory contains config.json env.json metrics.jsonl heads.json heads.f32 heads.crc32 events.jsonl last/
-# summary.json DONE. A watched model has eval.jsonl, eval_heads.json, eval_heads.f32 and eval_heads.crc32 instead of
-# last/; a length study also has extrapolation.jsonl.
+# A run directory contains config.json env.json metrics.jsonl heads.json heads.f32 events.jsonl last/ summary.json DONE.
+# A watched model has eval.jsonl, eval_heads.json and eval_heads.f32 instead of last/; a length study also has
+# extrapolation.jsonl.
 
-# The append-only files. DONE and each checkpoint record their sizes, so that a reader detects lost or added bytes.
-RECORDS = ("metrics.jsonl", "events.jsonl", "heads.crc32", "heads.f32")
-RECORDS += ("eval.jsonl", "eval_heads.crc32", "eval_heads.f32")
+# The append-only files. DONE and each checkpoint record their sizes, so that a reader detects lost bytes.
+RECORDS = ("metrics.jsonl", "events.jsonl", "heads.f32", "eval.jsonl", "eval_heads.f32")
 FileSizes = Mapping[str, int]
 
 
@@ -131,24 +117,13 @@ class RunDirectory:
         """The only checkpoint file, which is replaced atomically."""
         return self.path / "last" / "state.safetensors"
 
-    @property
-    def sealed(self) -> bool:
-        """True if all files must have checksums, which is the case if config.json or env.json has one. Earlier versions
-        wrote no checksums."""
-        files = (self.path / "config.json", self.path / "env.json")
-        return any(is_sealed(read_regular(file)) for file in files if refuse_irregular(file) is not None)
-
     def config(self) -> JSONObject:
         """The run's configuration."""
-        self._refuse_links()
-        path = self.path / "config.json"
-        config = read_json(path, self.sealed)
-        watched = isinstance(config, dict) and config.get("kind") == "watch"
-        return check_parts(config, "config.json of a watched model" if watched else "config.json", str(path))
+        return read_object(self.path / "config.json")
 
     def env(self) -> JSONObject:
         """The environment of the run: versions, corpus hash, command and the formula of the attention."""
-        return read_checked(self.path / "env.json", self.sealed)
+        return read_object(self.path / "env.json")
 
     def metrics(self, sizes: FileSizes | None = None) -> list[JSONObject]:
         """Returns one dict per logged step, with records.STEP_FIELDS; `sizes` are the known sizes of the files."""
@@ -176,17 +151,17 @@ class RunDirectory:
 
     def summary(self) -> JSONObject:
         """Returns the run's row of table.csv."""
-        return read_checked(self.path / "summary.json", self.sealed)
+        return read_object(self.path / "summary.json")
 
     def failure(self) -> str:
         """Returns the error that ended the run; "" if it did not fail."""
         path = self.path / "FAILED"
-        return read_regular(path).decode("utf-8", errors="replace") if path.exists() else ""
+        return disk.read_file(path).decode("utf-8", errors="replace") if path.exists() else ""
 
     def sizes(self) -> dict[str, int]:
         """Returns the size in bytes of each append-only file."""
-        there = {name: refuse_irregular(self.path / name) for name in RECORDS}
-        return {name: size for name, size in there.items() if size is not None}
+        paths = {name: self.path / name for name in RECORDS}
+        return {name: path.stat().st_size for name, path in paths.items() if path.exists()}
 
     def damage(self) -> str:
         """Returns a sentence about the first damaged file of a finished run; "" if no file is damaged."""
@@ -196,38 +171,42 @@ class RunDirectory:
             self.events()
             if (self.path / "heads.json").exists() or (self.path / "heads.f32").exists():
                 self.heads()
-            if (self.path / "env.json").exists() or self.sealed:
+            if (self.path / "env.json").exists():
                 self.env()
         except DamagedFileError as error:
             return str(error)
         return ""
 
-    def _written(self, name: str, sizes: FileSizes | None) -> int:
-        """Returns the number of bytes that a file is known to have had, from `sizes` or, if it is None, from DONE."""
-        known = self._sizes_at_end() if sizes is None else sizes
-        size, now = known.get(name, 0), refuse_irregular(self.path / name) or 0
-        if now < size or (sizes is None and known and now > size):
+    def _check_size(self, name: str, sizes: FileSizes | None) -> None:
+        """Raises an error if a file is shorter than in `sizes` or, if `sizes` is None, than in DONE."""
+        done = self.path / "DONE"
+        if sizes is None:
+            # Version 0.1.0 wrote an empty file.
+            sizes = read_object(done) if done.exists() and done.stat().st_size else {}
+        path, written = self.path / name, sizes.get(name, 0)
+        size = path.stat().st_size if path.exists() else 0
+        if size < written:
             raise DamagedFileError(
-                f"{self.path / name} has {now:,} bytes, but {size:,} bytes were written, so it was damaged. Restore "
-                "it, or run again."
+                f"{path} has {size:,} bytes, but {written:,} bytes were written, so it was damaged. Restore it, or run "
+                "again."
             )
-        return size
-
-    def _sizes_at_end(self) -> FileSizes:
-        path = self.path / "DONE"
-        if not path.exists() or (refuse_irregular(path) == 0 and not self.sealed):  # earlier versions wrote it empty
-            return {}
-        return read_checked(path, self.sealed)
 
     def _lines(self, name: str, sizes: FileSizes | None = None) -> list[JSONObject]:
-        """Returns the lines of a .jsonl file after checking each."""
-        path = self.path / name
-        lines = read_lines(path, self.sealed, self._written(name, sizes))
-        return [check_fields(line, name, f"{path}, line {i}") for i, line in enumerate(lines, start=1)]
+        """Returns the objects of a .jsonl file whose lines have a step; those of extrapolation.jsonl have a length."""
+        self._check_size(name, sizes)
+        lines = list(read_lines(self.path / name))
+        key = "test_length" if name == "extrapolation.jsonl" else "step"
+        for number, line in enumerate(lines, start=1):
+            if not isinstance(line.get(key), (int, float)):
+                raise DamagedFileError(
+                    f"{self.path / name}, line {number} has no {key}; expected a number. It is damaged or has a "
+                    "different format; restore it or run again."
+                )
+        return lines
 
     def _heads(self, name: str, sizes: FileSizes | None = None) -> Heads:
-        self._written(f"{name}.crc32", sizes)
-        return read_heads(self.path, name, self.sealed, self._written(f"{name}.f32", sizes))
+        self._check_size(f"{name}.f32", sizes)
+        return read_heads(self.path, name)
 
     def open(self, config: Mapping[str, object]) -> None:
         """Creates the directory for `config`, or checks that an existing directory has the same configuration."""
@@ -264,14 +243,10 @@ class RunDirectory:
         disk.sync(self.path / name for name in RECORDS)
 
     def start_again(self) -> None:
-        """Removes everything except extrapolation.jsonl and the configuration, which then has a checksum."""
-        heads = (f"{kind}.json" for kind in ("heads", "eval_heads"))
-        disk.remove(
-            [self.path / "DONE", self.checkpoint]
-        )  # removed first, because a crash here must not leave a run that looks complete
-        disk.remove(self.path / name for name in (*RECORDS, *heads, "summary.json", "env.json"))
-        if not self.sealed:
-            write_json(self.path / "config.json", self.config())
+        """Removes everything except extrapolation.jsonl and the configuration."""
+        # DONE and the checkpoint come first, because a crash here must not leave a run that looks complete.
+        names = ("DONE", *RECORDS, "heads.json", "eval_heads.json", "summary.json", "env.json")
+        disk.remove([self.path / names[0], self.checkpoint, *(self.path / name for name in names[1:])])
 
     def cut_to(self, sizes: FileSizes) -> None:
         """Truncates the append-only files to `sizes`, so that a resumed run repeats the lost steps bit for bit.
@@ -280,39 +255,17 @@ class RunDirectory:
             DamagedFileError: a file is shorter than specified in `sizes`.
         """
         for name in RECORDS:
-            size = self._written(name, {name: sizes.get(name, 0)})
-            if (refuse_irregular(self.path / name) or 0) > size:
-                disk.cut(self.path / name, size)
-
-    def cut_back(self, last_step: int) -> None:
-        """Drops everything recorded after `last_step`, for checkpoints of earlier versions, which contain no sizes."""
-        for name in ("metrics.jsonl", "events.jsonl"):
-            if self._lines(name):
-                path = self.path / name
-                disk.cut(path, whole_bytes(path, lambda record: record["step"] <= last_step))
-        cut_heads(self.path, last_step)
-
-    def _refuse_links(self) -> None:
-        for folder in (self.path, self.checkpoint.parent):
-            refuse_links(folder)
+            self._check_size(name, sizes)
+            if (self.path / name).exists():
+                disk.cut(self.path / name, sizes.get(name, 0))
 
     @contextmanager
     def lock(self, wait: float = 0.0) -> Iterator[None]:
         """Locks the directory; the operating system releases the lock no matter how the process ends."""
-        self._refuse_links()
         with locked(self.path / "lock", f"{self.path} is in use by another process", wait):
             for directory in (self.path, self.checkpoint.parent):
                 disk.remove_leftovers(directory)
             yield
-
-
-def note_checksums(place: RunDirectory) -> None:
-    """Warns, once per process, that runs of an earlier version have no checksums."""
-    if place.status is not RunStatus.MISSING and not place.sealed:
-        caution(
-            "some runs are from an earlier version, whose files have no checksums, so damage that leaves their values "
-            "readable is not detected"
-        )
 
 
 def fresh_directory(path: Path) -> Path:
@@ -354,36 +307,3 @@ def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[st
     """
     a, b = flat(old), flat(new)
     return [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
-
-
-@contextmanager
-def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
-    """Holds an exclusive advisory lock on `path`.
-
-    Raises:
-        RunDirectoryError: another process still holds the lock after `wait` seconds; the message names the process.
-    """
-    refuse_irregular(path)  # opening a pipe would block
-    disk.make_directory(path.parent)
-    writes = f"cannot write to {path.parent}", ". Choose a writable directory with free space."
-    with reported(*writes):
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        advice = ". Choose a directory on a disk whose files can be locked."
-        with reported(f"cannot lock {path}", advice):
-            held = disk.hold_lock(file, wait)
-        if not held:
-            holder = os.read(file, 20).decode("ascii", "replace").strip()
-            who = f" (process {holder})" if holder else ""
-            raise RunDirectoryError(
-                f"{message}{who}. Wait for that process to end, stop it, or choose another directory."
-            )
-        with reported(
-            *writes
-        ):  # writes the process id, for the error message of another process that cannot get the lock
-            os.ftruncate(file, 0)
-            os.write(file, str(os.getpid()).encode())
-        yield
-    finally:
-        with suppress(OSError):  # only a process id was written there, so a failed close loses nothing
-            os.close(file)

@@ -34,7 +34,6 @@ from qkeel.records import (
     measured_field,
     of_layers,
 )
-from qkeel.records.run_directory import note_checksums
 from qkeel.report import html as h
 from qkeel.report.html import Chart, Finding, Markup, Page, Section
 from qkeel.report.study.collect import StudyData, as_number, differences, written_times
@@ -163,7 +162,6 @@ def read_watched(paths: Sequence[Path]) -> list[Watched]:
 
 def _read(path: Path) -> Watched:
     directory = RunDirectory(path)
-    note_checksums(directory)
     events = directory.events()
     records, heads = _aligned(directory.metrics(), _heads(directory, "heads"))
     eval_records, eval_heads = _aligned(directory.eval_metrics(), _heads(directory, "eval_heads"))
@@ -729,7 +727,6 @@ def watch_page(runs: Sequence[Watched], study: StudyData | None = None) -> Page:
         ],
         data=chart_data(runs) if present else None,
         drawing="watch.js",
-        in_place=True,
     )
 
 

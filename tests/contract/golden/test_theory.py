@@ -1,4 +1,4 @@
-"""What research/theory.md says, simulated."""
+"""What experiments/notes/theory.md says, simulated."""
 
 from __future__ import annotations
 

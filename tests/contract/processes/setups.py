@@ -1,4 +1,4 @@
-"""The ways to run one model on several processes, and what was found of each: the table of internals/processes.md."""
+"""The ways to run one model on several processes, and what was found: the table of docs/internals/processes.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Setup:
     """One way to run a model on several processes.
 
     Args:
-        title: what the table of internals/processes.md calls it.
+        title: what the table of docs/internals/processes.md calls it.
         processes: how many the tests start.
         quick: whether the quick suite runs it.
         statistics: "equal" to one process on the global batch, or what is not, and what is said instead.

@@ -550,12 +550,12 @@ def _write(part: Path, planned: MovePlan, files: Iterable[tuple[str, Mapping[str
     if len({file for file, _ in sizes.values()}) > 1:
         total = sum(size for _, size in sizes.values())
         names = {name: file for name, (file, _) in sizes.items()}
-        write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": names}, sealed=False)
+        write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": names})
     elif sizes:
         only = next(iter(sizes.values()))[0]
         if only != "model.safetensors":
             os.replace(part / only, part / "model.safetensors")
-    write_json(part / "config.json", dict(planned.config), sealed=False)
+    write_json(part / "config.json", dict(planned.config))
 
 
 @contextmanager

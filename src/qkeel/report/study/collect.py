@@ -13,9 +13,9 @@ from pathlib import Path
 from qkeel.errors import InvalidTypeError, RunDirectoryError, unknown
 from qkeel.metrics import Row, collapsed
 from qkeel.records import Heads, RunDirectory, RunStatus
-from qkeel.records.disk import refuse_links, refuse_path
-from qkeel.records.file_formats import read_checked
-from qkeel.records.run_directory import flat, note_checksums
+from qkeel.records.disk import refuse_path
+from qkeel.records.file_formats import read_object
+from qkeel.records.run_directory import flat
 
 # Runs are named by the settings in which their configurations and commands differ.
 
@@ -246,9 +246,8 @@ def _open(path: Path) -> StudyData:
 
 
 def _study(path: Path) -> StudyData:
-    refuse_links(path / "runs")
     file = path / "study.json"
-    about = read_checked(file)
+    about = read_object(file, "runs")
     runs = [
         _run(RunDirectory(path / "runs" / refuse_path(planned["run_id"], str(file))), planned, path.name)
         for planned in about["runs"]
@@ -274,7 +273,7 @@ def _study(path: Path) -> StudyData:
 
 def _chaos(path: Path) -> Row:
     file = path / "chaos.json"
-    return read_checked(file) if file.exists() else {"base": {}, "pairs": []}
+    return read_object(file, "pairs") if file.exists() else {"base": {}, "pairs": []}
 
 
 def chaos_floors(path: Path, base: object) -> dict[tuple[str, float], float]:
@@ -301,7 +300,6 @@ def _trained(base: object) -> object:
 
 
 def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:
-    note_checksums(directory)
     status, path = directory.status, directory.path
     config = {} if status is RunStatus.MISSING else directory.config()
     if not planned:

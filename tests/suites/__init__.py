@@ -1,1 +1,0 @@
-"""Peers' own tests with qkeel's attention in them or every model watched; `make suites` writes internals/suites.md."""

@@ -1,0 +1,1405 @@
+"""Attention in the idioms of the literature: ways of scoring × of normalising × of combining × orders of dimensions,
+attentions of a shape of their own, and what looks alike and is none.
+
+python -m tools.foreign.idioms [--cases 500] [--first 0]
+
+Nobody lists here what qkeel can follow: an idiom is right if its numbers are, reported if qkeel says so, and wrong if
+it vanishes without a word. Every scoring and every normaliser has a second, plain definition, which is the reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import math
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import qkeel
+from tools.foreign.checks import QUESTIONS, judged, overall
+from tools.foreign.reference import Call, Example
+from tools.foreign.work import MODEL, Finding, Subject, Verdict
+
+HEADS, SIZE, WIDTH = 4, 4, 16
+OFTEN = ("sites", "heads", "statistics", "rows")  # what is asked of all; the rest, of which remedies, of every tenth
+INF = float("inf")
+ORDERS = ("bhts", "bths", "bhst", "hbts", "tsbh", "btsh", "stbh", "bsth", "tbhs")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Weighed(Call):
+    """A call whose weights are not the softmax of its logits: the weights w [b h t s] as they were. With a `sink` the
+    share that they lack of one is its weight."""
+
+    weights: Tensor
+    sink: bool = False
+
+    def entropy(self) -> Tensor:
+        """Mean over rows that see a key of -Σ w ln w, by head, of weights over their sum (docs/metrics.md)."""
+        w = self.weights.clamp_min(0.0)
+        w = torch.cat([w, 1 - w.sum(-1, keepdim=True)], -1) if self.sink else w
+        w = w / w.sum(-1, keepdim=True).clamp_min(1e-12)
+        rows, seen = -torch.special.xlogy(w, w).sum(-1), self.visible.any(-1).expand(self.z.shape[:3])
+        return (rows * seen).sum((0, 2)) / seen.sum((0, 2)).clamp_min(1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inputs:
+    """What a scoring starts from: x [b t c], q and k [b h t d], the idiom's own parameters, the order of the scores."""
+
+    x: Tensor
+    q: Tensor
+    k: Tensor
+    own: Mapping[str, Tensor]
+    order: str
+
+    def turned(self, z: Tensor) -> Tensor:
+        """Scores [b h t s] in the order asked for."""
+        return z.permute(["bhts".index(letter) for letter in self.order])
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """q and k with a dimension for each letter of the order, and d: what broadcasts to one number a pair."""
+        return _spread(self.q, "bhtd", self.order), _spread(self.k, "bhsd", self.order)
+
+    def per_head(self, p: Tensor) -> Tensor:
+        """A parameter [h d] that broadcasts against `pairs`."""
+        return _spread(p, "hd", self.order)
+
+
+def _spread(x: Tensor, have: str, order: str) -> Tensor:
+    x = x.permute([have.index(letter) for letter in order + "d" if letter in have])
+    for place, letter in enumerate(order):
+        x = x if letter in have else x.unsqueeze(place)
+    return x
+
+
+# --- ways of scoring: how the idiom does it, and what it is, [b h t s]
+
+
+def _cosine(i: Inputs) -> Tensor:
+    q, k = i.pairs()
+    return 4 * F.cosine_similarity(q, k, dim=-1)
+
+
+def _inner(i: Inputs) -> Tensor:
+    return i.turned(torch.stack([torch.stack([torch.inner(a, b) for a, b in zip(*two)]) for two in zip(i.q, i.k)])) / 2
+
+
+def _complex(i: Inputs) -> Tensor:
+    q, k = (torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous()) for y in (i.q, i.k))
+    return i.turned(torch.einsum("bhtd,bhsd->bhts", q, k.conj()).real) / 2
+
+
+def _over_lengths(i: Inputs) -> Tensor:
+    z = i.q @ i.k.mT
+    return i.turned(4 * z / (i.q.norm(dim=-1)[..., None] * i.k.norm(dim=-1)[..., None, :]))
+
+
+def _expanded(i: Inputs) -> Tensor:
+    squares = i.q.pow(2).sum(-1)[..., None] + i.k.pow(2).sum(-1)[..., None, :]
+    return i.turned((2 * i.q @ i.k.mT - squares) / 4)
+
+
+def _split(i: Inputs) -> Tensor:
+    """GAT: one number of the query, one of the key, added."""
+    a, c = (torch.einsum("bhtd,hd->bht", y, i.own[name]) for y, name in ((i.q, "a"), (i.k, "c")))
+    return i.turned(F.leaky_relu(a[..., None] + c[:, :, None], 0.2))
+
+
+def _concatenated(i: Inputs) -> Tensor:
+    q, k = torch.broadcast_tensors(*i.pairs())
+    hidden = torch.cat([q, k], -1) @ i.own["w"]
+    return hidden.relu() @ i.own["u"]
+
+
+def _synthesized(i: Inputs) -> Tensor:
+    """The dense synthesizer: a row of scores from its own token alone."""
+    t = i.x.shape[1]
+    hidden = torch.einsum("btc,hcd->bhtd", i.x, i.own["first"]).relu()
+    return i.turned(hidden @ i.own["second"][..., :t])
+
+
+def _shifted(i: Inputs) -> Tensor:
+    """q·k + q·r of the distance, by the shift of Transformer-XL."""
+    b, h, t, _ = i.q.shape
+    far = torch.einsum("bhtd,rd->bhtr", i.q, i.own["distances"][: 2 * t - 1])
+    far = F.pad(far, (1, 0)).view(b, h, 2 * t, t)[:, :, 1:].reshape(b, h, t, 2 * t - 1)[..., :t]
+    return i.turned((i.q @ i.k.mT + far) / 2)
+
+
+def _shift_exact(i: Inputs) -> Tensor:
+    t = i.q.shape[2]
+    place = t - 1 - torch.arange(t)[:, None] + torch.arange(t)
+    return (i.q @ i.k.mT + torch.einsum("bhtd,tsd->bhts", i.q, i.own["distances"][place])) / 2
+
+
+def _looped(i: Inputs) -> Tensor:
+    """One score at a time, for all queries: a column for each key."""
+    return i.turned(torch.stack([(i.q * i.k[:, :, s : s + 1]).sum(-1) / 2 for s in range(i.k.shape[2])], -1))
+
+
+def _rolled(i: Inputs) -> Tensor:
+    """One score an offset, put into its place."""
+    t, z = i.q.shape[2], []
+    for offset in range(t):
+        z.append((i.q * i.k.roll(offset, 2)).sum(-1) / 2)
+    place = (torch.arange(t)[:, None] - torch.arange(t)) % t
+    return i.turned(torch.stack(z, -1).gather(-1, place.expand(*i.q.shape[:3], t)))
+
+
+def _outer_sum(i: Inputs) -> Tensor:
+    return sum(i.turned(i.q[..., n, None] * i.k[..., None, :, n]) for n in range(SIZE)) / 2  # type: ignore[return-value]
+
+
+def _named(i: Inputs) -> Tensor:
+    return torch.einsum(f"bhtd,bhsd->{i.order}", i.q, i.k) / 2
+
+
+def _three(i: Inputs) -> Tensor:
+    return torch.einsum(f"bhtd,hde,bhse->{i.order}", i.q, i.own["form"], i.k)
+
+
+def _summed(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Inputs], Tensor]:
+    def score(i: Inputs) -> Tensor:
+        return change(*i.pairs()).sum(-1)
+
+    return score
+
+
+def _turned(of: Callable[[Inputs], Tensor]) -> Callable[[Inputs], Tensor]:
+    return lambda i: i.turned(of(i))
+
+
+def _apart(i: Inputs) -> Tensor:
+    return i.q[:, :, :, None] - i.k[:, :, None]
+
+
+Scoring = tuple[Callable[[Inputs], Tensor], Callable[[Inputs], Tensor], Mapping[str, tuple[int, ...]]]
+_DOT = lambda i: torch.einsum("bhtd,bhsd->bhts", i.q, i.k) / 2  # noqa: E731
+_PAIR = {"a": (HEADS, SIZE), "c": (HEADS, SIZE)}
+
+SCORING: Mapping[str, Scoring] = {
+    "matmul": (_turned(lambda i: i.q @ i.k.mT / 2), _DOT, {}),
+    "einsum": (_named, _DOT, {}),
+    "turned": (_turned(lambda i: (i.k @ i.q.mT / 2).mT), _DOT, {}),
+    "product and sum": (_summed(lambda q, k: q * k / 2), _DOT, {}),
+    "inner": (_inner, _DOT, {}),
+    "columns": (_looped, _DOT, {}),
+    "offsets": (_rolled, _DOT, {}),
+    "sum of outer products": (_outer_sum, _DOT, {}),
+    "complex": (_complex, _DOT, {}),
+    "cosine": (_cosine, lambda i: 4 * F.normalize(i.q, dim=-1) @ F.normalize(i.k, dim=-1).mT, {}),
+    "normalized": (
+        _turned(lambda i: 4 * F.normalize(i.q, dim=-1) @ F.normalize(i.k, dim=-1).mT),
+        lambda i: 4 * _DOT(i) * 2 / (i.q.norm(dim=-1)[..., None] * i.k.norm(dim=-1)[:, :, None]),
+        {},
+    ),
+    "over lengths": (_over_lengths, lambda i: 4 * F.cosine_similarity(i.q[:, :, :, None], i.k[:, :, None], dim=-1), {}),
+    "distance": (_turned(lambda i: -torch.cdist(i.q, i.k)), lambda i: -_apart(i).pow(2).sum(-1).sqrt(), {}),
+    "city blocks": (_turned(lambda i: -torch.cdist(i.q, i.k, p=1.0) / 2), lambda i: -_apart(i).abs().sum(-1) / 2, {}),
+    "squared distance": (_summed(lambda q, k: -(q - k).square() / 4), lambda i: -_apart(i).pow(2).sum(-1) / 4, {}),
+    "expanded distance": (_expanded, lambda i: -_apart(i).pow(2).sum(-1) / 4, {}),
+    "additive": (
+        lambda i: (torch.tanh(sum(i.pairs())) * i.per_head(i.own["a"])).sum(-1),  # type: ignore[call-overload]
+        lambda i: torch.einsum("bhtsd,hd->bhts", (i.q[:, :, :, None] + i.k[:, :, None]).tanh(), i.own["a"]),
+        {"a": (HEADS, SIZE)},
+    ),
+    "graph": (
+        _split,
+        lambda i: F.leaky_relu(
+            (i.q * i.own["a"][:, None]).sum(-1)[..., None] + (i.k * i.own["c"][:, None]).sum(-1)[:, :, None], 0.2
+        ),
+        _PAIR,
+    ),
+    "graph, second": (
+        lambda i: (F.leaky_relu(sum(i.pairs()), 0.2) * i.per_head(i.own["a"])).sum(-1),  # type: ignore[arg-type]
+        lambda i: torch.einsum("bhtsd,hd->bhts", F.leaky_relu(i.q[:, :, :, None] + i.k[:, :, None], 0.2), i.own["a"]),
+        {"a": (HEADS, SIZE)},
+    ),
+    "concatenated": (
+        _concatenated,
+        lambda i: torch.einsum(
+            "bhtse,e->bhts",
+            ((i.q @ i.own["w"][:SIZE])[:, :, :, None] + (i.k @ i.own["w"][SIZE:])[:, :, None]).clamp_min(0),
+            i.own["u"],
+        ),
+        {"w": (2 * SIZE, 6), "u": (6,)},
+    ),
+    "bilinear": (
+        lambda i: torch.einsum(f"btc,hce,bse->{i.order}", i.x, i.own["form"], i.x) / 4,
+        lambda i: (i.x[:, None] @ i.own["form"]) @ i.x[:, None].mT / 4,
+        {"form": (HEADS, WIDTH, WIDTH)},
+    ),
+    "form of q and k": (_three, lambda i: i.q @ i.own["form"] @ i.k.mT, {"form": (HEADS, SIZE, SIZE)}),
+    "a parameter asks": (
+        _turned(lambda i: i.own["asks"] @ i.k.mT),
+        lambda i: torch.einsum("htd,bhsd->bhts", i.own["asks"][:, : i.q.shape[2]], i.k),
+        {"asks": (HEADS, 7, SIZE)},
+    ),
+    "synthesized": (
+        _synthesized,
+        lambda i: ((i.x[:, None] @ i.own["first"]).clamp_min(0) @ i.own["second"])[..., : i.x.shape[1]],
+        {"first": (HEADS, WIDTH, SIZE), "second": (HEADS, SIZE, 7)},
+    ),
+    "by place": (
+        _turned(lambda i: (i.x @ i.own["place"]).unflatten(-1, (-1, 7)).transpose(1, 2)[..., : i.x.shape[1]]),
+        lambda i: torch.einsum("btc,chs->bhts", i.x, i.own["place"].view(WIDTH, -1, 7))[..., : i.x.shape[1]],
+        {"place": (WIDTH, HEADS * 7)},
+    ),
+    "key alone": (
+        _turned(lambda i: torch.einsum("bhsd,hd->bhs", i.k, i.own["a"])[:, :, None].expand(-1, -1, i.q.shape[2], -1)),
+        lambda i: (i.k @ i.own["a"][..., None]).mT.expand(-1, -1, i.q.shape[2], -1),
+        {"a": (HEADS, SIZE)},
+    ),
+    "tropical": (lambda i: sum(i.pairs()).amax(-1), lambda i: (i.q[:, :, :, None] + i.k[:, :, None]).amax(-1), {}),  # type: ignore[attr-defined]
+    "polynomial": (_turned(lambda i: (i.q @ i.k.mT / 2 + 1).pow(2) / 2), lambda i: (_DOT(i) + 1) ** 2 / 2, {}),
+    "pointer": (_turned(lambda i: 3 * torch.tanh(i.q @ i.k.mT / 2)), lambda i: 3 * _DOT(i).tanh(), {}),
+    "distances of position": (_shifted, _shift_exact, {"distances": (13, SIZE)}),
+    "standardized": (
+        _turned(lambda i: (lambda z: z / z.std(-1, keepdim=True))(i.q @ i.k.mT)),
+        lambda i: _DOT(i) / _DOT(i).std(-1, keepdim=True),
+        {},
+    ),
+    "activated": (
+        _turned(lambda i: F.silu(i.q) @ i.k.tanh().mT),
+        lambda i: 2 * _DOT(dataclasses.replace(i, q=i.q * i.q.sigmoid(), k=i.k.tanh())),
+        {},
+    ),
+}
+
+
+# --- ways of normalising: from scores and the visible pairs, over the keys' dimension, and what it is for [b h t s]
+
+Normal = tuple[Callable[[Tensor, Tensor, int], Tensor], Callable[[Tensor, Tensor], Tensor]]
+
+
+def _hidden(z: Tensor, visible: Tensor) -> Tensor:
+    return z.masked_fill(~visible, -INF)
+
+
+def _share(x: Tensor, dim: int) -> Tensor:
+    return x / (x.sum(dim, keepdim=True) + 1e-9)
+
+
+def _softmax(z: Tensor, visible: Tensor) -> Tensor:
+    e = visible * (z - _hidden(z, visible).amax(-1, keepdim=True)).clamp_max(0).exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+def _exponentials(z: Tensor, visible: Tensor, dim: int) -> Tensor:
+    z = _hidden(z, visible)
+    e = (z - z.amax(dim, keepdim=True)).exp()
+    return e / e.sum(dim, keepdim=True)
+
+
+def _times_mask(z: Tensor, visible: Tensor, dim: int) -> Tensor:
+    e = (z - z.amax(dim, keepdim=True)).exp() * visible.to(z.dtype)
+    return e / e.sum(dim, keepdim=True)
+
+
+def _exp2(z: Tensor, visible: Tensor, dim: int) -> Tensor:
+    z = _hidden(z * 1.4426950408889634, visible)
+    e = torch.exp2(z - z.amax(dim, keepdim=True))
+    return e / e.sum(dim, keepdim=True)
+
+
+def _power(z: Tensor, visible: Tensor, dim: int) -> Tensor:
+    e = torch.pow(math.e, _hidden(z, visible))
+    return e / e.sum(dim, keepdim=True)
+
+
+def _logsumexp(z: Tensor, visible: Tensor, dim: int) -> Tensor:
+    z = _hidden(z, visible)
+    return (z - z.logsumexp(dim, keepdim=True)).exp()
+
+
+def _plus_one(z: Tensor, visible: Tensor, dim: int) -> Tensor:
+    z = _hidden(z, visible)
+    m = z.amax(dim, keepdim=True).clamp_min(0)
+    e = (z - m).exp()
+    return e / ((-m).exp() + e.sum(dim, keepdim=True))
+
+
+def _null_key(z: Tensor, visible: Tensor, dim: int) -> Tensor:
+    z = _hidden(z, visible)
+    w = torch.cat([torch.zeros_like(z.narrow(dim, 0, 1)), z], dim).softmax(dim)
+    return w.narrow(dim, 1, z.shape[dim])
+
+
+def _sparsemax(z: Tensor, visible: Tensor, dim: int) -> Tensor:
+    z = z.masked_fill(~visible, -1e4).movedim(dim, -1)
+    order = z.sort(-1, descending=True).values
+    n = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype)
+    support = (1 + n * order > order.cumsum(-1)).sum(-1, keepdim=True)
+    tau = (order.cumsum(-1).gather(-1, support - 1) - 1) / support
+    return (z - tau).clamp_min(0).movedim(-1, dim)
+
+
+def _bisected(power: float) -> Callable[[Tensor, Tensor, int], Tensor]:
+    """entmax by bisection: Σ max(z·(α - 1) - τ, 0)^(1/(α - 1)) = 1."""
+
+    def normal(z: Tensor, visible: Tensor, dim: int = -1) -> Tensor:
+        z = z.masked_fill(~visible, -1e4) * (power - 1)
+        low = z.amax(dim, keepdim=True).detach() - 1
+        high = low + 1
+        for _ in range(60):
+            middle = (low + high) / 2
+            above = (z - middle).clamp_min(0).pow(1 / (power - 1)).sum(dim, keepdim=True) >= 1
+            low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+        w = (z - low).clamp_min(0).pow(1 / (power - 1))
+        return w / w.sum(dim, keepdim=True)
+
+    return normal
+
+
+def _top_two(z: Tensor, visible: Tensor, dim: int) -> Tensor:
+    z = _hidden(z, visible)
+    least = z.topk(2, dim).values.amin(dim, keepdim=True)
+    return z.masked_fill(z < least, -INF).softmax(dim)
+
+
+def _sinkhorn(z: Tensor, visible: Tensor, keys: int, queries: int) -> Tensor:
+    e = z.exp() * visible
+    for _ in range(3):
+        e = e / (e.sum(queries, keepdim=True) + 1e-9)
+        e = e / (e.sum(keys, keepdim=True) + 1e-9)
+    return e
+
+
+def _sparse(z: Tensor, visible: Tensor, dim: int) -> Tensor:
+    z, seen = z.movedim(dim, -1), visible.movedim(dim, -1)
+    flat, places = z.flatten(0, -2), seen.expand_as(z).flatten(0, -2).nonzero().T
+    some = torch.sparse_coo_tensor(places, flat[tuple(places)], flat.shape, check_invariants=True).coalesce()
+    return torch.sparse.softmax(some, -1).to_dense().view_as(z).movedim(-1, dim)
+
+
+def _edges(z: Tensor, visible: Tensor, dim: int) -> Tensor:
+    """An edge list, as in graphs: exponentials are added up at their query by an index."""
+    z, seen = z.movedim(dim, -1), visible.movedim(dim, -1).expand_as(z.movedim(dim, -1))
+    rows, keys = seen.flatten(0, -2).nonzero().T
+    e = z.flatten(0, -2)[rows, keys].exp()
+    total = torch.zeros(z.shape[:-1].numel(), dtype=z.dtype).index_add(0, rows, e)
+    w = torch.zeros_like(z.flatten(0, -2)).index_put((rows, keys), e / total[rows])
+    return w.view_as(z).movedim(-1, dim)
+
+
+def _sticks(z: Tensor, visible: Tensor, dim: int) -> Tensor:
+    """Stick-breaking: a key takes its share of what those before it left."""
+    taken = z.masked_fill(~visible, -1e4)
+    left = F.logsigmoid(-taken)
+    return (F.logsigmoid(taken) + left.cumsum(dim) - left).exp()
+
+
+def _sticks_exact(z: Tensor, visible: Tensor) -> Tensor:
+    s = z.sigmoid() * visible
+    return torch.stack([s[..., j] * (1 - s[..., :j]).prod(-1) for j in range(z.shape[-1])], -1)
+
+
+def _hard(z: Tensor, visible: Tensor, dim: int) -> Tensor:
+    w = _hidden(z, visible).softmax(dim)
+    best = torch.zeros_like(w).scatter(dim, w.argmax(dim, keepdim=True), 1.0)
+    return best - w.detach() + w
+
+
+def _simple(shape: Callable[[Tensor], Tensor]) -> Normal:
+    return (lambda z, seen, dim: _share(shape(z) * seen, dim)), (lambda z, seen: _share(shape(z) * seen, -1))
+
+
+def _alone(shape: Callable[[Tensor], Tensor]) -> Normal:
+    return (lambda z, seen, dim: shape(z) * seen), (lambda z, seen: shape(z) * seen)
+
+
+NORMAL: Mapping[str, Normal] = {
+    "softmax": (lambda z, seen, dim: torch.softmax(_hidden(z, seen), dim), _softmax),
+    "method": (lambda z, seen, dim: _hidden(z, seen).softmax(dim), _softmax),
+    "module": (lambda z, seen, dim: nn.Softmax(dim)(_hidden(z, seen)), _softmax),
+    "float32": (lambda z, seen, dim: F.softmax(_hidden(z, seen), dim, dtype=torch.float32).to(z.dtype), _softmax),
+    "softmin": (lambda z, seen, dim: F.softmin(-_hidden(z, seen), dim), _softmax),
+    "log softmax": (lambda z, seen, dim: _hidden(z, seen).log_softmax(dim).exp(), _softmax),
+    "logsumexp": (_logsumexp, _softmax),
+    "exponentials": (_exponentials, _softmax),
+    "exponentials times mask": (_times_mask, _softmax),
+    "exp2": (_exp2, _softmax),
+    "power": (_power, _softmax),
+    "sparse softmax": (_sparse, _softmax),
+    "edge list": (_edges, _softmax),
+    "softmax plus one": (_plus_one, lambda z, seen: (seen * z.exp()) / (1 + (seen * z.exp()).sum(-1, keepdim=True))),
+    "null key": (_null_key, lambda z, seen: (seen * z.exp()) / (1 + (seen * z.exp()).sum(-1, keepdim=True))),
+    "top two": (_top_two, lambda z, seen: _top_two(z, seen, -1)),
+    "hard": (_hard, _softmax),  # the weights before one is chosen
+    "sparsemax": (_sparsemax, lambda z, seen: _sparsemax(z, seen, -1)),
+    "entmax": (_bisected(1.5), _bisected(1.5)),
+    "stick-breaking": (_sticks, _sticks_exact),
+    "sigmoid": _alone(lambda z: torch.sigmoid(z - 1.6)),
+    "sigmoid over sum": _simple(torch.sigmoid),
+    "softplus over sum": _simple(F.softplus),
+    "elu over sum": _simple(lambda z: F.elu(z) + 1),
+    "relu over sum": _simple(torch.relu),
+    "square over sum": _simple(torch.square),
+    "Cauchy over sum": _simple(lambda z: 1 / (1 + z.square())),
+    "relu over length": _alone(lambda z: torch.relu(z) / z.shape[-1]),
+    "squared relu": _alone(lambda z: torch.relu(z).square() / z.shape[-1]),
+    "tanh": _alone(torch.tanh),
+}
+SINKS = {"null key", "softmax plus one"}  # what weights lack of one is the weight of a logit without a value
+TWO_SIDED = {"sinkhorn": 2, "dual softmax": 1}  # normalised over queries too
+
+
+def _two_sided(kind: str, z: Tensor, seen: Tensor, keys: int, queries: int) -> Tensor:
+    if kind == "sinkhorn":
+        return _sinkhorn(z, seen, keys, queries)
+    return _hidden(z, seen).softmax(keys) * _hidden(z, seen).softmax(queries)
+
+
+# --- ways of combining: from weights in their order, and v [b h s d], to [b h t d]
+
+
+def _straight(w: Tensor, order: str) -> Tensor:
+    return w.permute([order.index(letter) for letter in "bhts"])
+
+
+def _sum(w: Tensor, v: Tensor, order: str) -> Tensor:
+    y = (w[..., None] * _spread(v, "bhsd", order)).sum(order.index("s"))
+    rest = order.replace("s", "") + "d"
+    return y.permute([rest.index(letter) for letter in "bhtd"])
+
+
+def _merged(w: Tensor, v: Tensor, order: str) -> Tensor:
+    w = _straight(w, order)
+    return torch.bmm(w.flatten(0, 1), v.flatten(0, 1)).view(v.shape)
+
+
+def _by_query(w: Tensor, v: Tensor, order: str) -> Tensor:
+    w = _straight(w, order)
+    return torch.stack([(w[:, :, t, :, None] * v).sum(2) for t in range(w.shape[2])], 2)
+
+
+def _by_key(w: Tensor, v: Tensor, order: str) -> Tensor:
+    w, y = _straight(w, order), torch.zeros_like(v)
+    for s in range(w.shape[3]):
+        y = torch.addcmul(y, w[..., s : s + 1], v[:, :, s : s + 1])
+    return y
+
+
+def _linear(w: Tensor, v: Tensor, order: str) -> Tensor:
+    w = _straight(w, order)
+    return torch.stack([torch.stack([F.linear(a, b.mT) for a, b in zip(*two)]) for two in zip(w, v)])
+
+
+def _sparse_product(w: Tensor, v: Tensor, order: str) -> Tensor:
+    w = _straight(w, order)
+    one = [[torch.sparse.mm(a.to_sparse(), b) for a, b in zip(*two)] for two in zip(w, v)]
+    return torch.stack([torch.stack(heads) for heads in one])
+
+
+def _at_edges(w: Tensor, v: Tensor, order: str) -> Tensor:
+    w = _straight(w, order)
+    t = w.shape[-1]
+    i, j = torch.ones(t, t, dtype=torch.bool).nonzero().T
+    return torch.zeros_like(v).index_add(2, i, w[:, :, i, j, None] * v[:, :, j])
+
+
+def _gathered(w: Tensor, v: Tensor, order: str) -> Tensor:
+    w = _straight(w, order)
+    some, places = w.topk(w.shape[-1] - 1, -1)
+    rows = v[:, :, None].expand(*w.shape, SIZE).gather(3, places[..., None].expand(*places.shape, SIZE))
+    return (some[..., None] * rows).sum(3)
+
+
+Combining = Callable[[Tensor, Tensor, str], Tensor]
+COMBINING: Mapping[str, Combining] = {
+    "matmul": lambda w, v, order: _straight(w, order) @ v,
+    "einsum": lambda w, v, order: torch.einsum(f"{order},bhsd->bhtd", w, v),
+    "product and sum": _sum,
+    "merged": _merged,
+    "by query": _by_query,
+    "by key": _by_key,
+    "linear": _linear,
+    "sparse product": _sparse_product,
+    "at edges": _at_edges,
+    "gathered": _gathered,
+    "dropped": lambda w, v, order: F.dropout(_straight(w, order), 0.3, training=False) @ v,
+    "with the token itself": lambda w, v, order: (_straight(w, order) + torch.eye(v.shape[2], dtype=v.dtype)) @ v,
+    "two hops": lambda w, v, order: _straight(w, order) @ (_straight(w, order) @ v),
+    "less the mean": lambda w, v, order: (_straight(w, order) - 1 / v.shape[2]) @ v,
+    "renormalized": lambda w, v, order: _share(_straight(w, order), -1) @ v,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One idiom: the keys of the tables, the order of the scores' dimensions, the mask, and whether heads are one."""
+
+    scoring: str = "matmul"
+    normal: str = "softmax"
+    combining: str = "matmul"
+    order: str = "bhts"
+    causal: bool = False
+    heads: int = HEADS
+    batch: int = 2
+    tokens: int = 5
+
+    @classmethod
+    def drawn(cls, seed: int) -> Plan:
+        """The plan of a seed: mostly one or two parts that are not plain."""
+        draw = random.Random(f"idiom {seed}")
+        parts = {"scoring": SCORING, "normal": {**NORMAL, **TWO_SIDED}, "combining": COMBINING}
+        odd = draw.sample([*parts], draw.choice([1, 1, 2, 2, 3]))
+        chosen: dict[str, Any] = {name: draw.choice([*table]) for name, table in parts.items() if name in odd}
+        order = draw.choice([ORDERS[0], ORDERS[0], *ORDERS])
+        sizes = {"batch": draw.choice([2, 3]), "tokens": draw.choice([5, 6, 7])}
+        return cls(**chosen, **sizes, order=order, causal=draw.random() < 0.5, heads=draw.choice([HEADS, HEADS, 1]))
+
+
+class Idiom(nn.Module):
+    """Attention as planned. `truth` is what the last pass computed, by the plain definitions."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+        self.bend: float | None = None
+        self.q, self.k, self.v = (nn.Linear(WIDTH, plan.heads * SIZE) for _ in range(3))
+        self.out = nn.Linear(plan.heads * SIZE, WIDTH)
+        sizes = SCORING[plan.scoring][2]
+        cut = {n: (plan.heads, *size[1:]) if n in _BY_HEAD else size for n, size in sizes.items()}
+        if plan.scoring == "by place":
+            cut = {"place": (WIDTH, plan.heads * 7)}
+        self.own = nn.ParameterDict({name: nn.Parameter(torch.randn(size) * 0.5) for name, size in cut.items()})
+        self.truth: list[Call] = []
+        self.asked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        plan = self.plan
+        q, k, v = (m(x).unflatten(-1, (plan.heads, SIZE)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        own = {n: p[:, : x.shape[1]] if n == "asks" else p for n, p in self.own.items()}
+        visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)[None, None]
+        visible = visible.tril() if plan.causal else visible
+        if self.asked:  # qkeel is not to see it: it is attention too
+            self.truth = self.exact(x, q, k, own, visible)
+        given = Inputs(x=x, q=q, k=k, own=own, order=plan.order)
+        z = SCORING[plan.scoring][0](given)
+        z = z if self.bend is None else self.bend * torch.tanh(z / self.bend)
+        seen, keys, queries = given.turned(visible), plan.order.index("s"), plan.order.index("t")
+        if plan.normal in TWO_SIDED:
+            w = _two_sided(plan.normal, z, seen, keys, queries)
+        else:
+            w = NORMAL[plan.normal][0](z, seen, keys)
+        y = COMBINING[plan.combining](w, v, plan.order)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def exact(self, x: Tensor, q: Tensor, k: Tensor, own: Mapping[str, Tensor], visible: Tensor) -> list[Call]:
+        """Logits and weights by the plain definitions, in float64 and from numbers that nothing is noted about."""
+        with torch.no_grad():
+            x, q, k = (_copy(y) for y in (x, q, k))
+            z = SCORING[self.plan.scoring][1](
+                Inputs(x=x, q=q, k=k, own={n: _copy(p) for n, p in own.items()}, order="bhts")
+            )
+            seen = visible.expand_as(z)
+            before = 3 * torch.atanh(z / 3) if self.plan.scoring == "pointer" else z
+            if self.plan.normal == "dual softmax":  # two attentions over one table
+                both = (z, before, seen), tuple(x.mT for x in (z, before, seen))
+                return [Call(module="odd", z=b, capped=c, visible=v) for c, b, v in both]
+            if self.plan.normal in TWO_SIDED:
+                w = _two_sided(self.plan.normal, z, seen, 3, 2)
+            else:
+                w = NORMAL[self.plan.normal][1](z, seen)
+        return [Weighed(module="odd", z=before, capped=z, visible=seen, weights=w, sink=self.plan.normal in SINKS)]
+
+
+_BY_HEAD = ("a", "c", "form", "asks", "first", "second")
+
+
+def _copy(x: Tensor) -> Tensor:
+    return torch.from_numpy(x.detach().double().numpy().copy())
+
+
+class Plain(nn.Module):
+    """Attention that is understood, beside the odd one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, HEADS * SIZE) for _ in range(3))
+        self.bend: float | None = None
+        self.truth: list[Call] = []
+        self.asked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (m(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        if self.asked:
+            exact = _copy(q) @ _copy(k).mT / 2
+            seen = torch.ones_like(exact, dtype=torch.bool)
+            self.truth = [Call(module="plain", z=exact, capped=exact, visible=seen)]
+        z = q @ k.mT / 2
+        z = z if self.bend is None else self.bend * torch.tanh(z / self.bend)
+        return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+class Model(nn.Module):
+    """x + odd(x), then the same with an attention that is understood."""
+
+    def __init__(self, odd: nn.Module) -> None:
+        super().__init__()
+        self.odd, self.plain = odd, Plain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.odd(x)
+        return x + self.plain(x)
+
+
+# --- attentions of a shape of their own: x [b t c] and parameters; each has to be a site or reported
+
+Own = Mapping[str, Tensor]
+Special = tuple[Callable[[Tensor, Own], Tensor], Mapping[str, tuple[int, ...]]]
+_QKV = {"q": (WIDTH, 16), "k": (WIDTH, 16), "v": (WIDTH, 16)}
+
+
+def _qkv(x: Tensor, p: Own, heads: int = HEADS) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = ((x @ p[n]).unflatten(-1, (heads, -1)).transpose(1, 2) for n in "qkv")
+    return q, k, v
+
+
+def _joined(y: Tensor) -> Tensor:
+    return y.transpose(1, 2).flatten(2)
+
+
+def _windows(x: Tensor, p: Own) -> Tensor:
+    q, k, v = _qkv(x, p)
+    k, v = (F.pad(y, (0, 0, 1, 1)).unfold(2, 3, 1) for y in (k, v))  # [b h t d 3]
+    w = torch.einsum("bhtd,bhtdw->bhtw", q, k).softmax(-1)
+    return _joined(torch.einsum("bhtw,bhtdw->bhtd", w, v))
+
+
+def _local(x: Tensor, p: Own) -> Tensor:
+    q, k, v = _qkv(x, p)
+    w = torch.stack([(q * k.roll(n, 2)).sum(-1) / 2 for n in range(3)], -1).softmax(-1)
+    return _joined(sum(w[..., n : n + 1] * v.roll(n, 2) for n in range(3)))  # type: ignore[arg-type]
+
+
+def _graph(x: Tensor, p: Own) -> Tensor:
+    """GAT on an edge list, nodes of the whole batch in one row."""
+    y = (x.flatten(0, 1) @ p["v"]).unflatten(-1, (HEADS, -1))
+    n = len(y)
+    i = torch.arange(n).repeat_interleave(3)
+    j = (i + torch.tensor([0, 1, 4]).repeat(n)) % n
+    score = F.leaky_relu((y * p["a"]).sum(-1)[i] + (y * p["c"]).sum(-1)[j], 0.2)
+    top = torch.full((n, HEADS), -INF, dtype=x.dtype).index_reduce(0, i, score.detach(), "amax")
+    e = (score - top[i]).exp()
+    w = e / torch.zeros(n, HEADS, dtype=x.dtype).index_add(0, i, e)[i]
+    return torch.zeros_like(y).index_add(0, i, w[..., None] * y[j]).flatten(1).view_as(x)
+
+
+def _transformer_graph(x: Tensor, p: Own) -> Tensor:
+    """Graph transformer: scatter_add over edges with q·k of the ends."""
+    q, k, v = ((x.flatten(0, 1) @ p[n]).unflatten(-1, (HEADS, -1)) for n in "qkv")
+    n = len(q)
+    i, j = torch.arange(n).repeat_interleave(2), torch.arange(2 * n) * 3 % n
+    e = ((q[i] * k[j]).sum(-1) / 2).clamp(-5, 5).exp()
+    top = torch.zeros_like(v).scatter_add(0, i[:, None, None].expand(-1, HEADS, v.shape[-1]), e[..., None] * v[j])
+    total = torch.zeros(n, HEADS, dtype=x.dtype).scatter_add(0, i[:, None].expand(-1, HEADS), e)
+    return (top / (total[..., None] + 1e-6)).flatten(1).view_as(x)
+
+
+def _pooled(x: Tensor, p: Own) -> Tensor:
+    w = (torch.tanh(x @ p["q"]) @ p["u"]).softmax(1)  # [b t 1]
+    return (w * (x @ p["v"])).sum(1, keepdim=True).expand_as(x)
+
+
+def _gated_pool(x: Tensor, p: Own) -> Tensor:
+    """Multiple instances: gated scores of each, softmax over the bag."""
+    a = (torch.tanh(x @ p["q"]) * torch.sigmoid(x @ p["k"])) @ p["u"]
+    return (F.softmax(a.mT, -1) @ (x @ p["v"])).expand_as(x)
+
+
+def _context(x: Tensor, p: Own) -> Tensor:
+    """Global context: one softmax over positions for all."""
+    return x + (torch.softmax(x @ p["u"], 1).mT @ x) @ p["v"]
+
+
+def _by_channel(x: Tensor, p: Own) -> Tensor:
+    """Attentive statistics: a softmax over time for each channel; mean and deviation."""
+    w = torch.softmax(torch.tanh(x @ p["q"]) @ p["k"], 1)
+    mean = (w * x).sum(1, keepdim=True)
+    return mean + ((w * x.square()).sum(1, keepdim=True) - mean.square()).clamp_min(1e-4).sqrt() + x @ p["v"]
+
+
+def _dynamic(x: Tensor, p: Own) -> Tensor:
+    """A dynamic convolution: the kernel over the last three tokens is a softmax of the token."""
+    w = (x @ p["w"]).unflatten(-1, (HEADS, 3)).softmax(-1)
+    v = F.pad((x @ p["v"]).unflatten(-1, (HEADS, -1)), (0, 0, 0, 0, 2, 0)).unfold(1, 3, 1)  # [b t h d 3]
+    return torch.einsum("bthw,bthdw->bthd", w, v).flatten(2)
+
+
+def _online(x: Tensor, p: Own) -> Tensor:
+    """Key blocks under a running maximum."""
+    q, k, v = _qkv(x, p)
+    top = torch.full_like(q[..., :1], -INF)
+    total, y = torch.zeros_like(q[..., :1]), torch.zeros_like(q)
+    for kb, vb in zip(k.split(2, 2), v.split(2, 2)):
+        z = q @ kb.mT / 2
+        new = torch.maximum(top, z.amax(-1, keepdim=True))
+        e, keep = (z - new).exp(), (top - new).exp()
+        total, y, top = total * keep + e.sum(-1, keepdim=True), y * keep + e @ vb, new
+    return _joined(y / total)
+
+
+def _slots(x: Tensor, p: Own) -> Tensor:
+    """Slot attention: softmax over slots, then each slot's share over inputs."""
+    slots = p["slots"].expand(x.shape[0], -1, -1)
+    w = torch.einsum("btc,bnc->btn", x @ p["k"], slots @ p["q"]).div(4).softmax(-1) + 1e-8
+    slots = (w / w.sum(1, keepdim=True)).mT @ (x @ p["v"])
+    return x + slots.mean(1, keepdim=True)
+
+
+def _fast(x: Tensor, p: Own) -> Tensor:
+    """Fastformer: a global query by a softmax over positions, then a global key."""
+    q, k, v = (x @ p[n] for n in "qkv")
+    ask = ((q @ p["u"] / 4).softmax(1) * q).sum(1, keepdim=True)
+    key = ((ask * k @ p["u"] / 4).softmax(1) * ask * k).sum(1, keepdim=True)
+    return key * v + q
+
+
+def _covariance(x: Tensor, p: Own) -> Tensor:
+    """XCiT: channels attend to channels."""
+    q, k, v = (y.mT for y in _qkv(x, p))
+    w = (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * 3).softmax(-1)
+    return _joined((w @ v).mT)
+
+
+def _latents(x: Tensor, p: Own) -> Tensor:
+    """Induced points: latents attend to tokens, tokens attend to those."""
+    k, v = x @ p["k"], x @ p["v"]
+    h = (p["slots"] @ k.mT / 4).softmax(-1) @ v
+    return ((x @ p["q"]) @ h.mT / 4).softmax(-1) @ h
+
+
+def _hopfield(x: Tensor, p: Own) -> Tensor:
+    q, k, v = _qkv(x, p)
+    for _ in range(2):
+        q = (q @ k.mT).softmax(-1) @ k
+    return _joined((q @ k.mT).softmax(-1) @ v)
+
+
+def _addressed(x: Tensor, p: Own) -> Tensor:
+    """Neural Turing machine: cosine, softmax, sharpened by a power."""
+    q, m = x @ p["q"], x @ p["k"]
+    w = (3 * F.cosine_similarity(q[:, :, None], m[:, None], dim=-1)).softmax(-1).pow(1.7)
+    return (w / w.sum(-1, keepdim=True)) @ (x @ p["v"])
+
+
+def _two_ways(x: Tensor, p: Own) -> Tensor:
+    """BiDAF: a trilinear form; softmax over one side, and over the largest of the other."""
+    a, c = x @ p["q"], x @ p["k"]
+    s = a @ p["u"] + (c @ p["u"]).mT + (a * p["u"][:, 0]) @ c.mT
+    there = s.softmax(-1) @ c
+    back = s.amax(-1).softmax(-1)[:, None] @ a
+    return a * there + a * back + x @ p["v"]
+
+
+def _decomposed(x: Tensor, p: Own) -> Tensor:
+    """Parikh: both softmaxes of one table."""
+    a, c = (x @ p["q"]).relu(), (x @ p["k"]).relu()
+    e = torch.bmm(a, c.mT) / 4
+    return F.softmax(e, -1) @ c + torch.bmm(F.softmax(e.mT, -1), a) + x @ p["v"]
+
+
+def _decoder(x: Tensor, p: Own) -> Tensor:
+    """Bahdanau: at each step the state asks all inputs."""
+    h, out = x.new_zeros(len(x), WIDTH), []
+    for t in range(x.shape[1]):
+        e = torch.tanh((h @ p["q"])[:, None] + x @ p["k"]) @ p["u"]  # [b t 1]
+        context = (e.softmax(1) * x).sum(1)
+        h = torch.tanh(context @ p["v"] + x[:, t])
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def _set_to_set(x: Tensor, p: Own) -> Tensor:
+    q = x.new_zeros(len(x), WIDTH) + p["u"][:, 0]
+    for _ in range(2):
+        w = torch.einsum("btc,bc->bt", x @ p["k"], q).softmax(-1)
+        q = torch.tanh(q @ p["q"] + torch.einsum("bt,btc->bc", w, x @ p["v"]))
+    return x + q[:, None]
+
+
+def _upsampled(x: Tensor, p: Own) -> Tensor:
+    """Convex combinations of neighbours (RAFT): softmax over nine places of an unfolded field."""
+    image = x.mT[..., None].expand(-1, -1, -1, 3)
+    w = (x @ p["nine"]).mT[:, None, :, :, None].softmax(2)
+    return (w * F.unfold(image, 3, padding=1).view(len(x), WIDTH, 9, -1, 3)).sum(2).mean(-1).mT
+
+
+def _sampled(x: Tensor, p: Own) -> Tensor:
+    """Deformable: softmax weights of the token on values sampled where the token says."""
+    b, t, _ = x.shape
+    places = torch.tanh(x @ p["places"]).view(b, t, 3, 2)
+    values = F.grid_sample((x @ p["v"]).mT[..., None].expand(-1, -1, -1, 3), places, align_corners=True)  # [b c t 3]
+    return torch.einsum("btn,bctn->btc", (x @ p["three"]).softmax(-1), values)
+
+
+def _triangle(x: Tensor, p: Own) -> Tensor:
+    """Attention within rows of a pair table, with a bias of the pairs."""
+    pair = x[:, :, None] * x[:, None]  # [b i j c]
+    q, k, v = (pair @ p[n] for n in "qkv")
+    bias = (pair @ p["u"])[..., 0]
+    w = (torch.einsum("bijc,bikc->bijk", q, k) / 4 + bias[:, None]).softmax(-1)
+    return torch.einsum("bijk,bikc->bijc", w, v).mean(2)
+
+
+def _mixed_scores(x: Tensor, p: Own) -> Tensor:
+    """Scores through a network of two layers over heads before the softmax, and heads mixed after."""
+    q, k, v = _qkv(x, p)
+    z = torch.einsum("bhts,hg->bgts", F.gelu(torch.einsum("bhts,hg->bgts", q @ k.mT / 2, p["mix"])), p["mix"])
+    return _joined(torch.einsum("bhts,hg->bgts", z.softmax(-1), p["mix"]) @ v)
+
+
+def _causal_products(x: Tensor, p: Own) -> Tensor:
+    """Weights by running sums: exp(k) over its sum so far (AFT with no positions)."""
+    k, v = (x @ p["k"]).exp(), x @ p["v"]
+    return torch.sigmoid(x @ p["q"]) * (k * v).cumsum(1) / k.cumsum(1)
+
+
+def _differential(x: Tensor, p: Own) -> Tensor:
+    q, k, v = _qkv(x, p)
+    one, two = (torch.softmax(a @ b.mT, -1) for a, b in zip(q.chunk(2, -1), k.chunk(2, -1)))
+    return _joined((one - 0.3 * two) @ v)
+
+
+def _expert_tokens(x: Tensor, p: Own) -> Tensor:
+    """Soft MoE: slots are averages of tokens under a softmax, and tokens those of slots."""
+    z = x @ p["six"]
+    slots = torch.einsum("bts,btc->bsc", z.softmax(1), x)
+    return torch.einsum("bts,bsc->btc", z.softmax(-1), torch.tanh(slots @ p["v"]))
+
+
+_U: Mapping[str, tuple[int, ...]] = {"u": (WIDTH, 1)}
+
+
+def _by_token(x: Tensor, p: Own) -> Tensor:
+    """A synthesizer whose weights are sigmoids: a row of them from its own token alone."""
+    v = (x @ p["v"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    w = torch.sigmoid((x @ p["rows"]).unflatten(-1, (HEADS, 7)).transpose(1, 2))[..., : x.shape[1]]
+    return _joined(w @ v)
+
+
+def _asked_for(x: Tensor, p: Own) -> Tensor:
+    """Learned queries, one for each place, and squared ReLUs over the length."""
+    _, k, v = _qkv(x, p)
+    z = p["asks"][: x.shape[1]] @ k.mT
+    return _joined(z.relu().square() / x.shape[1] @ v)
+
+
+def _hstu(x: Tensor, p: Own) -> Tensor:
+    """HSTU: SiLU of scores over the length, and gates."""
+    q, k, v = _qkv(x, p)
+    w = F.silu(q @ k.mT / 2) * torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril() / x.shape[1]
+    return _joined(w @ v) * F.silu(x @ p["q"])
+
+
+def _nearest_first(x: Tensor, p: Own) -> Tensor:
+    """Stick-breaking from the query backwards, by products of what is left."""
+    q, k, v = _qkv(x, p)
+    taken = torch.sigmoid(q @ k.mT / 2) * torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril()
+    left = (1 - taken + 1e-9).log().flip(-1).cumsum(-1).flip(-1)
+    return _joined((taken * F.pad(left[..., 1:], (0, 1)).exp()) @ v)
+
+
+def _chosen(x: Tensor, p: Own) -> Tensor:
+    """The weights of the two best keys, divided by their sum."""
+    q, k, v = _qkv(x, p)
+    w, places = (-torch.cdist(q, k)).softmax(-1).topk(2, -1)
+    w = w / w.sum(-1, keepdim=True)
+    rows = v[:, :, None].expand(-1, -1, x.shape[1], -1, -1).gather(3, places[..., None].expand(*places.shape, 4))
+    return _joined((w[..., None] * rows).sum(3))
+
+
+SPECIAL: Mapping[str, Special] = {
+    "by token": (_by_token, {**_QKV, "rows": (WIDTH, 7 * HEADS)}),
+    "asked for": (_asked_for, {**_QKV, "asks": (7, 4)}),
+    "hstu": (_hstu, _QKV),
+    "nearest first": (_nearest_first, _QKV),
+    "chosen": (_chosen, _QKV),
+    "windows": (_windows, _QKV),
+    "local": (_local, _QKV),
+    "graph": (_graph, {"v": (WIDTH, 16), "a": (HEADS, 4), "c": (HEADS, 4)}),
+    "graph transformer": (_transformer_graph, _QKV),
+    "pooled": (_pooled, {**_QKV, **_U}),
+    "gated pool": (_gated_pool, {**_QKV, **_U}),
+    "context": (_context, {"v": (WIDTH, 16), **_U}),
+    "by channel": (_by_channel, _QKV),
+    "dynamic convolution": (_dynamic, {"w": (WIDTH, 3 * HEADS), "v": (WIDTH, 16)}),
+    "online": (_online, _QKV),
+    "slots": (_slots, {**_QKV, "slots": (3, WIDTH)}),
+    "fast": (_fast, {**_QKV, **_U}),
+    "covariance": (_covariance, _QKV),
+    "latents": (_latents, {**_QKV, "slots": (3, WIDTH)}),
+    "hopfield": (_hopfield, _QKV),
+    "addressed": (_addressed, _QKV),
+    "two ways": (_two_ways, {**_QKV, **_U}),
+    "decomposed": (_decomposed, _QKV),
+    "decoder": (_decoder, {**_QKV, **_U}),
+    "set to set": (_set_to_set, {**_QKV, **_U}),
+    "upsampled": (_upsampled, {"nine": (WIDTH, 9)}),
+    "sampled": (_sampled, {"v": (WIDTH, 16), "places": (WIDTH, 6), "three": (WIDTH, 3)}),
+    "triangle": (_triangle, {**_QKV, **_U}),
+    "mixed scores": (_mixed_scores, {**_QKV, "mix": (HEADS, HEADS)}),
+    "running sums": (_causal_products, _QKV),
+    "differential": (_differential, _QKV),
+    "expert tokens": (_expert_tokens, {"v": (WIDTH, 16), "six": (WIDTH, 6)}),
+}
+
+
+# --- what looks alike and is no attention: no site and no entry of missed
+
+
+def _router(x: Tensor, p: Own) -> Tensor:
+    w = (x @ p["six"]).softmax(-1)
+    experts = torch.einsum("btc,ecd->betd", x, p["experts"]).relu()
+    return torch.einsum("bte,betd->btd", w, experts)
+
+
+def _top_experts(x: Tensor, p: Own) -> Tensor:
+    """Tokens are collected by expert, and what it says is added at their place."""
+    flat = x.flatten(0, 1)
+    w, chosen = (flat @ p["six"]).softmax(-1).topk(2, -1)
+    w = w / w.sum(-1, keepdim=True)
+    y = torch.zeros_like(flat)
+    for e in range(6):
+        token, rank = (chosen == e).nonzero(as_tuple=True)
+        y = y.index_add(0, token, (flat[token] @ p["experts"][e]).relu() * w[token, rank, None])
+    return y.view_as(x)
+
+
+def _sigmoid_experts(x: Tensor, p: Own) -> Tensor:
+    w = torch.sigmoid(x @ p["six"])
+    best = w.topk(2, -1)
+    w = torch.zeros_like(w).scatter(-1, best.indices, best.values / best.values.sum(-1, keepdim=True))
+    return torch.einsum("bte,bted->btd", w, torch.einsum("btc,ecd->bted", x, p["experts"]))
+
+
+def _classifier(x: Tensor, p: Own) -> Tensor:
+    return torch.softmax(x.mean(1) @ p["six"], -1)[:, None, :1].expand_as(x)
+
+
+def _per_token_classifier(x: Tensor, p: Own) -> Tensor:
+    return (x @ p["q"]).softmax(-1)
+
+
+def _loss(x: Tensor, p: Own) -> Tensor:
+    target = torch.arange(x.shape[1]).expand(x.shape[:2]) % 6
+    return x + F.cross_entropy((x @ p["six"]).flatten(0, 1), target.flatten())
+
+
+def _log_loss(x: Tensor, p: Own) -> Tensor:
+    logs = (x @ p["six"]).log_softmax(-1)
+    target = torch.arange(x.shape[1]).expand(x.shape[:2]) % 6
+    return x - logs.gather(-1, target[..., None]).mean()
+
+
+def _distilled(x: Tensor, p: Own) -> Tensor:
+    a, b = (x @ p["six"]).log_softmax(-1), (x @ p["other"]).softmax(-1)
+    return x + (b * (b.log() - a)).sum(-1).mean()
+
+
+def _over_time(x: Tensor, p: Own) -> Tensor:
+    """A loss of audio: a softmax over time against where the sound is."""
+    w = (x @ p["u"]).softmax(1)
+    target = torch.zeros_like(w).index_fill(1, torch.tensor([1]), 1.0)
+    return x + (w - target).square().mean()
+
+
+def _soft_argmax(x: Tensor, p: Own) -> Tensor:
+    """The expected place under a softmax over places, which are constants."""
+    w = (x @ p["six"]).softmax(1)
+    return x + (w * torch.arange(x.shape[1], dtype=x.dtype)[:, None]).sum((1, 2), keepdim=True)
+
+
+def _contrastive(x: Tensor, p: Own) -> Tensor:
+    a, b = (F.normalize((x @ p[n]).mean(1), dim=-1) for n in "qk")
+    z = a @ b.T * 10
+    logs = z.log_softmax(-1) + z.log_softmax(0)
+    return x - logs.diagonal().mean()
+
+
+def _entropy_bonus(x: Tensor, p: Own) -> Tensor:
+    w = (x @ p["six"]).softmax(-1)
+    return x + (w * w.log()).sum(-1, keepdim=True)
+
+
+def _gate(x: Tensor, p: Own) -> Tensor:
+    return torch.sigmoid(x @ p["q"]) * (x @ p["v"])
+
+
+def _softmax_gate(x: Tensor, p: Own) -> Tensor:
+    return torch.softmax(x @ p["q"], -1) * (x @ p["v"])
+
+
+def _swish(x: Tensor, p: Own) -> Tensor:
+    return (F.silu(x @ p["q"]) * (x @ p["k"])) @ p["v"]
+
+
+def _squeeze(x: Tensor, p: Own) -> Tensor:
+    """Squeeze and excite: channels are scaled by a function of their mean over positions."""
+    return x * torch.sigmoid((x.mean(1, keepdim=True) @ p["q"]).relu() @ p["k"])
+
+
+def _spatial_gate(x: Tensor, p: Own) -> Tensor:
+    maps = torch.stack([x.mean(-1), x.amax(-1)], 1)
+    return x * torch.sigmoid(F.conv1d(maps, p["kernel"], padding=1)).mT
+
+
+def _selected(x: Tensor, p: Own) -> Tensor:
+    """Selective kernels: a softmax over branches, for each channel."""
+    branches = torch.stack([x @ p["q"], x @ p["k"]], 1)
+    s = branches.sum(1).mean(1)
+    w = torch.stack([s @ p["v"], s @ p["v"].T], 1).softmax(1)
+    return (w[:, :, None] * branches).sum(1)
+
+
+def _recurrent(x: Tensor, p: Own) -> Tensor:
+    h, out = x.new_zeros(len(x), WIDTH), []
+    for t in range(x.shape[1]):
+        z = torch.sigmoid(x[:, t] @ p["q"] + h @ p["k"])
+        h = (1 - z) * h + z * torch.tanh(x[:, t] @ p["v"])
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def _long_memory(x: Tensor, p: Own) -> Tensor:
+    h = c = x.new_zeros(len(x), WIDTH)
+    out = []
+    for t in range(x.shape[1]):
+        i, f, o = (torch.sigmoid(x[:, t] @ p[n] + h) for n in "qkv")
+        c = f * c + i * torch.tanh(h + x[:, t])
+        h = o * torch.tanh(c)
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def _written(x: Tensor, p: Own) -> Tensor:
+    """Linear attention: what each token writes has a gate of its own for each head."""
+    q, k, v = _qkv(x, p)
+    gate = torch.sigmoid(x @ p["u"])[:, None]
+    return _joined(q @ ((gate * k).mT @ v))
+
+
+def _linear_attention(x: Tensor, p: Own) -> Tensor:
+    """Linear attention with as many features as the example has tokens, over the sum of its weights."""
+    v = (x @ p["v"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    q, k = (F.elu((x @ p[n]).unflatten(-1, (HEADS, -1)).transpose(1, 2)) + 1 for n in ("five", "fifth"))
+    return _joined(q @ (k.mT @ v) / (q @ k.sum(2, keepdim=True).mT))
+
+
+def _relu_features(x: Tensor, p: Own) -> Tensor:
+    """The same with a ReLU, without a quotient."""
+    v = (x @ p["v"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    q, k = (((x @ p[n]).unflatten(-1, (HEADS, -1)).transpose(1, 2)).relu() for n in ("five", "fifth"))
+    return _joined(q @ (k.mT @ v))
+
+
+def _causal_features(x: Tensor, p: Own) -> Tensor:
+    """Causal linear attention: running sums of key features times values."""
+    q, k, v = _qkv(x, p)
+    q, k = q.sigmoid(), k.sigmoid()
+    return _joined((q[..., None] * (k[..., None] * v[..., None, :]).cumsum(2)).sum(-2))
+
+
+def _triangle_product(x: Tensor, p: Own) -> Tensor:
+    """The triangle update of a pair table, by gated products."""
+    pair = x[:, :, None] * x[:, None]  # [b i j c]
+    a, c = (torch.sigmoid(pair @ p[gate]) * (pair @ p[n]) for gate, n in (("q", "k"), ("v", "k")))
+    return torch.einsum("bikc,bjkc->bijc", a, c).mean(2)
+
+
+def _gated_patches(x: Tensor, p: Own) -> Tensor:
+    """A gate of each place before patches of two are merged, and each patch given to its two places again."""
+    gated = F.pad(x * torch.sigmoid(x @ p["q"][:, :1]), (0, 0, 0, x.shape[1] % 2))
+    merged = F.conv1d(gated.mT, p["pairs"], stride=2).mT
+    return merged.repeat_interleave(2, 1)[:, : x.shape[1]]
+
+
+def _gated_positions(x: Tensor, p: Own) -> Tensor:
+    """An MLP over positions with gated units."""
+    t = x.shape[1]
+    return ((F.silu(x.mT @ p["table"][:t]) * (x.mT @ p["table"][:t].flip(0))) @ p["table"][:, :t]).mT
+
+
+def _scalar_gates(x: Tensor, p: Own) -> Tensor:
+    """A recurrent memory with one gate for what is kept, and one for what is written."""
+    gates, h, out = torch.sigmoid(x @ p["q"][:, :2]), x.new_zeros(len(x), WIDTH), []
+    for t in range(x.shape[1]):
+        h = gates[:, t, :1] * h + gates[:, t, 1:] * (x[:, t] @ p["v"])
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def _gated_convolution(x: Tensor, p: Own) -> Tensor:
+    """A gate of each place, by its neighbours, before a convolution."""
+    gated = x * torch.sigmoid(F.conv1d(x.mean(-1)[:, None], p["kernel"][:, :1], padding=1)).mT
+    return F.conv1d(gated.mT, p["taps"], padding=1).mT
+
+
+def _gated_units(x: Tensor, p: Own) -> Tensor:
+    return (F.silu(x @ p["q"]) * (x @ p["k"])) @ p["v"].mT + F.gelu(x @ p["q"]).square() @ p["v"]
+
+
+def _state_space(x: Tensor, p: Own) -> Tensor:
+    """A selective state space: decays exp(-softplus(Δ)·A) of the token."""
+    dt = F.softplus(x @ p["q"])
+    decay, h, out = (-dt).exp(), x.new_zeros(len(x), WIDTH), []
+    for t in range(x.shape[1]):
+        h = decay[:, t] * h + dt[:, t] * x[:, t]
+        out.append(h * torch.sigmoid(x[:, t] @ p["k"]))
+    return torch.stack(out, 1)
+
+
+def _mixture(x: Tensor, p: Own) -> Tensor:
+    """A density of six Gaussians for each token: weights, means and widths of the same token."""
+    w, mean, width = (x @ p["six"]).softmax(-1), x @ p["other"], (x @ p["six"] * 0.3).exp()
+    near = (-(mean - x[..., :1]).square() / width).exp()
+    return x + (w * near).sum(-1, keepdim=True).log()
+
+
+def _mixture_of_softmaxes(x: Tensor, p: Own) -> Tensor:
+    pi = (x @ p["three"]).softmax(-1)
+    words = torch.stack([torch.tanh(x @ p[n]).softmax(-1) for n in "qkv"], -2)
+    return (pi[..., None] * words).sum(-2)
+
+
+def _layers_mixed(x: Tensor, p: Own) -> Tensor:
+    w = p["u"][:3, 0].softmax(0)
+    return w[0] * x + w[1] * (x @ p["q"]) + w[2] * (x @ p["k"])
+
+
+def _codebook(x: Tensor, p: Own) -> Tensor:
+    """A softmax for usage of codes, and the nearest code in its place."""
+    w = (-torch.cdist(x, p["codes"])).softmax(-1)
+    code = p["codes"][w.argmax(-1)]
+    return x + (code - x).detach() + (w.mean((0, 1)) + 1e-9).log().mean()
+
+
+def _masked_mean(x: Tensor, p: Own) -> Tensor:
+    keep = (torch.arange(x.shape[1]) < x.shape[1] - 1).to(x.dtype)[None, :, None]
+    return x @ p["q"] + (x * keep).sum(1, keepdim=True) / keep.sum()
+
+
+def _spatial_mlp(x: Tensor, p: Own) -> Tensor:
+    """gMLP: positions are mixed by a parameter, and gate."""
+    t = x.shape[1]
+    return F.gelu(x @ p["q"]) * torch.einsum("ts,bsc->btc", p["table"][:t, :t], x @ p["k"])
+
+
+def _normed_features(x: Tensor, p: Own) -> Tensor:
+    y = (x @ p["q"]).exp()
+    return (y / y.sum(-1, keepdim=True)) @ p["k"]
+
+
+def _variational(x: Tensor, p: Own) -> Tensor:
+    mean, spread = x @ p["q"], (0.5 * (x @ p["k"])).exp()
+    return mean + spread * p["codes"].mean()
+
+
+def _coupling(x: Tensor, p: Own) -> Tensor:
+    a, b = x.chunk(2, -1)
+    s = torch.tanh(F.pad(a, (0, 8)) @ p["q"])[..., :8]
+    return torch.cat([a, b * s.exp() + (F.pad(a, (0, 8)) @ p["k"])[..., :8]], -1)
+
+
+def _overlap(x: Tensor, p: Own) -> Tensor:
+    """Dice of segmentation: class probabilities times constant targets, summed over positions."""
+    w = (x @ p["six"]).softmax(-1)
+    target = F.one_hot(torch.arange(x.shape[1]) % 6, 6).to(x.dtype)
+    return x - (2 * (w * target).sum(1) / (w.sum(1) + target.sum(0))).mean()
+
+
+def _streams(x: Tensor, p: Own) -> Tensor:
+    """Hyper-connections: residual streams of a token mixed by a table that is normalised both ways."""
+    streams = x.unflatten(-1, (4, 4))  # [b t n c]
+    e = (x @ p["q"]).unflatten(-1, (4, 4)).exp()
+    for _ in range(2):
+        e = e / e.sum(-1, keepdim=True)
+        e = e / e.sum(-2, keepdim=True)
+    return (e @ streams).flatten(2)
+
+
+def _focal(x: Tensor, p: Own) -> Tensor:
+    w = torch.sigmoid(x @ p["six"])
+    return x - ((1 - w).square() * (w + 1e-6).log()).mean()
+
+
+_SIX: Mapping[str, tuple[int, ...]] = {"six": (WIDTH, 6), "experts": (6, WIDTH, WIDTH), "other": (WIDTH, 6)}
+LOOKS_ALIKE: Mapping[str, Special] = {
+    "router": (_router, _SIX),
+    "top experts": (_top_experts, _SIX),
+    "sigmoid experts": (_sigmoid_experts, _SIX),
+    "classifier": (_classifier, _SIX),
+    "classifier of tokens": (_per_token_classifier, _QKV),
+    "cross entropy": (_loss, _SIX),
+    "log softmax": (_log_loss, _SIX),
+    "distilled": (_distilled, _SIX),
+    "softmax over time in a loss": (_over_time, _U),
+    "soft argmax": (_soft_argmax, _SIX),
+    "contrastive": (_contrastive, _QKV),
+    "entropy bonus": (_entropy_bonus, _SIX),
+    "gate": (_gate, _QKV),
+    "softmax gate": (_softmax_gate, _QKV),
+    "swish": (_swish, _QKV),
+    "squeeze and excite": (_squeeze, _QKV),
+    "spatial gate": (_spatial_gate, {"kernel": (1, 2, 3)}),
+    "selected kernels": (_selected, _QKV),
+    "recurrent": (_recurrent, _QKV),
+    "long memory": (_long_memory, _QKV),
+    "written": (_written, {**_QKV, **_U}),
+    "linear attention": (_linear_attention, {**_QKV, "five": (WIDTH, 5 * HEADS), "fifth": (WIDTH, 5 * HEADS)}),
+    "features of a ReLU": (_relu_features, {**_QKV, "five": (WIDTH, 5 * HEADS), "fifth": (WIDTH, 5 * HEADS)}),
+    "causal features": (_causal_features, _QKV),
+    "triangle product": (_triangle_product, _QKV),
+    "gated patches": (_gated_patches, {**_QKV, "pairs": (WIDTH, WIDTH, 2)}),
+    "gated positions": (_gated_positions, {"table": (7, 7)}),
+    "scalar gates": (_scalar_gates, _QKV),
+    "gated convolution": (_gated_convolution, {"kernel": (1, 2, 3), "taps": (WIDTH, WIDTH, 3)}),
+    "gated units": (_gated_units, _QKV),
+    "state space": (_state_space, _QKV),
+    "mixture": (_mixture, _SIX),
+    "mixture of softmaxes": (_mixture_of_softmaxes, {**_QKV, "three": (WIDTH, 3)}),
+    "layers mixed": (_layers_mixed, {**_QKV, **_U}),
+    "codebook": (_codebook, {"codes": (5, WIDTH)}),
+    "masked mean": (_masked_mean, _QKV),
+    "spatial MLP": (_spatial_mlp, {**_QKV, "table": (7, 7)}),
+    "normed features": (_normed_features, _QKV),
+    "variational": (_variational, {**_QKV, "codes": (5, WIDTH)}),
+    "coupling": (_coupling, _QKV),
+    "overlap": (_overlap, _SIX),
+    "streams": (_streams, _QKV),
+    "focal": (_focal, _SIX),
+}
+
+
+class Whole(nn.Module):
+    """A special attention, or what looks alike."""
+
+    def __init__(self, special: Special) -> None:
+        super().__init__()
+        self.run, sizes = special
+        self.own = nn.ParameterDict({n: nn.Parameter(torch.randn(size) / size[0] ** 0.5) for n, size in sizes.items()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x, dict(self.own.items()))
+
+
+# --- the verdicts
+
+
+def _truth(model: nn.Module, example: Example) -> list[Call]:
+    parts = [m for m in model.children() if isinstance(m, (Idiom, Plain))]
+    for part in parts:
+        part.asked = True
+    with torch.no_grad():
+        model(*example[0])
+    for part in parts:
+        part.asked = False
+    return [call for part in parts for call in part.truth]
+
+
+def _capped(model: nn.Module, example: Example, cap: float, places: set[int]) -> list[Tensor]:
+    parts = [m for m in (model.get_submodule(name) for name in ("odd", "plain")) if isinstance(m, (Idiom, Plain))]
+    first = 0
+    for part in parts:  # a dual softmax is two calls
+        calls = range(first, first := first + max(1, len(part.truth)))
+        part.bend = cap if not places.isdisjoint(calls) else None
+    try:
+        with torch.no_grad():
+            return [model(*example[0])]
+    finally:
+        for part in parts:
+            part.bend = None
+
+
+def subject(odd: nn.Module, batch: int = 2, tokens: int = 5) -> Subject:
+    """The odd one beside a plain one, and two inputs."""
+    with torch.no_grad():
+        for p in odd.parameters():
+            p.mul_(1.5)
+    x, y = (torch.randn(batch, tokens, WIDTH) for _ in range(2))
+    return Subject(model=Model(odd), example=((x,), {}), other=((y,), {}), truth=_truth, capped=_capped)
+
+
+def idiom(plan: Plan, seed: int = 0) -> Subject:
+    """The attention of a plan."""
+    torch.manual_seed(seed)
+    return subject(Idiom(plan), plan.batch, plan.tokens)
+
+
+def silent(odd: nn.Module) -> str:
+    """What is wrong about a special attention beside a plain one: neither a site nor reported; "" if nothing is."""
+    s = subject(odd)
+    sites = qkeel.find_sites(s.model, *s.example[0])
+    seen = [site.name for site in sites] + [missed.module for missed in sites.missed]
+    if not any(name.startswith("odd") for name in seen):
+        return "neither a site nor missed"
+    return "" if any(name == "plain" for name in seen) else "the plain attention beside it is lost"
+
+
+def called_attention(odd: nn.Module) -> str:
+    """What looks alike and is taken for attention: by which name; "" if it is not."""
+    s = subject(odd)
+    sites = qkeel.find_sites(s.model, *s.example[0])
+    odd_ones = [str(site) for site in sites if site.name.startswith("odd")]
+    return "; ".join([*odd_ones, *(str(m) for m in sites.missed)])
+
+
+def judge(plan: Plan, seed: int = 0, questions: Iterable[str] = QUESTIONS) -> list[Finding]:
+    """The findings on an idiom. A call that is no site's has to be reported under its own module, and what is wrong
+    about a site whose module is reported is said."""
+    s = idiom(plan, seed)
+    found = judged(s, questions).found
+    sites = qkeel.find_sites(s.model, *s.example[0])
+    reported = [str(m) for m in sites.missed if m.module.startswith("odd")]
+    if not reported and not any(site.name.startswith("odd") for site in sites):
+        return [*found, Finding(question="sites", verdict="wrong", said="neither a site nor missed", site=MODEL)]
+    if reported:
+        odd = [f for f in found if f.verdict == "wrong" and (f.site or "odd").startswith("odd")]
+        said = [dataclasses.replace(f, verdict="reported", said=reported[0]) for f in odd]
+        found = [*(f for f in found if f not in odd), *said]
+    return found
+
+
+def main() -> None:
+    """Judge many cases and print how many are right, reported and wrong, and which are wrong."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", type=int, default=500)
+    parser.add_argument("--first", type=int, default=0)
+    given = parser.parse_args()
+    sys.exit(1 if "wrong" in run(range(given.first, given.first + given.cases)) else 0)
+
+
+def run(seeds: Iterable[int]) -> list[Verdict]:
+    """The verdicts on the idioms of these seeds, on every special attention, and on everything that looks alike."""
+    torch.set_num_threads(1)
+    verdicts: list[Verdict] = []
+    idioms = set()
+    for seed in seeds:
+        plan = Plan.drawn(seed)
+        idioms.add((plan.scoring, plan.normal, plan.combining))
+        found = judge(plan, seed, QUESTIONS if seed % 10 == 0 else OFTEN)
+        verdicts.append(overall(found))
+        for f in found:
+            if f.verdict == "wrong":
+                print(f"{seed}: {f.site} {f.question}: {f.said}\n    {plan}", flush=True)
+    print(f"{len(verdicts)} attentions in {len(idioms)} idioms:", dict(collections.Counter(verdicts)), flush=True)
+    for title, table, ask in (("specials", SPECIAL, silent), ("look-alikes", LOOKS_ALIKE, called_attention)):
+        torch.manual_seed(0)
+        wrong = {name: said for name, special in table.items() if (said := ask(Whole(special)))}
+        print(f"{len(table)} {title}: {len(wrong)} wrong", *(f"{n}: {said}" for n, said in wrong.items()), sep="\n    ")
+        verdicts += ["wrong"] * len(wrong) + ["right"] * (len(table) - len(wrong))
+    return verdicts
+
+
+if __name__ == "__main__":
+    main()
