@@ -47,7 +47,7 @@ from qkeel.errors import QkeelError
 from qkeel.lab.build_run import resolve
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.config import RunConfig
-from qkeel.lab.training import TrainingBackend, train_step
+from qkeel.lab.train import train_step
 from qkeel.monitor import Adaptive, Every, LogSpaced
 from qkeel.nn import Decoder, DecoderConfig
 
@@ -103,7 +103,7 @@ def watched(**options: object) -> Watcher:
 
 def applied(remedy: str) -> Watcher:
     """A watcher by a remedy."""
-    return lambda model, optimizer, ids: qkeel.apply(remedy, model, optimizer, example=ids)
+    return lambda model, optimizer, ids: qkeel.apply(model, remedy, optimizer, batch=ids)
 
 
 def recorded(model: nn.Module, optimizer: Optimizer, _: Tensor) -> object:
@@ -180,10 +180,10 @@ WATCHERS: Mapping[str, Watcher] = {
     "watch(LogSpaced)": watched(every=LogSpaced()),
     "watch(Adaptive), a bracket each step": watched(every=Adaptive(least=NEVER, most=NEVER)),
     "watch, no step measured": watched(every=Every(NEVER)),
-    "autopilot": lambda model, optimizer, ids: qkeel.autopilot(model, optimizer, example=ids),
+    "autopilot": lambda model, optimizer, ids: qkeel.autopilot(model, optimizer, batch=ids),
     'watch(stats="entropy") and qk_clip': lambda model, optimizer, ids: (
         qkeel.watch(model, optimizer, stats="entropy"),
-        qkeel.apply("qk_clip", model, optimizer, example=ids),
+        qkeel.apply(model, "qk_clip", optimizer, batch=ids),
     ),
     "qk_clip": applied("qk_clip"),
     "lalr": applied("lalr"),
@@ -210,7 +210,7 @@ GOALS = {
 
 def applied_and_removed(remedy: str) -> Watcher:
     """A watcher that applies a remedy and removes it at once."""
-    return lambda model, optimizer, ids: qkeel.apply(remedy, model, optimizer, example=ids).remove()
+    return lambda model, optimizer, ids: qkeel.apply(model, remedy, optimizer, batch=ids).remove()
 
 
 # What looks for attention in a model: once, not in every step.
@@ -391,12 +391,11 @@ def micro_training(seconds: float) -> dict[str, float | str]:
 
     def train(watched: bool) -> float:
         state = RunState(resolve(RunConfig(device="cpu")))
-        backend = TrainingBackend([state])
         steps = state.config.steps
         begun = time.process_time_ns()
         monitor = qkeel.watch(state.model, state.optimizer, every=1) if watched else None
         for step in range(steps):
-            train_step(backend, [step])
+            train_step(state, step)
         if monitor is not None:
             monitor.close()
         return (time.process_time_ns() - begun) / 1e6

@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/gallery.md, of the first page and of the README: `make gallery`.
+"""Makes the pictures of docs/gallery.md, of the first page and of the README: `python tools/gallery.py`.
 
 Needs chromium, Pillow, matplotlib and the packages that build the docs. If a
 folder is given as the first argument, the runs are kept there, and runs that
@@ -109,14 +109,6 @@ PAGES = (
             "qkeel report runs/lengths -o lengths.html",
         ),
         rows=(0, 910),
-    ),
-    Picture(
-        "precision",
-        "How large a logit may be in bf16",
-        "The page shows the error of attention in each number format, for logits of increasing size.",
-        ("qkeel study precision --out runs/precision",),
-        page="runs/precision/report.html",
-        rows=(0, 1040),
     ),
 )
 # What a reader sees before scrolling, on the page of a picture above or on the first page of the docs.
@@ -298,8 +290,8 @@ def section(made: Picture, language: str) -> str:
 def page() -> str:
     """The text of docs/gallery.md."""
     head = (
-        "# Gallery\n\nReal pages and figures, each with the commands that made it. `make gallery` generates this "
-        "page.\n\n"
+        "# Gallery\n\nReal pages and figures, each with the commands that made it. `python tools/gallery.py` "
+        "generates this page.\n\n"
     )
     screens = [f"{shows}\n\n{shown(f'{name}-first', 'First screen')}\n" for name, shows in FIRST.items()]
     end = "\n**Next:** make one for your own script: [watch your script](tutorials/your-script.md).\n"

@@ -1,6 +1,7 @@
 """The 100M recipes on one GPU, in pieces of a few minutes: each form of attention, and how it reads longer texts.
 
-`make gpu-train`, or `python -m benchmarks.on_gpu.train`, trains both recipes (gated attention units; attention and MLP)
+`python -m benchmarks.on_gpu.train`, or `python -m benchmarks.on_gpu.train`, trains both recipes (gated attention
+units; attention and MLP)
 with Baseline, KNA and CosA, each with and without log n, one after the other. It stops after --minutes with a
 checkpoint in --runs; the same command goes on from there, on another machine too if that folder is brought along.
 Runs that are done are measured on held-out texts of 512 to 4,096 tokens. Each piece ends with the table of all runs
@@ -113,7 +114,6 @@ def row(config: RunConfig, place: RunDirectory) -> dict[str, object]:
         "train_loss": last.get("train_loss"),
         "val_loss": next((line["val_loss"] for line in reversed(lines) if line.get("val_loss") is not None), None),
         "tokens_per_second": last.get("tokens_per_second"),
-        "mfu": last.get("mfu"),
         "max_logit": max((line["max_logit"] for line in lines), default=None),
         "loss": {str(n): line.get("loss_nonrepeat") for n, line in found.items()},
         "accuracy_last": {str(n): line.get("accuracy_last") for n, line in found.items()},
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lengths(config, RunDirectory(options.runs / name))
     train(runs, options.runs, start + max(0.5, 60 * options.minutes - MEASURING))
     rows = {name: row(config, RunDirectory(options.runs / name)) for name, config in runs.items()}
-    notes = about("make gpu-train", 0) | {
+    notes = about("python -m benchmarks.on_gpu.train", 0) | {
         "device": "cpu, toy" if options.toy else torch.cuda.get_device_name(),
         "steps": f"{options.steps}; the recipes have 30000",
         "data": options.data,

@@ -74,7 +74,7 @@ def optimizer_refusal(name: str, optimizer: str) -> str:
         return value
 
     try:
-        with apply("z_loss:weight=mean" if name == "z_loss" else name, model, held, train_length=16):
+        with apply(model, "z_loss:weight=mean" if name == "z_loss" else name, held, train_length=16):
             loss()
             held.step(loss)  # LBFGS makes its gradients itself
     except QkeelError as error:
@@ -96,7 +96,7 @@ def foreign_refusal(name: str, kind: str) -> str:
     try:
         # The loss below is no cross-entropy, by whose gradient z_loss would weigh tokens.
         term = "z_loss:weight=mean" if name == "z_loss" else name
-        with apply(term, model, optimizer, example=x, train_length=16):
+        with apply(model, term, optimizer, batch=x, train_length=16):
             out(model, x).square().mean().backward()
             optimizer.step()
     except QkeelError as error:

@@ -20,7 +20,7 @@ import qkeel
 from qkeel.functional import norms
 from qkeel.lab import Execution, Grid, LongContexts, RunConfig, make_plan, run, run_plan
 from qkeel.lab import build_run as build_model
-from qkeel.lab.studies import STUDIES, find_study
+from qkeel.lab.studies import STUDIES
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.remedies import REMEDIES
 from qkeel.report import write
@@ -45,7 +45,7 @@ def watched() -> Iterator[str]:
         model = model.to(DEVICE).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for how in ({}, {"stats": "entropy", "every": 2}):
-            with qkeel.watch(model, optimizer, probe=tokens if not how else None, **how) as monitor:
+            with qkeel.watch(model, optimizer, probe_batch=tokens if not how else None, **how) as monitor:
                 steps(model, optimizer, tokens, 3)
                 found = monitor.read()
                 assert found, name
@@ -66,7 +66,7 @@ def changed() -> Iterator[str]:
             optimizer = adamw(model)
             steps(model, optimizer, x)
             shown = x if name in ("z_loss", "final_softcap") else None
-            with qkeel.apply(name, model, optimizer, train_length=16, example=shown):
+            with qkeel.apply(model, name, optimizer, train_length=16, batch=shown):
                 steps(model, optimizer, x)
                 assert all(torch.isfinite(p).all() for p in model.parameters()), name
             yield f"apply {name}"
@@ -86,7 +86,7 @@ def trained() -> Iterator[str]:
 def studied() -> Iterator[str]:
     """Every study of the lab, the demo among them, cut to its first remedies, rate and seed; with its page."""
     for name in STUDIES:
-        study = find_study(name)
+        study = STUDIES[name]
         grid = {axis: values[:1] for axis, values in dataclasses.asdict(study.grid).items()}
         remedies = study.grid.remedies[: 1 if study.contexts else 2]
         base = dataclasses.replace(study.base or TINY, model=TINY.model, steps=3, log_every=1, checkpoint_every=3)

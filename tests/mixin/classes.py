@@ -50,13 +50,13 @@ def treated(cls: type[Any]) -> type[Any]:
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, config, *args, **kwargs)
         if not any(p.is_meta for p in self.parameters()):
-            qkeel.apply(REMEDIES, self, example=example(self))
+            qkeel.apply(self, REMEDIES, batch=example(self))
 
     def from_pretrained(own: Any, *args: Any, **kwargs: Any) -> Any:
         found = super(made, own).from_pretrained(*args, **kwargs)
         model, info = found if isinstance(found, tuple) else (found, {"missing_keys": set(), "unexpected_keys": set()})
         theirs = set(model.state_dict())
-        qkeel.apply(REMEDIES, model, example=example(model))
+        qkeel.apply(model, REMEDIES, batch=example(model))
         ours = {name: x for name, x in model.state_dict().items() if name not in theirs}
         given = kwargs.get("state_dict")
         if given is None:

@@ -45,7 +45,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
         optimizer,
         sinks=[path, LoggingSink("qkeel.tests")],
         every=Adaptive(least=1, most=2),
-        probe=batch(9),
+        probe_batch=batch(9),
         query_mask=lambda x, mask=None: torch.ones(x.shape[:2]),
         classes=lambda x, mask=None: (torch.arange(x.shape[1]) % 2).expand(x.shape[0], -1),
         planned=PlannedRates.of([0.01] * 9),

@@ -87,7 +87,7 @@ def test_a_remedy_on_steps_outlives_an_empty_batch(remedy: str, shape: tuple[int
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        handle = qkeel.apply(remedy, model, optimizer, example=batch(0))
+        handle = qkeel.apply(model, remedy, optimizer, batch=batch(0))
         for i, (b, t) in enumerate([(2, 4), shape, (2, 4)]):
             model(batch(i, b, t)).square().sum().backward()
             optimizer.step()

@@ -80,7 +80,7 @@ def test_it_bounds_the_measured_change_of_the_logits() -> None:
     model = qkeel.nn.Attention(16, 2)
     x = torch.randn(2, 9, 16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with qkeel.watch(model, optimizer, stats="all+updates", probe=(x,)) as monitor:
+    with qkeel.watch(model, optimizer, stats="all+updates", probe_batch=(x,)) as monitor:
         model(x).square().mean().backward()
         optimizer.step()
         heads = {name: values[0, 0] for name, values in monitor.history.heads.items()}

@@ -97,11 +97,11 @@ def test_a_model_whose_steps_alone_are_changed_loads_without_qkeel(remedy: str) 
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
     handle: Handle
-    with qkeel.apply(remedy, net, optimizer, example=torch.randn(2, 5, 16)) as handle:
+    with qkeel.apply(net, remedy, optimizer, batch=torch.randn(2, 5, 16)) as handle:
         step(net, optimizer)
         stored = pickle.dumps(net)
         assert not {name for name in names(stored) if name != "_qkeel_applied"}
         loaded = pickle.loads(stored)
-        with qkeel.apply(remedy, loaded, torch.optim.AdamW(loaded.parameters()), example=torch.randn(2, 5, 16)):
+        with qkeel.apply(loaded, remedy, torch.optim.AdamW(loaded.parameters()), batch=torch.randn(2, 5, 16)):
             pass
         assert handle.active

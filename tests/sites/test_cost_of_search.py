@@ -49,11 +49,11 @@ def found(model: nn.Module) -> qkeel.sites.Sites:
 
 
 def capped(model: nn.Module) -> None:
-    qkeel.apply("softcap", model, example=example()).remove()
+    qkeel.apply(model, "softcap", batch=example()).remove()
 
 
 def normed(model: nn.Module) -> None:
-    qkeel.apply("qk_norm", model, example=example()).remove()
+    qkeel.apply(model, "qk_norm", batch=example()).remove()
 
 
 @pytest.mark.parametrize(("act", "passes", "once"), [(found, 3.5, 1150), (capped, 7.6, 1150), (normed, 8.8, 1150)])

@@ -341,7 +341,8 @@ def fix(run: Watched) -> list[str]:
     return [f"{own} --apply {found[1]} -- {command}", line]
 
 
-_APPLY = re.compile(r'qkeel\.apply\("([^"]+)", model, optimizer')
+# Runs of 0.1.0 have the remedy before the model.
+_APPLY = re.compile(r'qkeel\.apply\((?:model, )?"([^"]+)",(?: model,)? optimizer')
 
 
 def place(alarm: object) -> str:
