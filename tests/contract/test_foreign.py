@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qkeel import watch
 
-# random.Random(20261128).sample(sorted(names), 40) of the 89 rows that were right in docs/internals/foreign.md of c5b7e68e.
+# random.Random(20261128).sample(sorted(names), 40) of the 89 rows that were right in internals/foreign.md of c5b7e68e
 DRAWN = (
     "torchvision: Swin",
     "isab-pytorch: induced set attention",
