@@ -75,4 +75,5 @@ def test_a_study_on_two_workers_is_that_of_one_and_its_page_has_the_runs(tmp_pat
 @pytest.mark.parametrize("name", ["lr", "multimodal", "extrapolation", "translation", "mla"])
 def test_every_study_can_be_planned(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert qkeel("study", name, "--dry-run", "--out", tmp_path / "study") == 0
-    assert "none" in capsys.readouterr().out
+    assert "nothing was written" in capsys.readouterr().out
+    assert not (tmp_path / "study").exists()
