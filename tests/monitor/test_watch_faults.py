@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from tests.monitor.families import decoder, token_loss
-from tests.monitor.faults import boom
 from tests.monitor.small import Small, batch, hooks, small, train
 from tests.quick import one_in
 from tests.sites.test_bad_input import Plain
@@ -28,6 +27,10 @@ from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.weight_norms import WeightNorms
 from qkeel.nn import Attention
 from qkeel.sites.tap import Tap
+
+
+def boom(*args: object, **kwargs: object) -> Any:
+    raise ValueError("boom")
 
 
 @pytest.fixture

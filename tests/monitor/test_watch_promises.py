@@ -33,7 +33,6 @@ from tests.monitor.families import (
     torch_loss,
     train,
 )
-from tests.monitor.fault_settings import Layers
 from tests.monitor.small import Block, batch, small
 
 from qkeel import preset, watch
@@ -247,6 +246,21 @@ def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def through_flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return flex_attention(q.detach(), k.detach(), v.detach())  # type: ignore[return-value] # on a CPU it has no gradients
+
+
+class Layers(nn.Module):
+    """One layer for each way to attend."""
+
+    def __init__(self, *ways: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ways, self.qkv = ways, nn.ModuleList([nn.Linear(8, 24) for _ in ways])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for attend, project in zip(self.ways, self.qkv):
+            q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in project(x).chunk(3, -1))
+            x = x + attend(q, k, v).transpose(1, 2).flatten(2)
+        return x
 
 
 IN_ONE_PIECE = torch.compile(written_out, backend="aot_eager", fullgraph=True)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel import find_sites
-from qkeel.monitor import weight_norms
 from qkeel.monitor.measure import Means
 from qkeel.monitor.token_classes import HiddenNorms
 from qkeel.monitor.weight_norms import WeightNorms
@@ -109,33 +108,6 @@ def test_weight_norms_are_those_of_the_heads_rows(kind: str) -> None:
     found = read(model, example)
     assert torch.allclose(found["query_weight_norm"], q.square().sum((1, 2)).sqrt(), rtol=1e-12)
     assert torch.allclose(found["key_weight_norm"], k.square().sum((1, 2)).sqrt(), rtol=1e-12)
-
-
-def test_weights_that_are_read_in_stacks_give_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several layers, other dtypes and gradients that are missing too; two weights at most are in a stack."""
-    monkeypatch.setattr(weight_norms, "STACKED", 2 * WIDTH * WIDTH * 8)
-    for kind in KINDS:
-        _, _, example = built(kind)
-        model = nn.Sequential(*(built(kind)[0] for _ in range(3))) if example is X else built(kind)[0]
-        out = model(example)
-        (out if isinstance(out, Tensor) else out[0]).square().sum().backward()
-        *_, last = model.parameters()
-        last.grad = None
-        sites = find_sites(model, example)
-        for name, p in model.named_parameters():
-            if name.startswith("2."):
-                p.data, p.grad = p.data.float(), None if p.grad is None else p.grad.float()
-        reader = WeightNorms(model, sites, torch.optim.Adam(model.parameters()))
-        alone = reader.read()
-        with monkeypatch.context() as patched:
-            patched.setattr(weight_norms, "UNSTACKED", frozenset())
-            stacked = WeightNorms(model, sites, torch.optim.Adam(model.parameters())).read()
-        assert stacked.keys() == alone.keys(), kind
-        for key, x in alone.items():
-            assert torch.allclose(stacked[key], x, rtol=1e-12 if x.dtype == torch.float64 else 1e-6, atol=0), (
-                kind,
-                key,
-            )
 
 
 def test_of_mla_the_weight_norms_are_those_of_the_up_projections() -> None:
