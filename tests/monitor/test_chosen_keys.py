@@ -139,32 +139,6 @@ def test_sizes_in_an_indexer_are_those_of_the_tokens_that_count(fused: bool) -> 
             same_sizes(monitor.sample.heads, sizes(layer, [*map(tuple, mask.nonzero().tolist())]))
 
 
-def test_a_mask_of_zeros_and_ones_is_no_weight_of_an_indexers_heads() -> None:
-    class Masked(DSA):
-        """Its scores are multiplied by a mask, and by a constant, as well as by the weights of heads."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x)
-            seen = torch.ones(T, T, dtype=torch.bool).tril()
-            index = (self.iq(x).unflatten(-1, (self.index_heads, -1)).transpose(1, 2) @ self.ik(x).mT[:, None]).relu()
-            index = (index * seen.float() * torch.tensor(0.5) * self.iw(x).mT[..., None]).sum(1)
-            chosen = index.masked_fill(~seen, -torch.inf).topk(self.top, dim=-1).indices
-            reached = torch.zeros_like(index, dtype=torch.bool).scatter(-1, chosen, True) & seen
-            self.hidden["a"] = ~reached[:, None].expand(-1, H, -1, -1)
-            z = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~reached[:, None], -torch.inf)
-            return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-    torch.manual_seed(0)
-    layer = Masked(fused=False)
-    model = Model(layer)
-    with qkeel.watch(model, stats="all+chosen") as monitor:
-        model(torch.randn(2, T, M))
-    assert monitor.sample is not None
-    truth = sizes(layer, [*np.ndindex(2, T)])
-    truth |= {name: truth[name] / 2 for name in ("index_weight_mean", "index_weight_max")}
-    same_sizes(monitor.sample.heads, truth)
-
-
 class Two(nn.Module):
     """Two sparse layers; the second has the first one's indexer, or its own."""
 

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tests import forked
@@ -18,7 +17,6 @@ from qkeel import watch
 from qkeel.errors import AlarmWarning
 from qkeel.monitor import DEFAULT, Ceiling, History, Setting, Severity, replay, rules_for
 from qkeel.monitor.alarms import LOWER_RATE, fitted
-from qkeel.monitor.rules import GROWTH
 from qkeel.nn import Attention
 from qkeel.records import Heads
 from qkeel.spec import AttentionSpec, RMSNorm
@@ -101,16 +99,6 @@ def test_logits_that_are_no_numbers_are_critical_and_name_the_first_layer() -> N
     series = monitor.history.series("non_finite")
     assert series is not None
     assert series.tolist() == [[[0, 0], [0, 0]], [[0, 0], [0, 0]], [[0, 0], [1, 0]]]
-
-
-@pytest.mark.parametrize(("largest", "grew"), [(90.0, False), (110.0, True)])
-def test_logits_that_became_nan_after_they_had_grown_are_an_alarm_of_growth(largest: float, grew: bool) -> None:
-    logits = np.array([2.0, largest, np.nan]).reshape(3, 1, 1)
-    heads = Heads(steps=np.arange(3), values={"max_logit": logits, "non_finite": np.isnan(logits).astype(float)})
-    alarms = replay(History.of([{"step": step} for step in range(3)], heads, ("one",)))
-    (alarm,) = [alarm for alarm in alarms if alarm.rule == "not finite"]
-    assert (alarm.cause == GROWTH) is grew
-    assert ("qk_clip" in alarm.remedy) is grew
 
 
 def test_numbers_that_were_not_measured_are_no_alarm() -> None:

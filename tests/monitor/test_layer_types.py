@@ -159,21 +159,6 @@ def test_a_longer_batch_shows_a_window_and_the_records_say_so(tmp_path: Path) ->
     assert event["step"] == 2
 
 
-def test_types_are_looked_at_on_the_longest_batch_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qkeel.monitor import measure
-
-    seen, look = [], measure.visible_sets
-    monkeypatch.setattr(measure, "visible_sets", lambda call, origin: seen.append(1) or look(call, origin))
-    model = Mixed()
-    with qkeel.watch(model, every=1):
-        for t in (6, 6, 6, 5, T, T):
-            before = len(seen)
-            model(torch.randn(2, t, 32))
-            if len(seen) - before:
-                assert len(seen) - before <= 4
-                assert (t, before) in ((6, 0), (T, 4))
-
-
 # --- Thresholds by type
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 
 import pytest
@@ -117,33 +116,6 @@ def test_of_mla_the_weight_norms_are_those_of_the_up_projections() -> None:
     k = heads(model.k_up.weight, H).square().sum((1, 2)) + heads(model.k_rope.weight, 1).square().sum((1, 2))
     assert torch.allclose(found["query_weight_norm"], q.sqrt(), rtol=1e-12)
     assert torch.allclose(found["key_weight_norm"], k.sqrt(), rtol=1e-12)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_of_an_adapted_projection_base_and_adapter_are_added() -> None:
-    import peft
-
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        vocab_size=11,
-        hidden_size=WIDTH,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=H,
-        num_key_value_heads=2,
-    )
-    model = transformers.LlamaModel(config)
-    options = peft.LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj", "k_proj"])
-    model = peft.get_peft_model(model, options).double()
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(p)
-    attention = next(m for n, m in model.named_modules() if n.endswith("self_attn"))
-    pairs = ((attention.q_proj, H), (attention.k_proj, 2))
-    q, k = (heads(p.base_layer.weight + p.get_delta_weight("default"), n) for p, n in pairs)
-    found = read(model, IDS)
-    assert torch.allclose(found["qk_spectral_norm"], spectral(q, k), rtol=1e-9)
 
 
 def test_gradients_are_root_mean_squares_over_a_heads_rows_and_over_eps() -> None:
