@@ -2,7 +2,7 @@
 
 import sys
 
-from qkeel.cli.bench import settle
+from benchmarks.timing import settle
 
 # Python's argument 0 is "-m" only while it looks for the module to run. The allocator reads its settings when the
 # process starts, so a process without them starts again.

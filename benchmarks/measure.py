@@ -1,6 +1,6 @@
 """The harness of every benchmark: its command line, its rounds, the tables it prints and the results it writes.
 
-The timing is that of `qkeel bench` (`qkeel.cli.bench`).
+The timing is that of `benchmarks.timing`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import qkeel
-from qkeel.cli.bench import BenchRow, interleave, processor_ms
+from benchmarks.timing import BenchRow, interleave, processor_ms
 
 __all__ = ["Bench", "Case", "Cases", "BenchRow", "about", "between", "by_native", "median_interval", "restored"]
 __all__ += ["take_turns"]

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import Bench, Case, Cases
+from benchmarks.timing import processor_ms
 from qkeel.audit.scan import scan
-from qkeel.cli.bench import processor_ms
 
 D, HEADS, GROUPS, WIDTH, MLP, VOCABULARY = 2048, 16, 8, 128, 5632, 32000
 NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}

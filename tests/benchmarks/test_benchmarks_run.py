@@ -18,6 +18,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 NOT_RUN = {
     "__init__": "says what the package is",
     "measure": "the harness that all share",
+    "timing": "the clock that all share",
     "watch": "a test of its own, test_watch_runs.py",
     "charts": "draws results and studies, measures nothing; a test draws the committed results again",
 }

@@ -9,8 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from benchmarks.charts import roofline
 from benchmarks.roofline import Sizes, _placed, operators
-
-from qkeel.cli.bench import BenchRow
+from benchmarks.timing import BenchRow
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("roofline-*.json"))

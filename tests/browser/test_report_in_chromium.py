@@ -21,8 +21,6 @@ from synthetic_study import drift, grid, make_run, make_study
 from synthetic_watch import Seen, make_watch
 
 import qkeel.report
-from qkeel.records import append_line
-from qkeel.report.live_page import serve
 from qkeel.report.study.page import precision_page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -295,49 +293,6 @@ def test_the_charts_follow_the_chosen_run_and_number(tmp_path: Path, dom: Callab
     html = dom(qkeel.report.write(runs, tmp_path / "page.html"), script)
     assert 'data-cells="9"' in html
     assert re.search(r'data-scale="[^"]*mean attention entropy', html)
-
-
-def test_a_live_page_takes_up_what_is_new_without_loading_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run = make_watch(tmp_path / "run", Seen(samples=8, complete=False))
-    heads = (run / "heads.f32").read_bytes()
-    size = len(heads) // 8
-    (run / "heads.f32").write_bytes(heads[: 7 * size])
-    looks: list[str] = []
-    pages: list[bytes] = []
-    with serve(run) as server:
-        make = server.html
-
-        def over() -> bool:  # asked for at every look: the eighth sample arrives at the first
-            if not looks:
-                (run / "heads.f32").write_bytes(heads)
-                append_line(run / "events.jsonl", {"step": 70, "event": "a thing happened"})
-            looks.append("")
-            return False
-
-        def html_page() -> bytes:
-            pages.append(make())
-            return pages[-1]
-
-        monkeypatch.setattr(type(server), "over", property(lambda _: over()))
-        monkeypatch.setattr(server, "html", html_page)
-        html, console = browse(server.url, "--window-size=1280,1000", "--virtual-time-budget=9000", "--dump-dom")
-    assert len(pages) == 2  # the first, and the one whose parts were taken over
-    assert len(looks) >= 3
-    assert console == []
-    assert "8 samples" in html
-    assert "a thing happened" in html
-    assert "This page is live; it was up to date at" in html
-    assert "70" in chart(html, "growth")
-
-
-def test_a_page_whose_server_is_gone_says_so_and_stays(tmp_path: Path):
-    run = make_watch(tmp_path / "run", Seen(samples=8, complete=False))
-    with serve(run) as server:
-        page = tmp_path / "page.html"
-        page.write_bytes(server.html())
-    html, _ = browse(page, "--virtual-time-budget=5000", "--dump-dom")  # from a file there is no server at all
-    assert "The server of this page has stopped; the run may continue" in html
-    assert "8 samples" in html
 
 
 def test_a_study_in_parts_is_drawn_one_part_at_a_time(tmp_path: Path, dom: Callable[..., str]):

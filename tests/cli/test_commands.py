@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,13 +14,14 @@ import numpy as np
 import pytest
 from tests import forked
 from tests.cli import answers
-from tests.quick import one_in
 
 import qkeel
 from qkeel.cli.app import main, make_app
 from qkeel.cli.commands import EXAMPLES, GROUPS, commands, example, group
 from qkeel.cli.console import StudyView, make_console, number, ranking, spent
 from qkeel.cli.report import ANSWERS
+from qkeel.cli.retired import RETIRED
+from qkeel.cli.run import RunFlags, configure, starting
 from qkeel.lab import RunConfig
 from qkeel.lab.executors import Outcome
 from qkeel.lab.plan import PlannedRun
@@ -229,17 +229,14 @@ def test_a_dry_run_names_every_run_and_writes_nothing(
     assert not (tmp_path / "s").exists()
 
 
-def test_a_recipe_is_overridden_by_flags(tmp_path: Path, capsys: Capture) -> None:
+def test_a_recipe_is_overridden_by_flags(tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text('steps = 7\n[optim]\nlr = 0.5\nschedule = "wsd"\n[model]\ntied = true\n')
-    assert main(["config", "--recipe", str(recipe), "--lr", "0.25", "--no-tied"]) == 0
-    printed = capsys.readouterr().out
-    again = tmp_path / "again.toml"
-    again.write_text(printed)
-    assert main(["config", "--recipe", str(again)]) == 0
-    assert capsys.readouterr().out == printed
-    for line in ("steps = 7", "lr = 0.25", 'schedule = "wsd"', "tied = false"):
-        assert line in printed.splitlines()
+    config, _ = configure(RunFlags(lr=0.25, tied=False), recipe)
+    assert (config.steps, config.optim.lr, config.optim.schedule, config.model.tied) == (7, 0.25, "wsd", False)
+    vision = RunFlags(task="vision", steps=7)  # a task brings its own defaults
+    config, _ = configure(vision, None, starting(vision))
+    assert (config.model.attention, config.data.batch, config.steps) == ("vit", 32, 7)
 
 
 def test_a_recipe_may_hold_the_grid(tmp_path: Path, capsys: Capture) -> None:
@@ -288,49 +285,6 @@ def test_every_remedy_of_steps_has_a_rule_and_every_option_of_a_rule_is_there() 
         assert bool(cls().written_rule()) == bool(cls.rule), name
 
 
-TYPED = {
-    "qkeel stu": {"study"},
-    "qkeel study m": {"mla", "multimodal"},
-    "qkeel export --t": {"--to"},
-    "qkeel study lr --remedi": {"--remedies"},
-    "qkeel completion f": {"fish"},
-}
-
-
-SHELLS = ("bash", "zsh", "fish")
-
-
-@pytest.mark.parametrize("shell", one_in(SHELLS, 3))
-def test_the_script_of_a_shell_has_every_command_and_its_options(shell: str, capsys: Capture) -> None:
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    for command in commands():
-        assert command.split()[-1] in script, command
-    for option in ("remedy", "every-head"):
-        assert (f"-l {option}" if shell == "fish" else f"--{option}") in script, option
-    assert script.endswith('\n_cyclopts_qkeel "$@"\n') == (shell == "zsh")
-
-
-@pytest.mark.slow
-def test_the_script_of_a_shell_completes_what_is_typed(tmp_path: Path, capsys: Capture) -> None:
-    scripts = {}
-    for shell in SHELLS:
-        assert main(["completion", shell]) == 0
-        scripts[shell] = capsys.readouterr().out
-        if shutil.which(shell):
-            subprocess.run([shell, "-n"], input=scripts[shell], text=True, check=True)
-    (tmp_path / "qkeel").write_text(scripts["bash"])
-    for line, expected in TYPED.items() if shutil.which("fish") else ():
-        ask = ["fish", "--no-config", "-c", f"source - && complete -C {shlex.quote(line)}"]
-        found = subprocess.run(ask, input=scripts["fish"], capture_output=True, text=True)
-        assert {row.partition("\t")[0] for row in found.stdout.splitlines()} == expected, (line, found)
-    for line, expected in TYPED.items():
-        words = shlex.split(line)
-        ask = f"source ./qkeel; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _qkeel; echo ${{COMPREPLY[@]}}"
-        found = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True)
-        assert set(found.stdout.split()) == expected, (line, found)
-
-
 @pytest.mark.parametrize("command", ["presets", "remedies"])
 def test_listings_name_everything_with_a_source(command: str, capsys: Capture) -> None:
     assert main([command]) == 0
@@ -368,8 +322,8 @@ BAD = [
     (["explain", "gemma"], "Did you mean 'gemma"),
     (["explain", "gemma2:capp=3"], "Did you mean 'cap'"),
     (["stdy"], 'Did you mean "study"?'),
-    (["bench", "--use"], "--use"),
-    (["bench", "--size", "tiny"], "Choose from"),
+    *((name.split(), f"`qkeel {name}` is gone: {instead}") for name, instead in RETIRED.items()),
+    (["watch", "--live=8000", "--", "python", "train.py"], "`qkeel watch --live` is gone"),
     *(
         (["study", "extrapolation", *flags.split()], said)
         for flags, said in (
@@ -423,11 +377,6 @@ def test_bad_usage_is_one_line_and_exit_code_2(
     assert "--jobs" in arguments or not list(tmp_path.iterdir())
 
 
-def test_a_task_brings_its_own_defaults(capsys: Capture) -> None:
-    assert main(["config", "--task", "vision", "--steps", "7"]) == 0
-    assert {'attention = "vit"', "batch = 32", "steps = 7"} <= set(capsys.readouterr().out.splitlines())
-
-
 def test_bad_corpora_are_one_line_and_exit_code_2(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("short")
@@ -453,7 +402,7 @@ def test_directories_that_cannot_be_used_are_one_line_and_exit_code_2(tmp_path: 
     (place / "config.json").write_text("{")
     assert "is not complete JSON" in refused(["run", *TINY, "--out", str(place)], capsys)
     (tmp_path / "bad.toml").write_text("steps = ")
-    assert "is not valid TOML" in refused(["config", "--recipe", str(tmp_path / "bad.toml")], capsys)
+    assert "is not valid TOML" in refused(["run", "--recipe", str(tmp_path / "bad.toml")], capsys)
     with locked(tmp_path / "s" / "lock", "held"):
         assert "in use by another study" in refused(["study", "lr", *TINY, "--out", str(tmp_path / "s")], capsys)
 

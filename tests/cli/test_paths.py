@@ -33,7 +33,6 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
         "data": (f"run --data {{}} {TINY} --out r", False),
         "images": (f"run --task vision --images {{}} {TINY} --out r", False),
     },
-    "config": {"recipe": ("config --recipe {}", False)},
     "report": {"runs": ("report {} -o page.html", False), "output": ("report study -o {}", True)},
     "merge": {"parts": ("merge study {} --out s", False), "out": ("merge study --out {}", True)},
     **{
@@ -41,7 +40,6 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
         for name in ("drift", "edge", "transfer")
     },
     "recommend": {"source": ("recommend {}", False)},
-    "replay": {"run": ("replay {}", False)},
     "scan": {"checkpoint": ("scan {}", False)},
     "export": {
         "run": ("export {} --to csv", False),
@@ -75,7 +73,7 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
 }
 # Other studies are made as the first is, other readers read as the second.
 QUICK = ("study lr", "report", "watch", "merge")
-NO_PATHS = ("explain", "presets", "remedies", "bench", "completion", "check", "figures")
+NO_PATHS = ("explain", "presets", "remedies", "check", "figures")
 
 
 SCRIPT = """

@@ -6,14 +6,12 @@ import importlib.util
 import json
 import re
 import shlex
-import urllib.request
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests import forked
 
-from qkeel.autopilot import replay
 from qkeel.cli.app import main
 from qkeel.records import RunDirectory, RunStatus
 
@@ -58,7 +56,7 @@ print(total(net))
 """
 
 
-def test_a_script_is_held_by_an_autopilot_and_its_directory_replays_to_the_same_decisions(tmp_path: Path) -> None:
+def test_a_script_is_held_by_an_autopilot_and_its_directory_has_the_decisions(tmp_path: Path) -> None:
     words = ["python", script(tmp_path, PILOTED).name]
     alone = forked.python(words[1:], tmp_path)
     options = ["--every", "2", "--autopilot", "--policy", "ladder:threshold=20,patience=1"]
@@ -71,9 +69,6 @@ def test_a_script_is_held_by_an_autopilot_and_its_directory_replays_to_the_same_
     assert any("qk_clip" in text for text in decided)
     assert effects
     assert all(text in held.stderr for text in (*decided, *effects))
-    assert list(map(str, replay(place.path, "ladder:threshold=20,patience=1"))) == [
-        event["text"] for event in place.events() if event["event"] in ("decision", "effect")
-    ]
     unknown = watched(words, tmp_path, "--policy", "lader", start=forked.python)
     assert unknown.returncode == 2
     assert "Did you mean 'ladder'" in unknown.stderr
@@ -472,6 +467,20 @@ train(net, optimizer)
 """
 
 
+def test_the_page_is_rewritten_while_the_script_runs_and_reloads_itself_until_the_end(
+    tmp_path: Path, here: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qkeel.cli.watched_program.PAGE_SECONDS", 0.0)
+    text = "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=0.1))\n"
+    script(tmp_path, text + "import shutil\nshutil.copy('qkeel-runs/train/report.html', 'during.html')")
+    code, _, err = here("--every", "1", "--", "python", "train.py")
+    assert code == 0
+    during, after = (tmp_path / name for name in ("during.html", "qkeel-runs/train/report.html"))
+    assert '<meta http-equiv="refresh" content="0">' in during.read_text()
+    assert 'http-equiv="refresh"' not in after.read_text()
+    assert err.count("qkeel: page qkeel-runs/train/report.html") == 2  # once where it is, and at the end
+
+
 def test_a_forked_child_ends_in_silence(tmp_path: Path) -> None:
     words = ["python", script(tmp_path, CHILD).name]
     result = watched(words, tmp_path, "--every", "1", start=forked.python)
@@ -481,37 +490,6 @@ def test_a_forked_child_ends_in_silence(tmp_path: Path) -> None:
     directory = RunDirectory(made)
     assert len(directory.metrics()) == 3
     assert directory.status is RunStatus.DONE
-
-
-LIVE = """
-import pathlib, urllib.request
-net = Net()
-train(net, torch.optim.SGD(net.parameters(), lr=0.1))
-print(urllib.request.urlopen(pathlib.Path("url").read_text()).read().decode())
-"""
-
-
-def test_the_page_is_served_while_the_script_runs(tmp_path: Path, here: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qkeel.cli import watched_program
-
-    said: list[str] = []
-
-    def note(writer: watched_program.MessageWriter, line: str) -> None:
-        said.append(line)
-        if line.startswith("live page "):
-            (tmp_path / "url").write_text(line.removeprefix("live page "))
-
-    monkeypatch.setattr(watched_program.MessageWriter, "__call__", note)
-    script(tmp_path, LIVE)
-    with pytest.MonkeyPatch.context() as patch:
-        pages: list[str] = []
-        patch.setattr("builtins.print", lambda text: pages.append(text))
-        assert here("--live", "--every", "1", "--", "python", "train.py")[0] == 0
-    assert "<title>" in pages[0]
-    assert "layers.0" in pages[0]
-    with pytest.raises(OSError):
-        urllib.request.urlopen(said[0].removeprefix("live page "))
-    assert (tmp_path / "qkeel-runs" / "train" / "DONE").exists()
 
 
 WORKERS = """

@@ -122,7 +122,6 @@ WRONG = [
     (["--every", "0", "--", "python", "s.py"], "at least 1 step"),
     (["--every", "2", "--adaptive", "--", "python", "s.py"], "expected one of --every"),
     (["--sink", "wandbb", "--", "python", "s.py"], "Did you mean 'wandb'"),
-    (["--live", "99999", "--", "python", "s.py"], "cannot listen on"),
     (["--", "torchrun", "--no-python", "x"], "--no-python"),
 ]
 

@@ -81,7 +81,7 @@ trainer = lightning.Trainer(max_steps=50, accelerator="cpu", callbacks=[callback
 trainer.fit(Module(), torch.utils.data.DataLoader(tokens, batch_size=8))
 """
 CELLS = (
-    LOOP.replace("SINKS", '["notebook", "runs/a"]'),
+    LOOP.replace("SINKS", '["runs/a"]'),
     "monitor",
     'monitor.history.to_pandas().pivot_table(index="step", columns=["layer", "head"], values="max_logit").plot()',
     'run = qkeel.load("runs/a")\nrun.heads.to_pandas().groupby("layer").max_logit.max()',

@@ -9,7 +9,6 @@ import math
 import os
 import resource
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from qkeel.cli.app import main
 from qkeel.errors import DamagedFileError, InvalidValueError, RunDirectoryError
 from qkeel.records import append_line, read_json, read_lines, read_object, write_bytes, write_json, write_text
 from qkeel.records.disk import locked, make_directory, refuse_path
-from qkeel.records.file_formats import read_toml, toml_line
+from qkeel.records.file_formats import read_toml
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -167,16 +166,9 @@ def test_a_full_stream_of_output_is_said_and_is_exit_code_1(
     assert f"cannot write the output: {os.strerror(errno.ENOSPC)}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["a\nb", 'a"\\b', "\x7f\x00\t", "é𝄞", "", "'''"])
-def test_a_line_of_toml_reads_as_what_was_written(text: str) -> None:
-    assert tomllib.loads(toml_line("name", text)) == {"name": text}
-
-
 def test_toml_has_one_error_for_all_that_cannot_be_read(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     for text in ("a = [", "a = " + "[" * 5000, "a = " + "9" * 5000, "a = 1\na = 2"):
         file.write_text(text)
         with pytest.raises(InvalidValueError, match=r"a\.toml is not valid TOML"):
             read_toml(file)
-    with pytest.raises(InvalidValueError, match="Unicode"):
-        toml_line("name", "\udcff")

@@ -250,7 +250,7 @@ def test_a_watched_model_has_a_page_with_the_study_that_advises_on_it(tmp_path: 
     html = page([watched, study], tmp_path)
     assert 'id="section-alarms"' in html
     advice = html.split('id="section-advice"')[1].split("</section>")[0]
-    assert "qkeel.apply(&quot;qk_norm&quot;, model, optimizer)" in advice
+    assert "qkeel.apply(model, &quot;qk_norm&quot;, optimizer)" in advice
     assert "better at LR 0.1" in advice
 
 

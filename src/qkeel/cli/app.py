@@ -6,13 +6,13 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
-from typing import Literal
 
 from cyclopts import App, CycloptsError, Group, MissingArgumentError
 
 import qkeel
 from qkeel.cli.commands import FAILED, GROUPS, HELP_ALL, INTERRUPTED, OK, USAGE, command_line, commands, example
 from qkeel.cli.commands import group as in_help
+from qkeel.cli.retired import retired
 from qkeel.errors import QkeelError
 
 USAGES = {"watch": "Usage: qkeel watch [OPTIONS] -- COMMAND"}  # where cyclopts' own would mislead
@@ -44,25 +44,8 @@ def make_app(words: Sequence[str]) -> App:
 
 
 def _example(command: str) -> str:
-    more = f"{HELP_ALL} shows every option.\n\n" if command in ("run", "config", "demo") or " " in command else ""
+    more = f"{HELP_ALL} shows every option.\n\n" if command in ("run", "demo") or " " in command else ""
     return f"{more}Example: {example(command)}"
-
-
-def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
-    """Print a script that enables completion of commands and options in bash, zsh or fish.
-
-    For bash: `qkeel completion bash > ~/.local/share/bash-completion/completions/qkeel`. For zsh, write it to a file
-    `_qkeel` in a folder listed in $fpath; for fish, to ~/.config/fish/completions/qkeel.fish. New shells then complete
-    commands. Write the script again after upgrading qkeel. This takes a few seconds, because every command is imported
-    to list its options.
-
-    Args:
-        shell: The shell to write the script for.
-    """
-    script = make_app(()).generate_completion(prog_name="qkeel", shell=shell).rstrip()
-    # zsh runs the file as the function: one that only defined another would complete nothing at the first Tab or later.
-    print(script + '\n\n_cyclopts_qkeel "$@"' * (shell == "zsh"))
-    return OK
 
 
 def _before_dashes(arguments: Sequence[str]) -> Sequence[str]:
@@ -89,6 +72,9 @@ def _in_words(error: CycloptsError) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a command line and returns the exit code."""
+    if (instead := retired(_before_dashes(arguments))) is not None:
+        print(f"error: {instead}", file=sys.stderr)
+        return USAGE
     try:
         words = ["--help" if word == HELP_ALL else word for word in _before_dashes(arguments)]
         app = make_app(words)

@@ -34,7 +34,6 @@ COMMANDS = {
     "report": "report:report",
     "watch": "watch:watch",
     "recommend": "run:recommend",
-    "replay": "inspect:replay",
     "check": "inspect:check",
     "figures": "report:figures",
     "scan": "inspect:scan",
@@ -43,27 +42,20 @@ COMMANDS = {
     "explain": "report:explain_command",
     "presets": "report:list_presets",
     "remedies": "report:list_remedies",
-    "completion": "app:completion",
-    "config": "run:print_config",
-    "bench": "inspect:bench",
 }
 
 # The groups of `qkeel --help`, in order; a study that is listed in no group belongs to Compare.
 GROUPS = {
     "Watch": ("watch", "report", "export", "figures"),
-    "Fix": ("remedies", "explain", "recommend", "replay"),
+    "Fix": ("remedies", "explain", "recommend"),
     "Audit": ("check", "scan", "convert", "presets"),
     "Compare": ("demo", "run", "study lr", "study precision", "merge"),
-    "Maintain": ("config", "bench", "completion"),
 }
 
 # Name -> an example command, shown at the end of the command's help; studies not listed here use the one of `example`.
 EXAMPLES = {
-    "bench": "qkeel bench --size quick",
     "check": "qkeel check qkeel-runs/train --table",
     "figures": "qkeel figures qkeel-runs/train --out figures",
-    "completion": "qkeel completion bash > ~/.local/share/bash-completion/completions/qkeel",
-    "config": "qkeel config --steps 500 --d-model 128 > recipe.toml",
     "convert": "qkeel convert llama-with-norms --to qwen3 --out qwen3",
     "demo": "qkeel demo --out demo --jobs 2",
     "explain": "qkeel explain lalr:tau=0.1",
@@ -72,7 +64,6 @@ EXAMPLES = {
     "presets": "qkeel presets",
     "recommend": "qkeel recommend --d-model 128 --n-layers 4 --n-heads 8 --lr 0.1",
     "remedies": "qkeel remedies",
-    "replay": "qkeel replay qkeel-runs/train",
     "report": "qkeel report qkeel-runs/train -o page.html",
     "run": "qkeel run --steps 500 --remedy qk_norm --out runs/a",
     "scan": "qkeel scan model.safetensors --every-head",

@@ -1,18 +1,16 @@
-"""Commands that inspect or convert something: explain, scan, check, replay, export, bench and convert."""
+"""Commands that inspect or convert something: explain, scan, check, export and convert."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
@@ -20,19 +18,16 @@ from qkeel.audit import Geometry, as_json, table
 from qkeel.audit.check import check as judge
 from qkeel.audit.check import check_checkpoint, is_run
 from qkeel.audit.scan import scan as read
-from qkeel.autopilot import replay as replayed
-from qkeel.cli.bench import SIZES, call_line, fastest_first, grid, machine, measure, settle
 from qkeel.cli.commands import FAILED, OK
 from qkeel.cli.parameters import JsonSwitch, Switch, Unset
-from qkeel.errors import DataError, InvalidValueError, QkeelError, RunDirectoryError, unknown
+from qkeel.errors import DataError, InvalidValueError, RunDirectoryError, unknown
 from qkeel.frames import Frame, TableFiles
-from qkeel.lab.build_run import build_decoder, learning_rate, rules
-from qkeel.lab.config import ModelConfig, RunConfig
+from qkeel.lab.build_run import build_decoder, rules
+from qkeel.lab.config import ModelConfig
 from qkeel.metrics import HARMFUL_LOGIT, Status
-from qkeel.monitor import PlannedRates
 from qkeel.monitor.sinks import load
 from qkeel.options import parse
-from qkeel.records import RunDirectory, disk
+from qkeel.records import disk
 from qkeel.remedies import ALIASES, REMEDIES, apply, canonical, note
 from qkeel.remedies import parse as remedies_of
 from qkeel.remedies.retrofit import convert as write_converted
@@ -186,35 +181,6 @@ def check(
     return FAILED if found.status is Status.NOT_HEALTHY or (strict and not found.healthy) else OK
 
 
-# `qkeel replay`: what a policy of the autopilot would have done on a recorded run.
-
-
-def replay(run: Path, /, *, policy: Annotated[str, Parameter(alias="-p")] = "ladder") -> int:
-    """Print what a policy of the autopilot would have done on a recorded run, when and why.
-
-    The records are those of the original run, so from the policy's first action on they show what happened without
-    that action.
-
-    Args:
-        run: The directory of a watched or trained run.
-        policy: Name of the policy, with options if needed, like ladder:threshold=50.
-    """
-    found = replayed(run, policy, planned=_planned(RunDirectory(run)))
-    for one in found:
-        print(one)
-    print(f"{len(found)} decisions and effects of {policy} on {run}" if found else f"{policy} would not have acted")
-    return OK
-
-
-def _planned(run: RunDirectory) -> PlannedRates | None:
-    """The schedule of a run of the lab. The schedule of a watched run is in its events if it was known."""
-    try:
-        config = RunConfig.from_dict(run.config())
-    except (KeyError, TypeError, ValueError, QkeelError):
-        return None
-    return PlannedRates.of([learning_rate(config.optim, step, config.steps) for step in range(config.steps)])
-
-
 # `qkeel export`: the records of a run as tables.
 
 
@@ -245,49 +211,6 @@ def export(run: Path, /, *, to: Literal["csv", "parquet"], out: Unset[Path] = No
             files.append(name, frame)
     for path in files.close():
         print(path)
-    return OK
-
-
-# `qkeel bench`: times the attention kernels side by side on this machine and prints one line for each call of the grid
-# in `cli.bench`.
-
-
-def bench(
-    *,
-    size: Literal["quick", "full", "toy"] = "quick",
-    device: Unset[Literal["cpu", "cuda"]] = None,
-    json_: JsonSwitch = False,
-) -> int:
-    """Time every attention kernel on this machine, side by side.
-
-    Prints the median time of the first kernel and, for every other kernel, the ratio of its time to that of the first:
-    minimum / median / maximum over the rounds. The benchmark uses one thread. Times are process time on a CPU and
-    stream time on a GPU. To select a kernel in your code, pass `impl=`.
-
-    Args:
-        size: quick takes one or two minutes (float32, head dimension 64), full takes about ten, and toy only checks
-            that the benchmark runs.
-        device: Device to measure on [default: cuda if available].
-        json_: Print everything as one JSON object.
-    """
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise InvalidValueError("expected a CUDA device for --device cuda, but torch finds none; use --device cpu")
-    settle()
-    torch.set_num_threads(1)
-    device = device or ("cuda" if available else "cpu")
-    about, calls = machine(device), []
-    if not json_:
-        print("  ".join(f"{key} {value}" for key, value in about.items()), flush=True)
-    for cell in grid(SIZES[size], device):
-        rows = measure(cell, SIZES[size])
-        if json_:
-            times = [row.as_dict() for row in rows]
-            calls.append({"cell": dataclasses.asdict(cell), "rows": times, "order": fastest_first(rows)})
-        elif rows:
-            print(call_line(cell, rows), flush=True)
-    if json_:
-        print(json.dumps({"about": about, "calls": calls}))
     return OK
 
 

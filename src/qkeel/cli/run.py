@@ -1,4 +1,4 @@
-"""Commands about training: `qkeel run`, `qkeel config`, the studies, `qkeel merge` and `qkeel recommend`."""
+"""Commands about training: `qkeel run`, the studies, `qkeel merge` and `qkeel recommend`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import time
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -71,7 +71,7 @@ from qkeel.lab.studies.grids import MULTIMODAL_BASE
 from qkeel.options import annotations
 from qkeel.records import write_text
 from qkeel.records.disk import make_directory
-from qkeel.records.file_formats import read_toml, toml_line
+from qkeel.records.file_formats import read_toml
 from qkeel.records.run_directory import made_on
 from qkeel.report import write
 from qkeel.report.study.collect import BASELINE
@@ -194,17 +194,7 @@ def _over(values: Settings, more: Settings) -> Settings:
     return values
 
 
-def as_toml(config: RunConfig) -> str:
-    """Returns the configuration as a recipe, without unset values."""
-    values = config.to_dict()
-    lines = [toml_line(k, v) for k, v in values.items() if not isinstance(v, dict) and v is not None]
-    for section, table in values.items():
-        if isinstance(table, Mapping):
-            lines += ["", f"[{section}]", *(toml_line(k, v) for k, v in table.items() if v is not None)]
-    return "\n".join(lines)
-
-
-# `qkeel run`: one training run; `qkeel config`: its configuration.
+# `qkeel run`: one training run.
 
 RunFlags: Any = view()
 _FLAT = Parameter(name="*")
@@ -246,20 +236,6 @@ def run(
     console.print(f"{state}: {result}", highlight=False)
     print_line(console, f"run {place}")
     return COLLAPSED if fail_on_collapse and row["collapsed"] else OK
-
-
-def print_config(
-    *,
-    recipe: Path | None = None,
-    flags: Annotated[RunFlags, _FLAT] = RunFlags(),  # type: ignore[valid-type]  # noqa: B008 - frozen
-) -> int:
-    """Print the configuration that results from a recipe and flags, as a TOML recipe.
-
-    Args:
-        recipe: TOML file with settings; flags override the file.
-    """
-    print(as_toml(configure(flags, recipe, starting(flags))[0]))
-    return OK
 
 
 def _stop_on_interrupt() -> Callable[[], bool]:

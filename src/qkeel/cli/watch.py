@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import inspect
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -35,9 +34,7 @@ from qkeel.errors import InvalidValueError
 from qkeel.integrations import sinks
 from qkeel.monitor import Adaptive, Cadence, Every, LogSpaced
 from qkeel.monitor.cadence import WHILE_LOGITS_MOVE
-from qkeel.records import fresh_directory
 from qkeel.remedies.apply import canonical
-from qkeel.report.live_page import serve
 
 _SWITCH = Parameter(negative=(), negative_iterable=(), show_default=False)
 
@@ -71,7 +68,6 @@ def watch(
     when: Annotated[When, _SWITCH] = When(),
     out: Unset[Path] = None,
     sink: Annotated[list[str], _SWITCH] = [],  # noqa: B006 - read only
-    live: Annotated[bool | int, _SWITCH] = False,
     query_mask: Unset[str] = None,
     apply: Unset[str] = None,
     autopilot: Switch = False,
@@ -87,7 +83,6 @@ def watch(
         when: The steps at which to measure.
         out: Directory of the run; if it is not empty, -2, -3 and so on is appended [default: qkeel-runs/SCRIPT].
         sink: Also send metrics to a tracker, like tensorboard or wandb:project=gpt; may be repeated.
-        live: Serve the page of the run during training, on the given port of this machine or on a free port.
         query_mask: Keyword argument of the model's forward that marks the query rows to include, like attention_mask.
         apply: Remedies to train with, like lalr:tau=0.1+qk_clip or qk_norm; the script itself is not changed.
         autopilot: Apply the cheapest effective remedy automatically, only to the heads that need it.
@@ -130,7 +125,7 @@ def watch(
         query_mask=query_mask,
         policy=named,
     )
-    with MessageWriter(_rank()) as writer, _page(plan, live, writer) as plan:
+    with MessageWriter(_rank()) as writer:
         session = WatchSession(plan, writer)
         code = execute(program, source)
         if writer.here:
@@ -150,28 +145,6 @@ def _misread(command: Sequence[str]) -> InvalidValueError:
     near = difflib.get_close_matches(first.partition("=")[0], options, n=1, cutoff=0.5)
     meant = f"did you mean {near[0]}?" if near else f"expected {', '.join(options)}."
     return InvalidValueError(f"unknown option {first} of qkeel watch: {meant} Options of the script go after --")
-
-
-@contextlib.contextmanager
-def _page(plan: WatchPlan, live: bool | int, writer: MessageWriter) -> Iterator[WatchPlan]:
-    """Serves the page of the first run until the script ends.
-
-    The directory of the run is created now, so that the page can be shown before anything is recorded.
-    """
-    if live is False or writer.rank:
-        yield plan
-        return
-    new = not plan.out.parent.exists()
-    place = fresh_directory(plan.out)
-    try:
-        with serve(place, 0 if live is True else live) as server:
-            writer(f"live page {server.url}")
-            yield dataclasses.replace(plan, out=place)
-    finally:
-        if writer.here and not any(place.iterdir()):
-            place.rmdir()
-            if new:
-                place.parent.rmdir()
 
 
 def _become(words: list[str]) -> NoReturn:

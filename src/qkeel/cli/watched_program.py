@@ -13,6 +13,7 @@ import re
 import runpy
 import shlex
 import sys
+import time
 import types
 import warnings
 import weakref
@@ -85,9 +86,15 @@ _APPLY = re.compile(r'qkeel\.apply\("([^"]+)", model, optimizer[^)]*\)')
 _WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a new run, try qk_norm first)"
 
 
+PAGE = "report.html"
+PAGE_SECONDS = 30.0  # between two versions of the page during a run, at least
+PAGE_SHARE = 0.01  # of a run's time at most is spent on versions of its page
+
+
 @final
 class MessageSink(Sink):
-    """Prints the directory of the run, the messages of alarms and, at the end, the last measured values.
+    """Prints the directory of the run, the messages of alarms and, at the end, the last measured values, and keeps the
+    run's page up to date.
 
     Alarms with the same cause are grouped: the first severe alarm says what to do, and later alarms are only reported.
     If there are several alarms with the same cause at one step, only the most severe is printed.
@@ -101,6 +108,8 @@ class MessageSink(Sink):
         self._fixed: set[str] = set()
         self._acted = False
         self._model = ""
+        self._next_page = time.monotonic() + PAGE_SECONDS
+        self._page_told = False  # where the page is
 
     @property
     def last(self) -> int | None:
@@ -122,9 +131,11 @@ class MessageSink(Sink):
         self.writer(f"watching {what}{with_it}, run {self.place}")
 
     def write(self, sample: Sample) -> None:
-        """Prints nothing, but keeps the sample for `summary`."""
+        """Prints nothing, but keeps the sample for `summary` and, from time to time, writes the page."""
         if sample.phase == "train" or self._sample is None:
             self._sample = sample
+        if time.monotonic() >= self._next_page:
+            self.write_page(refresh=PAGE_SECONDS)
 
     def alarm(self, alarm: Alarm) -> None:
         """Prints one line and, for the first alarm that needs action, also what to do."""
@@ -146,6 +157,26 @@ class MessageSink(Sink):
 
     def close(self, complete: bool) -> None:
         """Does nothing, because `summary()` may still be called."""
+
+    def write_page(self, *, refresh: float | None = None) -> None:
+        """Writes the page of the run into its directory. If this fails, training goes on as it would otherwise.
+
+        Args:
+            refresh: seconds after which a browser loads the page again; None for the page of a run that has ended.
+        """
+        assert self.run.path is not None
+        started = time.monotonic()
+        try:
+            write(self.run.path, self.run.path / PAGE, refresh=refresh)
+        except Exception as error:
+            self.writer(f"no page could be written: {type(error).__name__}: {error}")
+            self._next_page = math.inf
+            return
+        ended = time.monotonic()
+        self._next_page = ended + max(PAGE_SECONDS, (ended - started) / PAGE_SHARE)
+        if refresh is None or not self._page_told:
+            self.writer(f"page {Path(self.place, PAGE)}")
+            self._page_told = True
 
     def summary(self) -> None:
         """Prints the last measured values, layer by layer, and the number of alarms."""
@@ -408,8 +439,6 @@ def _parts(module: nn.Module) -> list[nn.Module]:
 
 # The models of a training script, each recorded in a separate run directory.
 
-PAGE = "report.html"
-
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -641,21 +670,11 @@ class WatchSession:
             message_sink.summary()
         for message_sink in written:
             self.writer(f"run {message_sink.place}")
-            self._write_page(message_sink)
+            message_sink.write_page()
         if len(written) > 1:
             self.writer(f"to compare them: {shlex.join(['qkeel', 'report', *(n.place for n in written)])}")
         if not written:
             self.writer(f"nothing was measured: {'see above' if broken else self._why_nothing(seen)}")
-
-    def _write_page(self, sink: MessageSink) -> None:
-        """Writes the page of a run into its directory. If this fails, the script still ends as it would otherwise."""
-        assert sink.run.path is not None
-        try:
-            write(sink.run.path, sink.run.path / PAGE)
-        except Exception as error:
-            self.writer(f"no page could be written: {type(error).__name__}: {error}")
-        else:
-            self.writer(f"page {Path(sink.place, PAGE)}")
 
     def _why_nothing(self, monitors: list[Monitor]) -> str:
         if not self._finder.optimizers:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import abc
 import json
-import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
-from qkeel.errors import InvalidValueError, caution, needed
+from qkeel.errors import caution, needed
 from qkeel.frames import Foreign, Frame, TableFiles, heads_frame, steps_frame
 from qkeel.frames.tables import TableFormat
 from qkeel.monitor import Alarm, Sample, Severity, Sink
-from qkeel.monitor.record import sample_html, sample_line
 from qkeel.records import HEAD_FIELDS, fresh_directory
 
 
@@ -323,59 +320,3 @@ class TrackioSink(_LibrarySink):
         """Finishes the run if the sink started it."""
         if self._own and self._run is not None:
             self._run.finish()
-
-
-# A live view in a notebook, which shows the latest sample and the alarms in one cell.
-
-
-@final
-class NotebookSink(_LibrarySink):
-    """Shows a table in the running cell and updates it with each sample, at most every `seconds`."""
-
-    def __init__(self, seconds: str = "0.5") -> None:
-        self.seconds = float(seconds)
-        self._display: Foreign = None
-        self._sample: Sample | None = None
-        self._alarms: list[Alarm] = []
-        self._shown = -math.inf
-
-    def _library(self) -> Any:
-        with needed("the notebook sink", "ipython"):
-            from IPython import display  # pyright: ignore[reportMissingImports]
-        return display
-
-    def open(self, about: Mapping[str, object]) -> None:
-        """Creates the output in the cell."""
-        self._display = self._library().display(self, display_id=True)
-        if self._display is None:
-            raise InvalidValueError('sinks="notebook" shows a table in a notebook cell; outside a notebook use "log"')
-
-    def write(self, sample: Sample) -> None:
-        """Shows a training sample."""
-        if sample.phase != "train":
-            return
-        self._sample = sample
-        if time.monotonic() - self._shown >= self.seconds:
-            self._update()
-
-    def alarm(self, alarm: Alarm) -> None:
-        """Shows the alarm below the table."""
-        self._alarms.append(alarm)
-        self._update()
-
-    def close(self, complete: bool) -> None:
-        """Shows the last sample."""
-        if self._display is not None:
-            self._update()
-
-    def _update(self) -> None:
-        self._shown = time.monotonic()
-        self._display.update(self)
-
-    def __repr__(self) -> str:
-        return "nothing measured yet" if self._sample is None else sample_line(self._sample)
-
-    def _repr_html_(self) -> str:
-        if self._sample is None:
-            return "<p>nothing measured yet</p>"
-        return sample_html(self._sample, self._alarms)

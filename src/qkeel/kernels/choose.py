@@ -64,9 +64,8 @@ def _half_precision_training_on_avx2(call: AttentionCall) -> bool:
     return half and gradient and _cpu_capability() == "AVX2"
 
 
-# The reasons quote times measured by `qkeel bench --size full`; docs/internals/choice.md has the table. The first
-# preference
-# that applies counts.
+# The reasons quote times measured by `python -m benchmarks.kernels --full`; docs/internals/choice.md has the table.
+# The first preference that applies counts.
 PREFERENCES: tuple[Preference, ...] = (
     Preference(
         calls="a call with dropout, or under torch.export",

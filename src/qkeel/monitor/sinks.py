@@ -216,7 +216,6 @@ SINKS = {
     "directory": "qkeel.monitor.sinks:RunDirectorySink",
     "log": "qkeel.monitor.sinks:LoggingSink",
     "mlflow": "qkeel.integrations.trackers:MLflowSink",
-    "notebook": "qkeel.integrations.trackers:NotebookSink",
     "parquet": "qkeel.integrations.trackers:ParquetSink",
     "tensorboard": "qkeel.integrations.trackers:TensorBoardSink",
     "trackio": "qkeel.integrations.trackers:TrackioSink",

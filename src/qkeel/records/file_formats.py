@@ -203,29 +203,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InvalidValueError(f"{path} is not valid TOML: {failure}; correct or restore the file") from failure
 
 
-def toml_line(name: str, value: bool | int | float | str) -> str:
-    r"""Formats one line of a table, with an unquoted name and its value.
-
-    >>> toml_line("source", 'a"b\n')
-    'source = "a\\"b\\n"'
-
-    Raises:
-        InvalidValueError: the text is not Unicode, which TOML cannot represent.
-    """
-    if isinstance(value, bool):
-        return f"{name} = {str(value).lower()}"
-    if not isinstance(value, str):
-        return f"{name} = {value!r}"
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as failure:
-        raise InvalidValueError(
-            f"expected {name} as Unicode text, got {value!r}; TOML cannot represent it"
-        ) from failure
-    # JSON escapes strings as TOML does, except for DEL, which JSON leaves unescaped.
-    return f"{name} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007F")
-
-
 # heads.f32 and eval_heads.f32 are append-only float32 files with one fixed-size record per logged step.
 
 

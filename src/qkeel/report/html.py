@@ -227,8 +227,7 @@ class Page:
     """The contents of a page.
 
     data: the data that its charts draw with the script `drawing` of report/assets, or None for no charts. mark: a
-    function that highlights names in findings. verdict: the markup before the findings. in_place: whether a live page
-    replaces its sections one by one, except the charts; otherwise it reloads.
+    function that highlights names in findings. verdict: the markup before the findings.
     """
 
     title: str
@@ -240,15 +239,15 @@ class Page:
     drawing: str = ""
     mark: Callable[[str], str] = str
     made: str = "Made by qkeel."
-    in_place: bool = False
 
-    def html(self, *, live: str = "") -> str:
-        """Returns the HTML; `live` is the page's state if a server updates it, see report.render."""
+    def html(self, *, refresh: float | None = None) -> str:
+        """Returns the HTML; with `refresh`, browsers load the file again after this number of seconds."""
         head = join(
             [
                 tag("meta", {"charset": "utf-8"}),
                 tag("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}),
-                tag("meta", {"http-equiv": "Content-Security-Policy", "content": LIVE_POLICY if live else POLICY}),
+                tag("meta", {"http-equiv": "Content-Security-Policy", "content": POLICY}),
+                "" if refresh is None else tag("meta", {"http-equiv": "refresh", "content": f"{refresh:g}"}),
                 tag("meta", {"name": "color-scheme", "content": "light dark"}),
                 tag("title", {}, f"{self.title} · qkeel"),
                 Markup(f"<style>\n{_asset('report.css')}</style>"),
@@ -257,13 +256,13 @@ class Page:
         scripts = []
         if self.data is not None:
             scripts = [json_script("report-data", self.data), *map(_script, ("plot.min.js", "kit.js", self.drawing))]
-        scripts += [_script("page.js"), *([_script("live.js")] if live else [])]
+        scripts.append(_script("page.js"))
         main = tag("main", {}, *(self._section(section) for section in self.sections if section.content))
-        body = join([self._header(), main, self._footer()])
-        page = tag("body", {"data-state": live} if live else {}, "\n", body, "\n", join(scripts), "\n")
+        body = join([self._header(refresh), main, self._footer()])
+        page = tag("body", {}, "\n", body, "\n", join(scripts), "\n")
         return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n{page}\n</html>\n'
 
-    def _header(self) -> Markup:
+    def _header(self, refresh: float | None) -> Markup:
         leads = [tag("p", {"class": "lead"}, self.mark(f.text)) for f in self.findings if f.kind == "lead"]
         rest = [f for f in self.findings if f.kind not in ("lead", "undecided")]
         folded = [f for f in self.findings if f.kind == "undecided"]
@@ -271,7 +270,10 @@ class Page:
         both = " columns" if leads and rest else ""
         return tag(
             "header",
-            {"data-live": "header"} if self.in_place else {},
+            {},
+            ""
+            if refresh is None
+            else tag("p", {"class": "live"}, f"The run goes on; this page reloads every {refresh:g} s."),
             tag("p", {"class": "brand"}, "qkeel"),
             tag("h1", {}, self.title),
             tag("p", {"class": "meta"}, self.meta) if self.meta else "",
@@ -285,9 +287,8 @@ class Page:
         )
 
     def _section(self, section: Section) -> Markup:
-        live = {"data-live": section.name} if self.in_place and section.name != "charts" else {}
         title = tag("h2", {}, section.title) if section.title else ""
-        return tag("section", {"id": f"section-{section.name}", "class": "part", **live}, title, section.content)
+        return tag("section", {"id": f"section-{section.name}", "class": "part"}, title, section.content)
 
     def _footer(self) -> Markup:
         script = tag("p", {}, "The charts need JavaScript; the tables are complete without it.")
@@ -339,7 +340,6 @@ def make_again(text: str) -> Markup:
 
 ASSETS = Path(__file__).parent / "assets"
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-LIVE_POLICY = f"{POLICY}; connect-src 'self'"  # a live page may contact only its own server
 
 
 @functools.cache

@@ -14,7 +14,13 @@ from qkeel.report.study.page import study_page
 from qkeel.report.watch_page import is_watched, read_watched, watch_page
 
 
-def write(paths: str | Path | Iterable[str | Path], out: str | Path, *, baseline: str = BASELINE) -> Path:
+def write(
+    paths: str | Path | Iterable[str | Path],
+    out: str | Path,
+    *,
+    baseline: str = BASELINE,
+    refresh: float | None = None,
+) -> Path:
     """Writes one self-contained HTML page about a study, a run, a watched model, or several of the same kind.
 
     If both watched models and a study are given, the page is about the models and includes the study's advice on
@@ -24,6 +30,7 @@ def write(paths: str | Path | Iterable[str | Path], out: str | Path, *, baseline
         paths: directories written by `qkeel study`, `qkeel run` or `qkeel.watch`.
         out: the .html file to write; an existing file is replaced atomically.
         baseline: for a study, the remedy with which the other remedies are compared.
+        refresh: seconds after which a browser loads the page again, for a page that is rewritten during a run.
 
     Returns:
         The path of the page.
@@ -41,7 +48,7 @@ def write(paths: str | Path | Iterable[str | Path], out: str | Path, *, baseline
     if not isinstance(out, (str, Path)):
         raise InvalidTypeError(f"expected a path for the page, got {type(out).__name__}; give one ending in .html")
     target = Path(out)
-    text = page(paths, baseline).html()
+    text = page(paths, baseline).html(refresh=refresh)
     make_directory(target.parent)
     write_text(target, text)
     return target

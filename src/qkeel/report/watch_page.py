@@ -727,7 +727,6 @@ def watch_page(runs: Sequence[Watched], study: StudyData | None = None) -> Page:
         ],
         data=chart_data(runs) if present else None,
         drawing="watch.js",
-        in_place=True,
     )
 
 

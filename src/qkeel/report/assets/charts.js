@@ -331,16 +331,16 @@
 
   // A study in parts (other models, other optimizers) is drawn one part at a time.
   const shown = {part: null};
-  function take(fresh) {
-    if (!fresh.parts) {
-      data = fresh;
+  function take(all) {
+    if (!all.parts) {
+      data = all;
       return;
     }
-    const names = Object.keys(fresh.parts);
-    shown.part ??= names[0];
-    data = fresh.parts[shown.part];
+    const names = Object.keys(all.parts);
+    shown.part = names[0];
+    data = all.parts[shown.part];
     controls("part", shown, [["Charts of", "part", names.map((name) => [name, name])]], () => {
-      data = fresh.parts[shown.part];
+      data = all.parts[shown.part];
       choice.group = null;
       document.querySelector('[data-controls="heads"]')?.replaceChildren();
       redraw();
@@ -348,5 +348,5 @@
   }
 
   take(Kit.data());
-  start(DRAWERS, take);
+  start(DRAWERS);
 })();

@@ -199,8 +199,7 @@ const Kit = (() => {
     holder.dataset.width = width;
   }
 
-  // `update` takes the data of a page that is kept up to date.
-  function start(given, update) {
+  function start(given) {
     drawers = given;
     const observer = new ResizeObserver((entries) => {
       requestAnimationFrame(() => { // drawing changes sizes, which the observer must not see in its own turn
@@ -214,10 +213,6 @@ const Kit = (() => {
       draw(name);
       observer.observe(document.getElementById(`chart-${name}`));
     }
-    document.addEventListener("fresh", () => {
-      update(data());
-      redraw();
-    });
   }
 
   const redraw = () => Object.keys(drawers).filter((name) => document.getElementById(`chart-${name}`)).forEach(draw);

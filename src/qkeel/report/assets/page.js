@@ -21,8 +21,7 @@
     header.setAttribute("aria-sort", down ? "descending" : "ascending");
   }
 
-  const makeSortable = () => document.querySelectorAll("table.sortable:not([data-ready])").forEach((table) => {
-    table.dataset.ready = "";
+  const makeSortable = () => document.querySelectorAll("table.sortable").forEach((table) => {
     [...table.tHead.rows[0].cells].forEach((header, column) => {
       const button = document.createElement("button");
       button.type = "button";
@@ -51,9 +50,8 @@
     });
   });
 
-  const ready = () => { makeSortable(); makeCopied(); };
-  ready();
-  document.addEventListener("fresh", ready); // a live page has put new parts in place
+  makeSortable();
+  makeCopied();
 
   // ── Saving ─────────────────────────────────────────────────────────────────────────────────────────────────────
   const SVG = "http://www.w3.org/2000/svg";

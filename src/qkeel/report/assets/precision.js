@@ -2,7 +2,7 @@
 (() => {
   "use strict";
   const {human, unique, frame, controls, start, colour, key, view, axis, keep, logTicks} = Kit;
-  let data = Kit.data();
+  const data = Kit.data();
   const NUMBERS = [["logit_error", "error of logits (nats)"], ["output_error", "error of the output (share)"]];
   const lineOf = (row) => `${row.format}, ${row.kernel}`;
   const choice = {data: data.rows[0].data, remedy: data.rows[0].remedy, number: "logit_error"};
@@ -35,5 +35,5 @@
     });
   }
 
-  start({error}, (fresh) => (data = fresh));
+  start({error});
 })();

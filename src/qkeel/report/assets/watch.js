@@ -2,7 +2,7 @@
 (() => {
   "use strict";
   const {human, finite, ascending, logTicks, frame, controls, ramp, readable, endLabels, redraw, start, colour, dash, key, view, smoothed, axis, above, keep} = Kit;
-  let data = Kit.data();
+  const data = Kit.data();
   const FLOOR = 0.1; // a logarithmic axis cannot show a logit of 0
   const choice = {run: data.runs[0].name, map: "max_logit", more: null, runs: "max_logit"};
 
@@ -317,5 +317,5 @@
   if (document.querySelector('[data-controls="run"]')) {
     controls("run", choice, [["Charts of run", "run", data.runs.map((run) => [run.name, run.name])]], redraw);
   }
-  start({runs, growth, map, entropy, norms, angle, more, loss}, (fresh) => (data = fresh));
+  start({runs, growth, map, entropy, norms, angle, more, loss});
 })();

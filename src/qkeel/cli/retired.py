@@ -1,0 +1,36 @@
+"""Commands and options of earlier versions, each with a sentence that says where its content went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# As typed after `qkeel`; an option is listed behind its command.
+RETIRED = {
+    "bench": "python -m benchmarks.kernels, in the repository, times the attention kernels side by side",
+    "completion": "`qkeel --help` lists the commands, and `qkeel COMMAND --help` the options of one",
+    "config": "write a recipe by hand, as TOML like steps = 500; config.json in a run's directory lists all settings",
+    "replay": "qkeel.monitor.replay(history) applies the rules of alarms to a stored run",
+    "watch --live": "open report.html in the run's directory: during the run it is rewritten and reloads itself",
+}
+
+
+def retired(words: Sequence[str]) -> str | None:
+    """Returns what to use instead of a retired command or option, or None if the words name neither.
+
+    >>> retired(["replay", "runs/a"])
+    '`qkeel replay` is gone: qkeel.monitor.replay(history) applies the rules of alarms to a stored run'
+    >>> retired(["report", "replay"]) is None
+    True
+    """
+    command = words[0] if words else ""
+    options = {word.partition("=")[0] for word in words[1:]}
+    for name, instead in RETIRED.items():
+        first, _, second = name.partition(" ")
+        is_named = first == command
+        if second.startswith("--"):
+            is_named = is_named and second in options
+        elif second:
+            is_named = is_named and words[1:2] == [second]
+        if is_named:
+            return f"`qkeel {name}` is gone: {instead}"
+    return None

@@ -1,0 +1,51 @@
+"""The timing of all benchmarks: turns, ratios, and a process that starts again with fixed settings."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+from benchmarks.timing import MALLOC, interleave, processor_ms, settle
+
+
+def test_every_case_is_called_once_a_round_in_an_order_that_turns_round() -> None:
+    called: list[str] = []
+    cases = {name: (lambda name=name: called.append(name)) for name in "abc"}
+    interleave(cases, "a", rounds=2, calls=2, warmup=1)
+    assert "".join(called) == "abc" + "aabbcc" + "ccbbaa"
+
+
+def test_a_ratio_is_that_of_its_own_round() -> None:
+    ticks = iter([1.0, 3.0, 8.0, 2.0])  # a and b, then b and a
+
+    def clock(case: Callable[[], object], calls: int) -> float:
+        return next(ticks)
+
+    a, b = interleave({"a": lambda: None, "b": lambda: None}, "a", rounds=2, warmup=0, clock=clock)
+    assert (a.times, a.ratios) == ([1.0, 2.0], [1.0, 1.0])
+    assert (b.times, b.ratios) == ([3.0, 8.0], [3.0, 4.0])
+    assert b.as_dict() == {"case": "b", "cpu_ms": [3.0, 5.5, 8.0], "ratio": [3.0, 3.5, 4.0]}
+
+
+def test_the_clock_of_a_processor_counts_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([1.0, 1.5])
+    monkeypatch.setattr(time, "process_time", lambda: next(seconds))
+    assert processor_ms(lambda: None, calls=5) == 100.0
+
+
+def test_a_process_starts_again_by_its_own_command_unless_its_settings_are_fixed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "some.module", "--toy"])
+    for name, value in {**MALLOC, "OMP_NUM_THREADS": "3"}.items():
+        monkeypatch.setenv(name, value)
+    settle(3)
+    assert started == []
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    settle(3)
+    assert [words[1:] for words in started] == [["-m", "some.module", "--toy"]]
