@@ -28,7 +28,7 @@ from qkeel.spec import AttentionSpec, Sink
 
 LAYERS = ("blocks.0.attention", "blocks.1.attention")
 # Of sparse layers: another run measures them. The last two are of samples of rows on a GPU, and of norms with gains.
-SPARSE = {name for name in HEAD_FIELDS if name.startswith(("index_", "select_", "dense_"))}
+SPARSE = {name for name in HEAD_FIELDS if name.startswith(("index_", "dense_"))}
 ELSEWHERE = {"entropy_error", "gain_bound"}
 
 

@@ -237,7 +237,7 @@ class GainBounds:
                 numbers[site.name, "key_bound"] = _largest(key)
             else:
                 numbers[site.name, "gain_bound"] = query * key
-        return SiteNumbers((), numbers)
+        return numbers
 
     def _longest_heads(self, norms: tuple[NormGain, ...], n_heads: int) -> Tensor:
         """The largest norm [heads] of each head's vectors."""
@@ -378,7 +378,7 @@ class WeightNorms:
             if eps and len(grads) == 2:
                 numbers[site.name, "grad_over_eps"] = torch.minimum(*grads) / eps
         numbers |= self._products()
-        return SiteNumbers((), numbers)
+        return numbers
 
     def _products(self) -> dict[NumberKey, Tensor]:
         """The largest singular values; heads of one size are decomposed together, because each call is expensive."""
