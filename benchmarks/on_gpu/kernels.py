@@ -104,7 +104,7 @@ def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, 
         pair = attend_with_logsumexp(call)
         if pair is None:
             return None
-        bars = sampled_kernels.bracket_of(pair[1], sizes.tokens, causal=True)[0]
+        bars = contract.lse_bounds(call, pair[1])[0]
         return sampled_kernels.extremes(*bare[:2], scale, causal=True, known=(pair[1], bars))
 
     def train() -> object:

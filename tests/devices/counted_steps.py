@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 import qkeel
-from qkeel.functional.statistics import ROW_FIELDS, KernelRows
+from qkeel.functional.statistics import ROW_FIELDS
 from qkeel.heads.site import AttentionSite
 from qkeel.kernels import statistics
 from qkeel.kernels.triton import available
@@ -61,14 +61,6 @@ def fields_found(call: AttentionCall, threshold: float) -> tuple[Tensor, Tensor,
     norms = torch.linalg.vector_norm(call.k, dim=-1).clamp_min(1e-30).reciprocal()
     found = norms.new_empty((len(ROW_FIELDS), *call.q.shape[:3])).neg()
     return found, call.q.new_ones(call.q.shape[:3], dtype=torch.int64), norms
-
-
-def heads_found(rows: KernelRows, counted: object) -> available.HeadNumbers:
-    """As many as the kernel over rows makes, in one launch."""
-    whole = rows.lse[:6, :, 0].neg()
-    number = whole[0, 0]
-    neutral = dict.fromkeys(((-torch.inf, False), (torch.inf, False), (0.0, False), (0.0, True)), number)
-    return available.HeadNumbers(whole[0], whole[0], whole[0], whole[0], neutral)
 
 
 def counted(layers: int) -> dict[str, dict[str, object]]:
@@ -123,7 +115,7 @@ if __name__ == "__main__":
     tap._GPU, statistics.kernel_choice = NAME, lambda *_, **how: SDPBackend.FLASH_ATTENTION.value
     statistics._FUSED = {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))}
     measure.available = types.SimpleNamespace(usable=lambda device: True)  # type: ignore[assignment]
-    measure.row_statistics, statistics.head_numbers = rows_found, heads_found
+    measure.row_statistics = rows_found
     with Accelerator():
         steps = {layers: counted(layers) for layers in LAYERS}
         weights = {kind: [read(kind, layers) for layers in LAYERS] for kind in KINDS}

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any, NamedTuple
 
@@ -125,19 +125,12 @@ class LogitStats:
 
     @classmethod
     def empty(cls, n_heads: int, n_kv_heads: int, like: Tensor) -> LogitStats:
-        """Returns the neutral element: maxima -inf, minima +inf, means 0, counts 0."""
-
-        def number(value: float, count: bool) -> Tensor:
-            return torch.full((), value, dtype=torch.int64 if count else like.dtype, device=like.device)
-
-        return cls.of_numbers(n_heads, n_kv_heads, number)
-
-    @classmethod
-    def of_numbers(cls, n_heads: int, n_kv_heads: int, number: Callable[[float, bool], Tensor]) -> LogitStats:
-        """Returns the neutral element, expanded from scalars that `number(value, is_count)` returns; equal fields share
-        a scalar."""
+        """Returns the neutral element: maxima -inf, minima +inf, means 0, counts 0. Equal fields share a scalar."""
         heads = n_heads, n_kv_heads
-        kinds = {kind: number(*kind) for kind in {form[0] for form in _FORMS.values()}}
+        kinds = {
+            (value, count): torch.full((), value, dtype=torch.int64 if count else like.dtype, device=like.device)
+            for value, count in {form[0] for form in _FORMS.values()}
+        }
         return cls(**{name: kinds[kind].expand((heads[of], *more)) for name, (kind, of, more) in _FORMS.items()})  # type: ignore[arg-type]
 
 

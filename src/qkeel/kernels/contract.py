@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from qkeel.functional.norms import unrounded, wide
-from qkeel.functional.statistics import KernelRows
 from qkeel.kernels.triton import available
 from qkeel.spec.call import AttentionCall, BandCall
 from qkeel.spec.slot import Keys, Logits, Outputs, PerRow, Queries, Values
@@ -216,25 +214,17 @@ def sampled_numbers(call: AttentionCall, rate: int, lse: PerRow | None = None) -
 
     q, k, scale, how = read
     s, counted = k.shape[2], call.query_mask
-    known = None if lse is None else (lse, statistics.bracket_of(lse, s, causal=call.causal, counted=counted)[0])
+    known = None if lse is None else (lse, lse_bounds(call, lse)[0])
     tops = statistics.extremes(q, k, scale, counted=counted, known=known, **how)
     rows, picked = statistics.rows_of(q, k, scale, cap=call.spec.cap.limit, sample=(strata, next(_SEEDS)), **how)
     return statistics.sampled_head_numbers(tops, (rows.lse, rows.entropy, picked), t, math.log(s), counted)
 
 
-def lse_bounds(call: AttentionCall, lse: PerRow) -> Tensor | None:
-    """Returns bounds [2 h] on the largest logits from a call's logsumexps, in one GPU launch; None on other devices."""
-    if lse.dtype != torch.float32 or not lse.numel() or not available.usable(lse.device):
-        return None
-    from qkeel.kernels.triton import statistics
-
-    return statistics.bracket_of(lse, call.k.shape[2], causal=call.causal, counted=call.query_mask)
-
-
-def head_numbers(rows: KernelRows, counted: Bool[Tensor, "b t"] | None) -> available.HeadNumbers | None:
-    """Returns head statistics from row statistics, in one GPU launch; None on other devices."""
-    if not (rows.lse.numel() and rows.lse.dtype == torch.float32 and available.usable(rows.lse.device)):
-        return None
-    from qkeel.kernels.triton import statistics
-
-    return statistics.head_numbers(rows, counted)
+def lse_bounds(call: AttentionCall, lse: PerRow) -> tuple[Tensor, Tensor]:
+    """Returns bounds [h] on the largest logits from the row logsumexps of a call without mask and window:
+    max_i (lse_i - ln n_i) and max_i lse_i over the counted rows, where row i sees n_i keys. NaN propagates."""
+    if call.query_mask is not None:
+        lse = lse.masked_fill(~call.query_mask[:, None], -torch.inf)
+    best = lse.amax(0)  # row i sees the same number of keys in every sequence
+    n = (call.pos_q[0] + 1).to(lse.dtype).log() if call.causal else math.log(call.k.shape[2])
+    return (best - n).amax(-1), best.amax(-1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, final
 
@@ -41,7 +40,6 @@ from qkeel.functional.statistics import (
 )
 from qkeel.kernels.contract import (
     extremes,
-    head_numbers,
     lse_bounds,
     row_blocks,
     row_fields,
@@ -50,7 +48,6 @@ from qkeel.kernels.contract import (
 )
 from qkeel.kernels.encode import folded
 from qkeel.kernels.native import logit_pass
-from qkeel.kernels.triton.available import HeadNumbers
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.patching.modes import cudnn, flash, flash_on_cpu, kernel_choice, memory_efficient
 from qkeel.spec.call import AttentionCall, of_key
@@ -439,15 +436,12 @@ def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
     return find_kernel_rows(call, rows).with_others(())
 
 
-def find_kernel_rows(call: AttentionCall, rows: KernelRows) -> FoundByKernel | FoundStats:
+def find_kernel_rows(call: AttentionCall, rows: KernelRows) -> FoundByKernel:
     """Returns the findings behind `stats_of_rows`. Call it with gradients disabled."""
     sink = sink_logit(call)
     if sink is not None:
         entropy, _ = with_sink(rows.entropy, rows.entropy, rows.lse, sink.to(rows.lse))
         rows = rows._replace(entropy=entropy)
-    heads = head_numbers(rows, call.query_mask)
-    if heads is not None:
-        return FoundStats(_of_heads(call, heads))
     return FoundByKernel(rows, call.query_mask, call.k.shape[1], call.spec.cap)
 
 
@@ -459,20 +453,17 @@ def sampled_stats(call: AttentionCall, rate: int) -> LogitStats | None:
     excluded or see no key. Returns None if no kernel supports the call, or if using all rows costs no more.
     """
     heads = sampled_numbers(call, rate) if sink_logit(call) is None else None  # its entropies are over keys alone
-    return None if heads is None else _of_heads(call, heads)
-
-
-def _of_heads(call: AttentionCall, heads: HeadNumbers) -> LogitStats:
-    found = LogitStats.of_numbers(len(heads.n), call.k.shape[1], lambda value, count: heads.neutral[value, count])
-    found = dataclasses.replace(
-        found,
+    if heads is None:
+        return None
+    numbers = dataclasses.replace(
+        LogitStats.empty(len(heads.n), call.k.shape[1], heads.largest),
         max_logit=heads.largest,
         entropy=heads.entropy,
-        entropy_min=heads.least_entropy,
+        entropy_min=torch.full_like(heads.entropy, torch.nan),
         n_queries=heads.n,
         entropy_error=heads.error,
     )
-    return with_capped(found, call.spec.cap)
+    return with_capped(numbers, call.spec.cap)
 
 
 def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -684,10 +675,8 @@ def bracket(call: AttentionCall, lse: PerRow, price: Price) -> LogitBracket:
     """
     if price == "bracket":
         ends = logit_pass.bracket_of(lse.detach(), call)
-        if ends is None:
-            ends = lse_bounds(call, lse.detach())
-        if ends is not None:
-            return LogitBracket(lower=ends[0], upper=ends[1])
+        lower, upper = lse_bounds(call, lse.detach()) if ends is None else ends
+        return LogitBracket(lower=lower, upper=upper)
     heads = sampled_numbers(call, rate, lse.detach()) if (rate := sample_rate(price)) else None
     if heads is not None:
         return LogitBracket.exact(heads.largest, heads.entropy, entropy_error=heads.error)
@@ -699,11 +688,7 @@ def _bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
     out = None if call.query_mask is None else ~call.query_mask[:, None]
     if out is not None:
         lse = lse.masked_fill(out, -torch.inf)
-    best = lse.amax(0)  # row i sees the same number of keys in every sequence
-    n = (call.pos_q[0] + 1).to(lse.dtype).log() if call.causal else math.log(call.k.shape[2])
-    lower, upper = (best - n).amax(-1), best.amax(-1)
-    if price == "bracket":
-        return LogitBracket(lower=lower, upper=upper)
+    lower, upper = lse_bounds(call, lse)
     wants_entropy = price != "max"
     n_rows = lse[:, 0].numel() if call.query_mask is None else call.query_mask.sum().clamp_min(1)
     rows = row_statistics(call) if wants_entropy else None

@@ -20,8 +20,6 @@ CLANG_ABOVE_GCC = """#!{python}
 import subprocess, sys
 given = sys.argv[1:]
 zig = [sys.executable, "-m", "ziglang", "c++", "-w", "-fno-sanitize=undefined", "-nostdinc++", *{include}]
-if "-E" in given:
-    sys.exit(subprocess.call([*zig, *given]))
 out, link = given[given.index("-o") + 1], [x for x in given if x.startswith(("-l", "-L"))]
 left_out = ("-fopenmp", "--param=", "-shared", "-l", "-L")
 own = [x for x in given if not x.startswith(left_out) and x not in ("-o", out)]
@@ -63,7 +61,7 @@ def test_the_kernels_pass_their_tests_compiled_by_clang(tmp_path: Path) -> None:
 def run_tests(tmp_path: Path, variables: dict[str, str]) -> None:
     """Runs the tests of all kernels in an environment with these variables too, with a cache of its own."""
     files = [str(HERE / f"test_{name}.py") for name in OF_KERNELS]
-    files += [str(HERE.parent / f"test_{name}.py") for name in ("adamw", "norm_rope")]
+    files += [str(HERE.parent / f"test_{name}.py") for name in ("norm_rope",)]
     # torch's compiler sees nothing of a kernel but its shapes.
     chosen = ["-m", "not slow", "-k", "not one_graph and not triton", "--timeout", "600", "-rf", "--tb=no"]
     environment = {**os.environ, **variables, "QKEEL_NATIVE_CACHE": str(tmp_path / "cache")}
@@ -83,7 +81,7 @@ def test_every_source_compiles_for_other_machines(target: str, tmp_path: Path) -
     flags = [flag for flag in build.FLAGS if not flag.startswith(own)]
     environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(tmp_path), "ZIG_LOCAL_CACHE_DIR": str(tmp_path)}
     sources = sorted(build.FOLDER.glob("*.cpp"))
-    assert len(sources) == 7
+    assert len(sources) == 6
     for source in sources:
         to = tmp_path / f"{source.stem}.o"
         command = [sys.executable, "-m", "ziglang", "c++", "-target", target, *flags, *build.INCLUDE, "-w", "-c"]

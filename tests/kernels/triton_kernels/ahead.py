@@ -64,9 +64,7 @@ CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("extremes of spans", statistics._extremes, {**SEEN, **EXTREME, "CAUSAL": False, "SPANS": True}, 8),
     ("extremes", statistics._extremes, {**SEEN, **EXTREME}, 8),
     ("extremes of tiles", statistics._extremes, {**SEEN, "MASK": True, "COUNTED": True, "BARS": True}, 8),
-    ("bracket", statistics._bracket, {"CAUSAL": True, "COUNTED": True, "BLOCK": 1024}, 4),
     ("numbers of heads from a sample", statistics._sampled_heads, {"MASK": True, "BLOCK": 512}, 4),
-    ("numbers of heads", statistics._heads, {"MASK": True, "BLOCK": 1024}, 4),
 ]  # fmt: skip
 
 

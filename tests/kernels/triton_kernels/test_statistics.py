@@ -13,7 +13,7 @@ from torch import nn
 
 import qkeel
 from qkeel import attention, preset
-from qkeel.functional.statistics import TENSORS, KernelRows, LogitStats
+from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.kernels import contract
 from qkeel.kernels.statistics import (
     attend_with_logsumexp,
@@ -23,7 +23,6 @@ from qkeel.kernels.statistics import (
     logit_stats,
     stats_of_rows,
 )
-from qkeel.kernels.triton import available
 from qkeel.spec import ALiBi, AttentionCall, AttentionSpec, Rope, SlidingWindow, Softcap
 from qkeel.spec.call import make_call, with_query_mask
 
@@ -152,29 +151,6 @@ def test_tiles_that_every_row_sees_whole_have_the_same_statistics_and_show_what_
     assert all(x[0, 0, 3:].isnan().all() and x[0, 0, :3].isfinite().all() for x in found)
     assert found.largest[0, 1, 70] == -torch.inf
     assert found.lse[0, 1, 70].isnan()
-
-
-@pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize("masked", [False, True])
-def test_statistics_of_heads_are_those_of_their_rows(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    largest, entropy = torch.randn(2, 4, 700), torch.rand(2, 4, 700)
-    lse = largest + 1
-    lse[0, :, :5] = largest[0, :, :5] = -torch.inf  # rows that see no key
-    lse[:, 1], entropy[1, 2, 3], largest[0, 3, 9] = -torch.inf, torch.nan, torch.nan
-    lse[1, 2, 3] = lse[0, 3, 9] = torch.nan
-    rows = KernelRows(largest, lse, entropy)
-    counted = torch.rand(2, 700) > 0.4 if masked else None
-    if counted is not None:
-        counted[1, 3] = counted[0, 9] = True
-    call = call_of(AttentionSpec(cap=Softcap(5.0)), 700, 700, torch.float32)
-    call = call if counted is None else with_query_mask(call, counted)
-    truth = stats_of_rows(call, rows)
-    monkeypatch.setattr(available, "usable", lambda device: available.loaded())
-    found = stats_of_rows(call, rows)
-    for name in TENSORS:
-        ours, theirs = getattr(found, name), getattr(truth, name)
-        assert ours.dtype == theirs.dtype, name
-        torch.testing.assert_close(ours, theirs, equal_nan=True, msg=name)
 
 
 @pytest.mark.usefixtures("_poisoned")

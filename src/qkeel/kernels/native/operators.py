@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkeel.errors import caution
-from qkeel.kernels.native.build import opened
+from qkeel.kernels.native.build import compiled
 from qkeel.patching.modes import constant_when_compiled, transformed
 
 # Building, loading and registering compiled operators on first use.
@@ -94,31 +94,18 @@ def _functions(name: str, library: str) -> ModuleType | None:
 def _loaded(source: OperatorSource) -> str | None:
     """Loads the library and returns its path, or warns and returns None if there is no library."""
     try:
+        library = str(compiled(source.name))
         try:
-            library = _load(opened(source.name))
-        except ImportError:  # intact, but built for another machine
-            library = _load(opened(source.name, from_scratch=True))
+            ctypes.CDLL(library)
+        except OSError:  # built on another machine that shares the folder, or torn
+            library = str(compiled(source.name, anew=True))
+            ctypes.CDLL(library)
         for operator, shapes in source.shapes.items():
             torch.library.register_fake(f"qkeel_native::{operator}", shapes)
-    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         _tell(source.name, " ".join(str(error).split()))
         return None
     return library
-
-
-def _load(file: int) -> str:
-    """Loads an open file and returns its path in this process; the file stays open.
-
-    torch.ops.load_library with the file's name could load another file that has replaced it in the meantime. Loaders
-    identify libraries by path, so the descriptor of a loaded library must not be reused for another one.
-    """
-    path = f"/proc/self/fd/{file}"
-    try:
-        ctypes.CDLL(path)
-    except OSError as error:
-        os.close(file)
-        raise ImportError(str(error)) from error
-    return path
 
 
 @functools.cache

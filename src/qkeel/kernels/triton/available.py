@@ -33,27 +33,13 @@ class RowNumbers(NamedTuple):
 
 
 class HeadNumbers(NamedTuple):
-    """Statistics of heads [h] over counted rows that see a key: the largest logit, the mean and least entropy, and the
-    number of rows.
-
-    The neutral values -inf, inf, 0 and a count of 0 come from the same launch. `error` is half the width of a 95 %
-    interval of the mean entropy if rows were sampled.
-    """
+    """Statistics of heads from a sample of their rows: the largest logit, the mean entropy with half the width of its
+    95 % interval, and the number of counted rows that see a key."""
 
     largest: Float[Tensor, " h"]
     entropy: Float[Tensor, " h"]
-    least_entropy: Float[Tensor, " h"]
+    error: Float[Tensor, " h"]
     n: Int64[Tensor, " h"]
-    neutral: dict[tuple[float, bool], Tensor]
-    error: Float[Tensor, " h"] | None = None
-
-    @classmethod
-    def of(cls, numbers: Tensor, counts: Tensor, error: Tensor | None = None) -> HeadNumbers:
-        """Wraps a kernel's output: `numbers` [6+ h] holds the three statistics, -inf, inf and 0; `counts` [2 h] holds
-        the number of rows and 0."""
-        low, high, nothing = (numbers[i, 0] for i in (3, 4, 5))
-        neutral = {(-torch.inf, False): low, (torch.inf, False): high, (0.0, False): nothing, (0.0, True): counts[1, 0]}
-        return cls(numbers[0], numbers[1], numbers[2], counts[0], neutral, error)
 
 
 @constant_when_compiled

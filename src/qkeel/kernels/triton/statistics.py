@@ -10,7 +10,6 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkeel.functional.statistics import KernelRows
 from qkeel.kernels.triton.available import HeadNumbers, RowNumbers
 
 # Largest and smallest logit, logsumexp and entropy of every query row from q and k alone, in one pass.
@@ -208,57 +207,8 @@ def _put(largest, smallest, lse, entropy, to, ok, top, low, most, mass, along):
     tl.store(entropy + to, tl.where(bad | (spread != spread), nan, tl.where(spread > 0, spread, 0.0)), mask=ok)
 
 
-@triton.jit
-def _heads(
-    largest, lse, entropy, counted, numbers, counts, batch, heads, times, MASK: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Reduces one head: `numbers` [6 h] receives the largest logit, the mean and least entropy, -inf, inf and 0;
-    `counts` [2 h] receives the number of rows and 0."""
-    h = tl.program_id(0)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    least, total, lost = -best, tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
-    n = lost
-    for start in range(0, batch * times, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        at = (i // times).to(tl.int64) * heads * times + h * times + i % times
-        inside = i < batch * times
-        over = inside & (tl.load(lse + at, mask=inside, other=float("-inf")) != float("-inf"))  # keeps NaN
-        if MASK:
-            over = over & (tl.load(counted + i, mask=inside, other=0) != 0)
-        top = tl.load(largest + at, mask=over, other=float("-inf"))
-        spread = tl.load(entropy + at, mask=over, other=0.0)
-        lost += (top != top).to(tl.int32)
-        best, least = tl.maximum(best, top), tl.minimum(least, tl.where(over, spread, float("inf")))
-        total, n = total + spread, n + over.to(tl.int32)
-    rows, mean = tl.sum(n, 0), tl.sum(total, 0)
-    mean = mean / tl.maximum(rows, 1).to(tl.float32)
-    tl.store(numbers + h, tl.where(tl.sum(lost, 0) == 0, tl.max(best, 0), float("nan")))
-    tl.store(numbers + heads + h, mean)
-    tl.store(numbers + 2 * heads + h, tl.where(mean != mean, mean, tl.min(least, 0)))
-    tl.store(numbers + 3 * heads + h, float("-inf"))
-    tl.store(numbers + 4 * heads + h, float("inf"))
-    tl.store(numbers + 5 * heads + h, 0.0)
-    tl.store(counts + h, rows.to(tl.int64))
-    tl.store(counts + heads + h, rows.to(tl.int64) * 0)
-
-
 Spans = tuple[Int[Tensor, "1 t"], Int[Tensor, "1 t"]]
-LAUNCHED: dict[str, Any] = {"rows": _rows, "heads": _heads}
-
-
-def head_numbers(rows: KernelRows, counted: Bool[Tensor, "b t"] | None) -> HeadNumbers:
-    """Returns head statistics from row statistics in one launch; `counted` selects rows (None for all).
-
-    The order of summation depends only on shapes. NaN propagates.
-    """
-    b, h, t = rows.lse.shape
-    numbers, counts = rows.lse.new_empty((6, h)), rows.lse.new_empty((2, h), dtype=torch.int64)
-    mask = rows.lse if counted is None else counted.contiguous().to(torch.uint8)
-    with torch.cuda.device_of(rows.lse):
-        LAUNCHED["heads"][(h,)](
-            rows.largest, rows.lse, rows.entropy, mask, numbers, counts, b, h, t, MASK=counted is not None, BLOCK=1024
-        )
-    return HeadNumbers.of(numbers, counts)
+LAUNCHED: dict[str, Any] = {"rows": _rows}
 
 
 def tile_sizes(q: Float[Tensor, "b h t d"]) -> tuple[int, tuple[int, int, int]]:
@@ -417,28 +367,6 @@ def _extremes(
 
 
 @triton.jit
-def _bracket(
-    lse, counted, ends, batch, heads, times, length, CAUSAL: tl.constexpr, COUNTED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Computes for one head the largest lse - ln n and the largest lse over the counted rows."""
-    h = tl.program_id(0)
-    low = tl.full([BLOCK], float("-inf"), tl.float32)
-    high = low
-    for start in range(0, batch * times, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        inside = i < batch * times
-        if COUNTED:
-            inside = inside & (tl.load(counted + i, mask=inside, other=0) != 0)
-        x = tl.load(lse + ((i // times).to(tl.int64) * heads + h) * times + i % times, mask=inside, other=float("-inf"))
-        n = i % times + length - times + 1 if CAUSAL else i * 0 + length
-        low = tl.maximum(low, x - tl.log(tl.maximum(n, 1).to(tl.float32)), propagate_nan=_ALL)
-        high = tl.maximum(high, x, propagate_nan=_ALL)
-    lost = tl.sum((high != high).to(tl.int32), 0) != 0
-    tl.store(ends + h, tl.where(lost, float("nan"), tl.max(low, 0)))
-    tl.store(ends + heads + h, tl.where(lost, float("nan"), tl.max(high, 0)))
-
-
-@triton.jit
 def _value(lse, entropy, picked, counted, at, to, n, times, inside, MASK: tl.constexpr):
     """Returns the entropy of a sampled row and 1 if the row is counted and sees a key, otherwise 0 and 0."""
     over = inside & (tl.load(lse + at, mask=inside, other=float("-inf")) != float("-inf"))  # keeps NaN
@@ -471,7 +399,7 @@ def _sampled_heads(
     tops, lows, lse, entropy, picked, counted, numbers, counts, batch, heads, strata, times, tiles, widest,
     MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Reduces one head to its largest logit, mean entropy, NaN, -inf, inf, 0 and the error of the mean; see below."""
+    """Reduces one head to its largest logit, mean entropy, and the error of the mean; see below."""
     h, j = tl.program_id(0), tl.arange(0, BLOCK)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     low, total, share = -top, tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -501,34 +429,11 @@ def _sampled_heads(
     nan = float("nan")
     tl.store(numbers + h, tl.where(tl.sum((top != top).to(tl.int32), 0) != 0, nan, tl.max(top, 0)))
     tl.store(numbers + heads + h, tl.where(lost, nan, mean))
-    tl.store(numbers + 2 * heads + h, nan)
-    tl.store(numbers + 3 * heads + h, float("-inf"))
-    tl.store(numbers + 4 * heads + h, float("inf"))
-    tl.store(numbers + 5 * heads + h, 0.0)
-    tl.store(numbers + 6 * heads + h, tl.where(lost | (mean != mean), nan, tl.where(seen != 0, error, 0.0)))
+    tl.store(numbers + 2 * heads + h, tl.where(lost | (mean != mean), nan, tl.where(seen != 0, error, 0.0)))
     tl.store(counts + h, tl.floor(n + 0.5).to(tl.int64))
-    tl.store(counts + heads + h, tl.zeros([], tl.int64))
 
 
-LAUNCHED.update(extremes=_extremes, bracket=_bracket, sampled_heads=_sampled_heads)
-
-
-def bracket_of(
-    lse: Float[Tensor, "b h t"], n_keys: int, *, causal: bool, counted: Bool[Tensor, "b t"] | None = None
-) -> Float[Tensor, "2 h"]:
-    """Returns bounds on the largest logit per head from the row logsumexps of a call without mask and window, in one
-    launch.
-
-    max_i (lse_i - ln n_i) and max_i lse_i over the counted rows, where row i sees n_i keys. NaN propagates.
-    """
-    b, h, t = lse.shape
-    ends, lse = lse.new_empty((2, h), dtype=torch.float32), lse.contiguous()
-    mask = lse if counted is None else counted.contiguous().to(torch.uint8)
-    with torch.cuda.device_of(lse):
-        LAUNCHED["bracket"][(h,)](
-            lse, mask, ends, b, h, t, n_keys, CAUSAL=causal, COUNTED=counted is not None, BLOCK=1024
-        )
-    return ends
+LAUNCHED.update(extremes=_extremes, sampled_heads=_sampled_heads)
 
 
 def extremes(
@@ -597,11 +502,11 @@ def sampled_head_numbers(
     """
     lse, entropy, picked = rows
     b, h, r = lse.shape
-    numbers, counts = lse.new_empty((7, h)), lse.new_empty((2, h), dtype=torch.int64)
+    numbers, counts = lse.new_empty((3, h)), lse.new_empty(h, dtype=torch.int64)
     mask = lse if counted is None else counted.contiguous().to(torch.uint8)
     with torch.cuda.device_of(lse):
         LAUNCHED["sampled_heads"][(h,)](
             *tops, lse, entropy, picked, mask, numbers, counts, b, h, r // 2, t, tops[0].shape[2], widest,
             MASK=counted is not None, BLOCK=512,
         )  # fmt: skip
-    return HeadNumbers.of(numbers, counts, numbers[6])
+    return HeadNumbers(*numbers, counts)

@@ -1,5 +1,8 @@
 // What the C++ sources share: rows of storage as rows of float and back, and eight floats at once.
 #pragma once
+#if defined(__clang_major__) ? __clang_major__ < 14 : defined(__GNUC__) && __GNUC__ < 12  // GCC 11 has no __builtin_shufflevector
+#error qkeel expects GCC 12 or clang 14 or newer; set CXX to a newer compiler
+#endif
 #include <ATen/core/Tensor.h>
 
 #include <bit>
