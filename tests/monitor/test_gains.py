@@ -286,19 +286,3 @@ def test_a_norms_bias_is_not_the_projections() -> None:
         assert term.query[0].bias == "q.bias"
         assert term.key[0].bias == "k.bias"
         assert (site.key_gains[0].bias == "bias") is bias
-
-
-def test_the_monitor_records_it() -> None:
-    model = built("qwen3").train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with qkeel.watch(model, optimizer) as monitor:
-        for _ in range(2):
-            model(TOKENS, labels=TOKENS).loss.backward()
-            optimizer.step()
-        series, logits = monitor.history.series("gain_bound"), monitor.history.series("max_logit")
-        assert series is not None
-        assert logits is not None
-        assert series.shape == (2, 1, 4)
-        assert series[0].tolist() == [pytest.approx([4.0] * 4)]  # √16, gains of 1
-        assert (series != series[0]).any()
-        assert (logits <= series * (1 + 1e-5)).all()

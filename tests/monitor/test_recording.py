@@ -48,22 +48,6 @@ def test_a_long_recording_keeps_both_ends_an_even_spacing_and_the_clock(most: in
     assert len(recording.history) > most // 2
 
 
-def test_names_may_come_late_and_go() -> None:
-    recording = Recording(LAYERS)
-    recording.append({"step": 0})
-    recording.append({"step": 1, "train_loss": 2.5, "note": "x"}, {"entropy": heads_at(1)})
-    for step in range(2, 40):
-        recording.append({"step": step, "train_loss": None})
-    seen = recording.history
-    assert seen.rates is None
-    assert seen.heads["entropy"].shape == (40, 2, 3)
-    assert np.isnan(seen.heads["entropy"][[0, *range(2, 40)]]).all()
-    np.testing.assert_array_equal(seen.heads["entropy"][1], heads_at(1))
-    assert seen.values["train_loss"][1] == 2.5
-    assert np.isnan(np.delete(seen.values["train_loss"], 1)).all()
-    assert np.isnan(seen.values["note"]).all()
-
-
 def test_records_that_do_not_fit_are_refused_and_leave_no_trace() -> None:
     recording = record(3)
     for values, heads, what in [
