@@ -42,7 +42,6 @@ from qkeel.lab.plan import FULL_GRID, PlannedRun, Study, product
 from qkeel.metrics import paired_gain, planned_power
 from qkeel.records import TABLE_COLUMNS, read_json, write_json
 from qkeel.records.run_directory import locked
-from qkeel.report import write
 
 Make = Callable[..., RunConfig]
 GRID = Grid(remedies=["none", "quack:tau=0.1"], lrs=[0.1, 0.01], seeds=[1, 0])
@@ -367,23 +366,3 @@ def test_every_study_of_runs_is_a_line_of_the_table() -> None:
     modules = [importlib.import_module(f"qkeel.lab.studies.{name}") for name in files]
     found = {id(value) for module in modules for value in vars(module).values() if isinstance(value, Study)}
     assert found == set(map(id, map(studies.find_study, studies.STUDIES)))
-
-
-def test_files_of_a_run_that_lead_elsewhere_are_refused(tiny: Make, tmp_path: Path) -> None:
-    """A directory from a stranger: going on, and a page, neither write nor read what a link leads to."""
-    theirs = tmp_path / "theirs"
-    theirs.write_text("mine\n")
-    run_plan(plan(tiny, FOUR), tmp_path / "s", Execution())
-    first = sorted((tmp_path / "s" / "runs").iterdir())[0]
-    for name in ("DONE", "metrics.jsonl"):
-        (first / name).unlink()
-    (first / "metrics.jsonl").symlink_to(theirs)
-    again = run_plan(plan(tiny, FOUR), tmp_path / "s", Execution())
-    assert ["it is a link" in failure.error for failure in again.failures] == [True]
-    with pytest.raises(RunDirectoryError, match="it is a link"):
-        write(tmp_path / "s", tmp_path / "page.html")
-    first.rename(tmp_path / "moved")
-    first.symlink_to(tmp_path / "moved")
-    with pytest.raises(RunDirectoryError, match="it is a link"):
-        run_plan(plan(tiny, FOUR), tmp_path / "s", Execution())
-    assert theirs.read_text() == "mine\n"
