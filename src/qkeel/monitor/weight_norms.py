@@ -254,10 +254,10 @@ class GainBounds:
         return any(n.parameter is not None and dist.is_split(self._parameters[n.parameter]) for n in norms)
 
     def _longest(self, norm: NormGain) -> Tensor:
-        """‖x‖max [n] for a norm with a bias or without a gain."""
+        """‖x‖max [n] behind a norm, before later operations stretch it."""
         length = torch.full((1,), norm.length, device=next(iter(self._parameters.values())).device)
-        if norm.parameter is not None:
-            gains = self._gains(*_gain(norm), norm.offset)
+        if norm.parameter is not None and norm.index is not None:
+            gains = self._gains(norm.parameter, norm.index, norm.offset)
             length = norm.length * (norm.offset + gains.to(wide(gains.dtype))).abs().amax(-1)
         if norm.bias is not None and norm.bias_index is not None:
             bias = self._gains(norm.bias, norm.bias_index, 0.0)
@@ -287,12 +287,6 @@ class GainBounds:
         biases = [norm.bias for norm in (*site.query_gains, *site.key_gains) if norm.bias is not None]
         learned = _scale_params(site).values()
         return any(map(dist.is_split, (*learned, *(self._parameters[name] for name in biases))))
-
-
-def _gain(norm: NormGain) -> tuple[str, Tensor]:
-    assert norm.parameter is not None
-    assert norm.index is not None
-    return norm.parameter, norm.index
 
 
 def _largest(value: Tensor) -> PartialValue:
