@@ -103,7 +103,7 @@ def watched(**options: object) -> Watcher:
 
 def applied(remedy: str) -> Watcher:
     """A watcher by a remedy."""
-    return lambda model, optimizer, ids: qkeel.apply(remedy, model, optimizer, example=ids)
+    return lambda model, optimizer, ids: qkeel.apply(model, remedy, optimizer, batch=ids)
 
 
 def recorded(model: nn.Module, optimizer: Optimizer, _: Tensor) -> object:
@@ -180,10 +180,10 @@ WATCHERS: Mapping[str, Watcher] = {
     "watch(LogSpaced)": watched(every=LogSpaced()),
     "watch(Adaptive), a bracket each step": watched(every=Adaptive(least=NEVER, most=NEVER)),
     "watch, no step measured": watched(every=Every(NEVER)),
-    "autopilot": lambda model, optimizer, ids: qkeel.autopilot(model, optimizer, example=ids),
+    "autopilot": lambda model, optimizer, ids: qkeel.autopilot(model, optimizer, batch=ids),
     'watch(stats="entropy") and qk_clip': lambda model, optimizer, ids: (
         qkeel.watch(model, optimizer, stats="entropy"),
-        qkeel.apply("qk_clip", model, optimizer, example=ids),
+        qkeel.apply(model, "qk_clip", optimizer, batch=ids),
     ),
     "qk_clip": applied("qk_clip"),
     "lalr": applied("lalr"),
@@ -210,7 +210,7 @@ GOALS = {
 
 def applied_and_removed(remedy: str) -> Watcher:
     """A watcher that applies a remedy and removes it at once."""
-    return lambda model, optimizer, ids: qkeel.apply(remedy, model, optimizer, example=ids).remove()
+    return lambda model, optimizer, ids: qkeel.apply(model, remedy, optimizer, batch=ids).remove()
 
 
 # What looks for attention in a model: once, not in every step.

@@ -38,7 +38,7 @@ def adamw_step(layers: int, heads: int, dim: int, remedy: str, device: str = "cp
     for p in model.parameters():
         p.grad = torch.randn_like(p) * 1e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **options)
-    apply(remedy, model, optimizer)
+    apply(model, remedy, optimizer)
     return optimizer.step
 
 
@@ -76,7 +76,7 @@ def clip_cases(layers: int, heads: int, dim: int, device: str) -> Cases:
         p.grad = torch.randn_like(p) * 1e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     clipped = torch.optim.SGD(model.parameters(), lr=0.0)  # only carries the hooks
-    apply(f"qk_clip:threshold={THRESHOLD}", model, clipped)
+    apply(model, f"qk_clip:threshold={THRESHOLD}", clipped)
     (before, after) = (
         list(h.values()) for h in (clipped._optimizer_step_pre_hooks, clipped._optimizer_step_post_hooks)
     )

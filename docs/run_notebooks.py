@@ -1,4 +1,4 @@
-"""Runs the notebooks of the docs and writes their output into them: `make notebooks`. Needs no Jupyter."""
+"""Runs the notebooks of the docs and writes their output into them, without Jupyter."""
 
 from __future__ import annotations
 

@@ -58,13 +58,13 @@ def main(arguments: list[str] | None = None) -> None:
         model = trained(width, seed, rng, 5 if toy else 100)
         batches = [text(16, rng) for _ in range(4)]
         reference = Reference(model, [((text(64, rng),), {})])
-        with qkeel.apply("qk_norm", model, example=batches[0]):
+        with qkeel.apply(model, "qk_norm", batch=batches[0]):
             naive = reference.gap().kl
         cells = [f"{naive:.3f}"]
         for steps, balance in ((0, False), (0, True), *(((2, True),) if toy else ((40, True), (100, True)))):
             start = time.perf_counter()
             how = RetrofitConfig(distil=steps, balance=balance, lr=3e-3)
-            with qkeel.retrofit(model, f"qk_norm:gain={gain}", batches, fitting=how):
+            with qkeel.retrofit(model, f"qk_norm:gain={gain}", batches, config=how):
                 kl = reference.gap().kl
             cells.append(f"{kl:.4f} ({naive / kl:.0f}x, {time.perf_counter() - start:.0f} s)")
         print(f"| {width}, {seed}, {gain} | {' | '.join(cells)} |", flush=True)

@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/gallery.md, of the first page and of the README: `make gallery`.
+"""Makes the pictures of docs/gallery.md, of the first page and of the README: `python tools/gallery.py`.
 
 Needs chromium, Pillow, matplotlib and the packages that build the docs. If a
 folder is given as the first argument, the runs are kept there, and runs that
@@ -298,8 +298,8 @@ def section(made: Picture, language: str) -> str:
 def page() -> str:
     """The text of docs/gallery.md."""
     head = (
-        "# Gallery\n\nReal pages and figures, each with the commands that made it. `make gallery` generates this "
-        "page.\n\n"
+        "# Gallery\n\nReal pages and figures, each with the commands that made it. `python tools/gallery.py` "
+        "generates this page.\n\n"
     )
     screens = [f"{shows}\n\n{shown(f'{name}-first', 'First screen')}\n" for name, shows in FIRST.items()]
     end = "\n**Next:** make one for your own script: [watch your script](tutorials/your-script.md).\n"

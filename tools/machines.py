@@ -50,7 +50,8 @@ PYTHON = "Straße mit Raum/python"  # below a condition's folder: a copy of the 
 ABOUT = """# The tests on other machines
 
 No outcome of a test may depend on the processor, the number of threads, a compiler, the user, the home folder, a space
-in a path, the locale, the order of tests or the load. `make machines` runs the quick tests under each condition below
+in a path, the locale, the order of tests or the load. `python -m tools.machines` runs the quick tests under each
+condition below
 and writes this table. `python -m tools.machines --only "AVX2" "not root"` runs some conditions, and `--tests PATH`
 other tests than the usual ones. With `--pieces 4 --minutes 8` it stops after some minutes, and the next call continues.
 

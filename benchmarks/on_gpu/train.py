@@ -1,6 +1,7 @@
 """The 100M recipes on one GPU, in pieces of a few minutes: each form of attention, and how it reads longer texts.
 
-`make gpu-train`, or `python -m benchmarks.on_gpu.train`, trains both recipes (gated attention units; attention and MLP)
+`python -m benchmarks.on_gpu.train`, or `python -m benchmarks.on_gpu.train`, trains both recipes (gated attention
+units; attention and MLP)
 with Baseline, KNA and CosA, each with and without log n, one after the other. It stops after --minutes with a
 checkpoint in --runs; the same command goes on from there, on another machine too if that folder is brought along.
 Runs that are done are measured on held-out texts of 512 to 4,096 tokens. Each piece ends with the table of all runs
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lengths(config, RunDirectory(options.runs / name))
     train(runs, options.runs, start + max(0.5, 60 * options.minutes - MEASURING))
     rows = {name: row(config, RunDirectory(options.runs / name)) for name, config in runs.items()}
-    notes = about("make gpu-train", 0) | {
+    notes = about("python -m benchmarks.on_gpu.train", 0) | {
         "device": "cpu, toy" if options.toy else torch.cuda.get_device_name(),
         "steps": f"{options.steps}; the recipes have 30000",
         "data": options.data,

@@ -69,7 +69,7 @@ def trained(
         block.compile(backend="inductor" if device == "cuda" else "aot_eager")
     tokens = torch.randint(VOCABULARY, (size.batch, size.tokens)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    handle = qkeel.apply(remedy, model, optimizer, example=tokens)
+    handle = qkeel.apply(model, remedy, optimizer, batch=tokens)
     monitor = None if how is None else qkeel.watch(model, optimizer, rules=[], **how)
 
     def step() -> Tensor:

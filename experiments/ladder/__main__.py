@@ -22,7 +22,8 @@ _HEAD = """# The ladder: does it hold at 124 million?
 Most results on the page of [claims](../experiments/notes/claims.md) come from models of 131,000 parameters, and none
 from a large one. This
 page asks the same questions of models with 1, 10 and 124 million parameters (GPT-2 small), by a plan that was committed
-before its first run: `experiments/ladder/plan.py`. `make ladder` trains the runs that are still missing and writes
+before its first run: `experiments/ladder/plan.py`. `python -m experiments.ladder.run` trains the runs that are still
+missing and writes
 this page; it
 can be stopped and started at will, and never trains a run twice. The heading of each rung says how many of its runs are
 done.

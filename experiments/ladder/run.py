@@ -1,4 +1,5 @@
-"""`make ladder`: runs what is left of the plan, the smallest size first, and writes rows as runs end.
+"""`python -m experiments.ladder.run`: runs what is left of the plan, the smallest size first, and writes rows as runs
+end.
 
     python -m experiments.ladder.run [--rung 0.13M …] [--seed 5000 …] [--arm none …] [--work FOLDER] [--results FOLDER]
     [--idle]
@@ -137,7 +138,8 @@ def climb(names: Sequence[str], work: Path, results: Path, stop: Stop, share: Sh
             for path in places:
                 path.mkdir(parents=True, exist_ok=True)
             try:
-                errors = train_runs([share.config(p) for p in left], places, command="make ladder", watcher=watcher)
+                command = "python -m experiments.ladder.run"
+                errors = train_runs([share.config(p) for p in left], places, command=command, watcher=watcher)
             except KeyboardInterrupt:
                 print("stopped; started again it goes on", flush=True)
                 return 0

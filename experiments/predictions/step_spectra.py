@@ -66,7 +66,7 @@ def train(kind: str, lr: float, seed: int, corpus: Corpus) -> Row:
     model.init_weights(torch.Generator().manual_seed(seed))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     if kind.startswith("lalr"):
-        qkeel.apply(kind, model, optimizer)
+        qkeel.apply(model, kind, optimizer)
     tokens = torch.from_numpy(heldout(corpus, data.context, 64))
     probe = torch.from_numpy(batch(corpus, data, seed, STEPS + 1))[:, :-1]
     rates = [learning_rate(config, step, STEPS) for step in range(STEPS)]

@@ -12,15 +12,22 @@ from qkeel.kernels.choose import KERNELS as KERNELS
 from qkeel.kernels.choose import choose
 from qkeel.kernels.compiled_attention import Native
 from qkeel.kernels.contract import average
-from qkeel.kernels.statistics import Price, attend_with_logsumexp, bracket, exact_bracket, logit_stats, no_logsumexp
+from qkeel.kernels.statistics import (
+    StatsLevel,
+    attend_with_logsumexp,
+    bracket,
+    exact_bracket,
+    logit_stats,
+    no_logsumexp,
+)
 from qkeel.kernels.torch_kernels import Flex, Sdpa
 from qkeel.options import lookup
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall, CuSeqlens, band_call, make_call
-from qkeel.spec.slot import GivenMask, GivenPosK, GivenPosQ, Keys, Logits, Outputs, Params, Queries, Values
+from qkeel.spec.slot import AttentionMask, KeyPositions, Keys, Logits, Outputs, Params, Queries, QueryPositions, Values
 
 # The values of `stats` other than True.
-PRICES: dict[str, Price] = {price: price for price in get_args(Price)}
+PRICES: dict[str, StatsLevel] = {price: price for price in get_args(StatsLevel)}
 
 
 @overload
@@ -32,9 +39,9 @@ def attention(
     spec: AttentionSpec,
     params: Params | None = ...,
     causal: bool = ...,
-    mask: GivenMask | None = ...,
-    pos_q: GivenPosQ | None = ...,
-    pos_k: GivenPosK | None = ...,
+    mask: AttentionMask | None = ...,
+    pos_q: QueryPositions | None = ...,
+    pos_k: KeyPositions | None = ...,
     cu_seqlens: CuSeqlens | None = ...,
     dropout: float = ...,
     impl: str = ...,
@@ -49,9 +56,9 @@ def attention(
     spec: AttentionSpec,
     params: Params | None = ...,
     causal: bool = ...,
-    mask: GivenMask | None = ...,
-    pos_q: GivenPosQ | None = ...,
-    pos_k: GivenPosK | None = ...,
+    mask: AttentionMask | None = ...,
+    pos_q: QueryPositions | None = ...,
+    pos_k: KeyPositions | None = ...,
     cu_seqlens: CuSeqlens | None = ...,
     dropout: float = ...,
     impl: str = ...,
@@ -66,13 +73,13 @@ def attention(
     spec: AttentionSpec,
     params: Params | None = ...,
     causal: bool = ...,
-    mask: GivenMask | None = ...,
-    pos_q: GivenPosQ | None = ...,
-    pos_k: GivenPosK | None = ...,
+    mask: AttentionMask | None = ...,
+    pos_q: QueryPositions | None = ...,
+    pos_k: KeyPositions | None = ...,
     cu_seqlens: CuSeqlens | None = ...,
     dropout: float = ...,
     impl: str = ...,
-    stats: Price,
+    stats: StatsLevel,
 ) -> tuple[Outputs, LogitBracket]: ...
 def attention(
     q: Queries,
@@ -82,13 +89,13 @@ def attention(
     spec: AttentionSpec,
     params: Params | None = None,
     causal: bool = True,
-    mask: GivenMask | None = None,
-    pos_q: GivenPosQ | None = None,
-    pos_k: GivenPosK | None = None,
+    mask: AttentionMask | None = None,
+    pos_q: QueryPositions | None = None,
+    pos_k: KeyPositions | None = None,
     cu_seqlens: CuSeqlens | None = None,
     dropout: float = 0.0,
     impl: str = "auto",
-    stats: bool | Price = False,
+    stats: bool | StatsLevel = False,
 ) -> Outputs | tuple[Outputs, LogitStats] | tuple[Outputs, LogitBracket]:
     """Computes the attention that `spec` describes for raw (unnormed, unrotated) q, k, v; see `spec.explain()` for the
     formula.
@@ -132,7 +139,7 @@ def attention(
     return (out, logit_stats(call)) if stats else out
 
 
-def _bracketed(call: AttentionCall, impl: str, price: Price) -> tuple[Tensor, LogitBracket]:
+def _bracketed(call: AttentionCall, impl: str, price: StatsLevel) -> tuple[Tensor, LogitBracket]:
     kernel = choose(call, impl)
     if isinstance(kernel, Native):
         return kernel.bracketed(call)

@@ -78,7 +78,7 @@ q = torch.randn(1, 2, 4, 8)
 qkeel.attention(q, q, q, spec=qkeel.AttentionSpec())
 out, stats = qkeel.attention(q, q, q, spec=qkeel.preset("kna", train_length=512), stats=True)
 model = torch.nn.Sequential(qkeel.nn.Attention(16, 2))
-handle = qkeel.apply("lalr:tau=0.3", model, torch.optim.AdamW(model.parameters()))
+handle = qkeel.apply(model, "lalr:tau=0.3", torch.optim.AdamW(model.parameters()))
 handle.remove()
 print(len(qkeel.find_sites(model)), len(qkeel.presets()) > 20, qkeel.remedies is not None)
 

@@ -1,4 +1,4 @@
-"""explain_model says what attention really does, found by experiment."""
+"""explain says what attention really does, found by experiment."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ EXPECTED: dict[str, list[tuple[Any, ...]]] = {
 def explain(name: str) -> Explanation:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(0)
-    return qkeel.explain_model(MODELS[name](), batch_for(name))
+    return qkeel.explain(MODELS[name](), batch_for(name))
 
 
 def by_hand(name: str) -> Explanation:
     torch.manual_seed(0)
-    return qkeel.explain_model(nn.Sequential(ByHand(RECIPES[name])), torch.randn(2, 12, 32))
+    return qkeel.explain(nn.Sequential(ByHand(RECIPES[name])), torch.randn(2, 12, 32))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -145,7 +145,7 @@ def test_what_fits_no_recipe_is_unknown_instead_of_guessed() -> None:
     assert site.key.text() == "unknown: it neither grows with its projection nor stays the same"
     (site,) = by_hand("convolved").sites
     assert "one token affects others" in site.query.text()
-    one_token = qkeel.explain_model(nn.Sequential(ByHand(RECIPES["norm then rope"])), torch.randn(1, 1, 32))
+    one_token = qkeel.explain(nn.Sequential(ByHand(RECIPES["norm then rope"])), torch.randn(1, 1, 32))
     assert "fewer than three tokens" in str(one_token)
 
 
@@ -154,7 +154,7 @@ def test_the_model_is_bit_for_bit_what_it_was() -> None:
     model.requires_grad_(False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
-    qkeel.explain_model(model, batch_for("qwen3"))
+    qkeel.explain(model, batch_for("qwen3"))
     assert model.training
     assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
     assert torch.equal(random, torch.get_rng_state())
@@ -165,13 +165,13 @@ def test_the_model_is_bit_for_bit_what_it_was() -> None:
 def test_where_the_config_says_something_else_it_is_a_sentence() -> None:
     model = nn.Sequential(ByHand(RECIPES["never called"]))
     model.config = {"use_qk_norm": True}
-    (said,) = qkeel.explain_model(model, torch.randn(1, 6, 32)).differences
+    (said,) = qkeel.explain(model, torch.randn(1, 6, 32)).differences
     assert said == "config.use_qk_norm is true, but no norm is applied to q or k (everywhere)"
     gemma = MODELS["gemma2"]()
     changes = {"attn_logit_softcapping": 30.0, "query_pre_attn_scalar": 16, "sliding_window": 9}  # after it was built
     for name, value in changes.items():
         setattr(gemma.config, name, value)
-    found = qkeel.explain_model(gemma, batch_for("gemma2")).differences
+    found = qkeel.explain(gemma, batch_for("gemma2")).differences
     assert "config.attn_logit_softcapping is 30.0, but the observed cap is 50 (everywhere)" in found
     assert (
         "config.query_pre_attn_scalar 16 means logits 0.25 · q·k, but the observed scale is 0.125 (everywhere)" in found
@@ -181,16 +181,16 @@ def test_where_the_config_says_something_else_it_is_a_sentence() -> None:
 def test_other_arguments_and_failures_are_told() -> None:
     model = MODELS["llama"]().eval()
     batch = {"input_ids": batch_for("llama"), "attention_mask": torch.ones(2, 12, dtype=torch.int64)}
-    assert qkeel.explain_model(model, batch).sites == qkeel.explain_model(model, (batch["input_ids"],)).sites
+    assert qkeel.explain(model, batch).sites == qkeel.explain(model, (batch["input_ids"],)).sites
     with pytest.raises(InvalidTypeError, match="expected the batch as a tensor"):
-        qkeel.explain_model(model, "lamp")
+        qkeel.explain(model, "lamp")
     with pytest.raises(InvalidValueError, match="forward pass"):
-        qkeel.explain_model(model, torch.zeros(2, 3))
+        qkeel.explain(model, torch.zeros(2, 3))
     with pytest.raises(RefusedError, match="no attention"):
-        qkeel.explain_model(nn.Linear(4, 4), torch.ones(2, 4))
+        qkeel.explain(nn.Linear(4, 4), torch.ones(2, 4))
     own = qkeel.nn.Attention(32, 4, spec=qkeel.preset("qwen3"))
     with pytest.raises(RefusedError, match="explain"):
-        qkeel.explain_model(own, torch.randn(1, 4, 32))
+        qkeel.explain(own, torch.randn(1, 4, 32))
 
 
 def test_the_report_groups_layers_that_work_alike() -> None:
@@ -217,8 +217,8 @@ def test_weights_that_are_computed_from_stored_ones_are_followed() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(ByHand(RECIPES["norm then rope"]))
     x = torch.randn(2, 12, 32)
-    plain = qkeel.explain_model(model, x)
-    qkeel.apply("sigma_reparam", model, example=x)
+    plain = qkeel.explain(model, x)
+    qkeel.apply(model, "sigma_reparam", batch=x)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert str(qkeel.explain_model(model, x)) == str(plain)
+    assert str(qkeel.explain(model, x)) == str(plain)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

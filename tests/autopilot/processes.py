@@ -42,7 +42,7 @@ def parallel(folder: Path, rank: int, world: int) -> None:
     assert pilot.actuator.handles
     pilot.remove()
     # A norm's gains would not be averaged over processes: each says so, and what it would have replaced stays.
-    one.pilot = qkeel.autopilot(wrapped, optimizer, policy=Asks(), every=1, example=next(batches())[:, :-1])
+    one.pilot = qkeel.autopilot(wrapped, optimizer, policy=Asks(), every=1, batch=next(batches())[:, :-1])
     one.train(0, 6, call=own)
     reasons = [event["reason"] for event in one.pilot.events if event["event"] == "refused"]
     assert ["already spread this model across processes" in str(reason) for reason in reasons] == [True]
@@ -74,7 +74,7 @@ def compiled(_folder: Path) -> None:
     assert top[-1] < 60
     assert [text for text, _ in said if "one more forward pass without gradients" in text] == [said[0][0]]
     model, call = made()
-    pilot = qkeel.autopilot(call, optimizer := adamw(model), policy=Asks(), every=1, example=next(batches())[:, :-1])
+    pilot = qkeel.autopilot(call, optimizer := adamw(model), policy=Asks(), every=1, batch=next(batches())[:, :-1])
     Run(model, optimizer, pilot).train(0, 10, call=call)
     text, frames = said[-1]
     assert "adding a norm makes it recompile" in text
@@ -87,7 +87,7 @@ def compiled(_folder: Path) -> None:
 
 def part(folder: Path, first: int, last: int, policy: str) -> None:
     """A training from one step to another: from the checkpoint of the one, if there is any, to that of the other."""
-    one = run(foreign(first), policy=policy, example=next(batches())[:, :-1])
+    one = run(foreign(first), policy=policy, batch=next(batches())[:, :-1])
     parts = (one.pilot, one.model, one.optimizer)
     if first:
         for part, state in zip(parts, torch.load(folder / f"checkpoint {first}"), strict=True):

@@ -24,7 +24,7 @@ def test_the_page_and_the_command_show_interventions_with_reasons(
     assert '"interventions":[{"step":2,' in page.replace(", ", ",").replace(": ", ":")
     assert "the max logit went from" in page
     capsys.readouterr()
-    assert main(["replay", str(tmp_path / "run"), "--policy", within.pilot.named]) == 0
+    assert main(["replay", str(tmp_path / "run"), "--policy", within.pilot.spec]) == 0
     said = capsys.readouterr().out
     assert all(str(d) in said for d in within.pilot.decisions)
     assert main(["replay", str(tmp_path / "run"), "--policy", "lader"]) == 2

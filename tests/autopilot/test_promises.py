@@ -93,15 +93,15 @@ def test_a_healthy_run_is_never_touched() -> None:
 @pytest.mark.parametrize("make", [pytest.param(decoder, marks=pytest.mark.slow), foreign])
 def test_a_resumed_run_goes_on_to_equal_bits_and_equal_events(make: Any) -> None:
     example = next(batches())[:, :-1]
-    whole = run(make(), example=example).train()
+    whole = run(make(), batch=example).train()
     steps = sorted({d.step for d in acted(whole)})
     for stop in (1, steps[0] + 1, steps[-1] + 2):  # before the first action, right after it, with all in force
-        first = run(make(), example=example).train(0, stop)
+        first = run(make(), batch=example).train(0, stop)
         file = io.BytesIO()
         torch.save([first.model.state_dict(), first.optimizer.state_dict(), first.pilot.state_dict()], file)
         file.seek(0)
         model, optimizer, pilot = torch.load(file)
-        second = run(make(1), example=example)
+        second = run(make(1), batch=example)
         second.model.load_state_dict(model)
         second.optimizer.load_state_dict(optimizer)
         second.pilot.load_state_dict(pilot)
@@ -215,9 +215,7 @@ def apart() -> Run:
 
 def pilot_of(one: Run, *optimizers: torch.optim.Optimizer) -> Any:
     planned = PlannedRates.of([1e-3] * 24)
-    return qkeel.autopilot(
-        one.model, optimizers, policy=EAGER, every=2, planned=planned, example=next(batches())[:, :-1]
-    )
+    return qkeel.autopilot(one.model, optimizers, policy=EAGER, every=2, planned=planned, batch=next(batches())[:, :-1])
 
 
 def test_a_decision_that_waits_for_the_step_of_another_optimizer_is_saved() -> None:
@@ -275,12 +273,12 @@ class ByPlan(Policy):
 
 
 def test_a_state_that_lacks_a_factor_of_a_clip_is_refused() -> None:
-    one = run(policy="ladder:threshold=20,limit=1e9", example=next(batches())[:, :-1]).train()
+    one = run(policy="ladder:threshold=20,limit=1e9", batch=next(batches())[:, :-1]).train()
     state = one.pilot.state_dict()
     factors = [name for name in state if "steps." in name]
     assert factors
     del state[factors[0]]
-    again = run(policy="ladder:threshold=20,limit=1e9", example=next(batches())[:, :-1])
+    again = run(policy="ladder:threshold=20,limit=1e9", batch=next(batches())[:, :-1])
     with pytest.raises(InvalidValueError, match="expected the factors of 4 heads for the steps of"):
         again.pilot.load_state_dict(state)
 
@@ -295,7 +293,7 @@ def test_a_refusal_belongs_to_the_decision_that_was_refused() -> None:
     sites = qkeel.find_sites(model)
     pilot = qkeel.autopilot(model, [first, late], policy=ByPlan(), every=1)
     one = Run(model, first, pilot).train(0, 10)
-    with qkeel.apply(qkeel.remedies.lalr.LALR(heads=(("blocks.1.attention", ()),)), model, late, sites=sites):
+    with qkeel.apply(model, qkeel.remedies.lalr.LALR(heads=(("blocks.1.attention", ()),)), late, sites=sites):
         late.step()
     refused = [(r.site, r.step) for r in pilot.runner.refused if r.step >= 0]
     assert refused == [(d.site, d.step) for d in pilot.decisions if d.site == "blocks.1.attention"]

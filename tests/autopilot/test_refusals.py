@@ -90,7 +90,7 @@ CASES: dict[str, Row] = {
 def prepared(make: Any, optimizer_of: Any, by_hand: str) -> tuple[Run, Any]:
     model = make()
     optimizer = optimizer_of(model)
-    handle = qkeel.apply(by_hand, model, optimizer, example=EXAMPLE) if by_hand else None
+    handle = qkeel.apply(model, by_hand, optimizer, batch=EXAMPLE) if by_hand else None
     return Run(hot(model), optimizer), handle
 
 
@@ -140,7 +140,7 @@ def test_a_norm_that_is_refused_leaves_in_force_what_it_would_have_replaced() ->
         return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.1)
 
     within = Run(model := foreign(), muon(model))
-    within.pilot = qkeel.autopilot(model, within.optimizer, policy=Asks(), every=1, example=EXAMPLE)
+    within.pilot = qkeel.autopilot(model, within.optimizer, policy=Asks(), every=1, batch=EXAMPLE)
     names = [name for name, _ in model.named_parameters()]
     within.train(0, 8)
     refused = [event["reason"] for event in within.pilot.events if event["event"] == "refused"]
@@ -149,12 +149,12 @@ def test_a_norm_that_is_refused_leaves_in_force_what_it_would_have_replaced() ->
     assert [key[0] for key in within.pilot.actuator.handles] == ["qk_clip:threshold=20"]
     assert names == [name for name, _ in model.named_parameters()]
     other = Run(model := foreign(), muon(model))
-    other.pilot = qkeel.autopilot(model, other.optimizer, policy=Once(), every=1, example=EXAMPLE)
+    other.pilot = qkeel.autopilot(model, other.optimizer, policy=Once(), every=1, batch=EXAMPLE)
     assert other.train(0, 8).losses == within.losses  # that of the clip alone
     # With the optimizer of the vectors besides, the gains join that.
     model = foreign()
     vectors = adamw(nn.ParameterList([p for p in model.parameters() if p.ndim < 2]))
-    pilot = qkeel.autopilot(model, [muon(model), vectors], policy=Asks(), every=1, example=EXAMPLE)
+    pilot = qkeel.autopilot(model, [muon(model), vectors], policy=Asks(), every=1, batch=EXAMPLE)
     both = Run(model, pilot.optimizers[0], pilot)
     vectors.step()
     both.train(0, 8)
@@ -169,12 +169,12 @@ class Once(Asks):
 
 
 def test_a_calibrated_norm_is_announced_trained_kept_in_checkpoints_and_comes_off(tmp_path: Path) -> None:
-    whole = run(policy=BOUNDLESS, example=EXAMPLE)
+    whole = run(policy=BOUNDLESS, batch=EXAMPLE)
     kept = len(whole.optimizer.param_groups[0]["params"])
     decision = next(d for d in whole.train(0, 6).pilot.decisions if d.action is NORM)
     assert (decision.step, decision.site, "under qk_clip" in decision.reason) == (4, None, True)
     assert not whole.pilot.actuator.handles
-    before = run(policy=BOUNDLESS, example=EXAMPLE).train(0, 6)
+    before = run(policy=BOUNDLESS, batch=EXAMPLE).train(0, 6)
     before.pilot.remove()
     assert equal(*({"logits": one.model.eval()(EXAMPLE)} for one in (whole, before)))  # blended in from nothing
     whole.model.train()
@@ -188,7 +188,7 @@ def test_a_calibrated_norm_is_announced_trained_kept_in_checkpoints_and_comes_of
     file = tmp_path / "checkpoint"
     torch.save([whole.model.state_dict(), whole.optimizer.state_dict(), whole.pilot.state_dict()], file)
     model, optimizer, pilot = torch.load(file)
-    again = run(foreign(1), policy=BOUNDLESS, example=EXAMPLE)
+    again = run(foreign(1), policy=BOUNDLESS, batch=EXAMPLE)
     again.pilot.load_state_dict(pilot)
     again.model.load_state_dict(model)
     again.optimizer.load_state_dict(optimizer)
@@ -228,7 +228,7 @@ def largest_logit(model: nn.Module) -> float:
 
 def test_a_remedy_that_somebody_applies_meanwhile_makes_room_for_the_next_action() -> None:
     within = run().train(0, 2)
-    handle = qkeel.apply("qk_clip:threshold=1e6", within.model, within.optimizer, example=EXAMPLE)
+    handle = qkeel.apply(within.model, "qk_clip:threshold=1e6", within.optimizer, batch=EXAMPLE)
     within.train(2)
     refused = [event for event in within.pilot.events if event["event"] == "refused"]
     assert [event["action"] for event in refused] == [CLIP]
@@ -257,7 +257,7 @@ def test_what_cannot_be_is_one_clear_sentence_and_nothing_is_applied() -> None:
     assert not model._forward_pre_hooks
     pilot = run(foreign()).train(0, 8).pilot
     assert pilot.actuator.handles
-    with pytest.raises(RefusedError, match="example=batch"):
+    with pytest.raises(RefusedError, match="batch=batch"):
         run(foreign(1)).pilot.load_state_dict(pilot.state_dict())
     with pytest.raises(InvalidValueError, match="state_dict"):
         run().pilot.load_state_dict({})

@@ -1,4 +1,4 @@
-"""`make gpu` and `make gpu-train` run where no GPU is: sections end by themselves or are ended, results stay."""
+"""`make gpu` and its training run where no GPU is: sections end by themselves or are ended, results stay."""
 
 from __future__ import annotations
 

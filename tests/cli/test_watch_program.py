@@ -206,7 +206,7 @@ def test_under_torchrun_the_fix_is_the_command_that_was_typed(
         monkeypatch.setenv("WORLD_SIZE", world)
         here("--every", "3", "--", "python", "a b.py")  # as a worker does
         assert TYPED not in os.environ
-    remedy = 'qkeel.apply("lalr", model, optimizer)'
+    remedy = 'qkeel.apply(model, "lalr", optimizer)'
     here("--", "python", "a b.py")  # as under another launcher, which left no word
     typed = "qkeel watch --every 3 --apply lalr -- torchrun --nproc-per-node 2 'a b.py'"
     assert [fix.lines(remedy)[0] for fix in seen] == [

@@ -35,7 +35,7 @@ def check(model: nn.Module, x: torch.Tensor, remedy: str, backend: str) -> float
     worst = gap(out(compiled, x), plain)
     with torch.no_grad():
         worst = max(worst, gap(out(compiled, x), plain))
-    handle = qkeel.apply(remedy, model, example=x)
+    handle = qkeel.apply(model, remedy, batch=x)
     changed = out(model, x)
     assert gap(changed, plain) > 1e-4, f"{remedy} changes nothing"
     worst = max(worst, gap(out(compiled, x), changed))  # compiled before

@@ -76,7 +76,7 @@ def refusal_of(name: str, kind: str) -> str:
     """Why a remedy cannot be applied to that kind of attention; empty if it can."""
     model = model_of(kind)
     try:
-        apply(name, model, torch.optim.AdamW(model.parameters()), train_length=16).remove()
+        apply(model, name, torch.optim.AdamW(model.parameters()), train_length=16).remove()
     except QkeelError as error:
         return str(error)
     return ""
@@ -95,7 +95,7 @@ def optimizer_refusal(name: str, optimizer: str) -> str:
         return value
 
     try:
-        with apply("z_loss:weight=mean" if name == "z_loss" else name, model, held, train_length=16):
+        with apply(model, "z_loss:weight=mean" if name == "z_loss" else name, held, train_length=16):
             loss()
             held.step(loss)  # LBFGS makes its gradients itself
     except QkeelError as error:
@@ -117,7 +117,7 @@ def foreign_refusal(name: str, kind: str) -> str:
     try:
         # The loss below is no cross-entropy, by whose gradient z_loss would weigh tokens.
         term = "z_loss:weight=mean" if name == "z_loss" else name
-        with apply(term, model, optimizer, example=x, train_length=16):
+        with apply(model, term, optimizer, batch=x, train_length=16):
             out(model, x).square().mean().backward()
             optimizer.step()
     except QkeelError as error:

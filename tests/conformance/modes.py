@@ -126,7 +126,7 @@ def mode_refusal(name: str, mode: str) -> str:
 def _ran(name: str, model: nn.Module, run: Run) -> list[Tensor]:
     optimizer, x = torch.optim.AdamW(model.parameters(), lr=0.01), example("llama")
     given = {} if isinstance(model, Decoder) else {"example": x}
-    with apply(name, model, optimizer, train_length=8, **given):
+    with apply(model, name, optimizer, train_length=8, **given):
         return run(model, x, optimizer)
 
 

@@ -33,10 +33,10 @@ from .matrix import KINDS, refusal_of
 D, T = 16, 7
 
 
-def apply(named: Any, *rest: Any) -> Handle:
-    """With what some formulas need, and the example that remedies on the final logits ask for."""
+def apply(model: Any, named: Any, *optimizer: Any) -> Handle:
+    """With what some formulas need, and the batch that remedies on the final logits ask for."""
     shown = any(one in ("z_loss", "final_softcap") for one in (named if isinstance(named, list) else [named]))
-    return remedies.apply(named, *rest, train_length=16, example=probe() if shown else None)
+    return remedies.apply(model, named, *optimizer, train_length=16, batch=probe() if shown else None)
 
 
 class Model(nn.Module):
@@ -183,7 +183,7 @@ every_mechanism = pytest.mark.parametrize("name", quick(REMEDIES, lambda name: n
 def test_apply_then_remove_restores_everything_bit_for_bit(name: str, kind: str) -> None:
     model, optimizer = start(name, kind)
     before = Snapshot(model, optimizer)
-    handle = apply(name, model, optimizer)
+    handle = apply(model, name, optimizer)
     with torch.no_grad():
         model(probe())
     assert handle.active
@@ -199,7 +199,7 @@ def test_remove_after_training_leaves_nothing_but_the_trained_weights(name: str)
     model, optimizer = start(name, SMALLEST)
     names, groups = list(model.state_dict()), [list(map(id, g["params"])) for g in optimizer.param_groups]
     structure = Snapshot(model, optimizer)
-    with apply(name, model, optimizer):
+    with apply(model, name, optimizer):
         train(model, optimizer)
         trained = model.state_dict()
     assert list(model.state_dict()) == names
@@ -217,7 +217,7 @@ def test_remove_after_training_leaves_nothing_but_the_trained_weights(name: str)
 @every_case
 def test_training_with_a_remedy_moves_every_trained_weight_and_stays_finite(name: str, kind: str) -> None:
     model, optimizer = start(name, kind)
-    apply(name, model, optimizer)
+    apply(model, name, optimizer)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     sites = find_sites(model) if name == "frozen_qk" else []
     slices = [s for site in sites for s in (*site.query, *site.key)]
@@ -234,17 +234,17 @@ def test_applying_twice_is_refused_by_name_and_changes_nothing(name: str) -> Non
     model, optimizer = start(name, SMALLEST)
     untouched = Snapshot(model, optimizer)
     with pytest.raises(AlreadyAppliedError, match=name):
-        apply([name, name], model, optimizer)
+        apply(model, [name, name], optimizer)
     untouched.assert_same(Snapshot(model, optimizer))
-    handle = apply(name, model, optimizer)
+    handle = apply(model, name, optimizer)
     before = Snapshot(model, optimizer)
     with pytest.raises(AlreadyAppliedError, match=rf"{name} is already applied to blocks.0.attention; remove\(\)"):
-        apply(name, model, optimizer)
+        apply(model, name, optimizer)
     with pytest.raises(AlreadyAppliedError):
-        remedies.apply(name, model.blocks[0], optimizer, train_length=16)
+        remedies.apply(model.blocks[0], name, optimizer, train_length=16)
     before.assert_same(Snapshot(model, optimizer))
     handle.remove()
-    apply(name, model, optimizer).remove()
+    apply(model, name, optimizer).remove()
 
 
 class Boom(Remedy):
@@ -263,7 +263,7 @@ def test_a_failing_apply_leaves_the_model_as_it_was(name: str) -> None:
     model, optimizer = start(name, SMALLEST)
     before = Snapshot(model, optimizer)
     with pytest.raises(RuntimeError, match="half-way"):
-        apply([name, Boom()], model, optimizer)
+        apply(model, [name, Boom()], optimizer)
     before.assert_same(Snapshot(model, optimizer))
 
 
@@ -276,10 +276,10 @@ def test_weights_that_are_not_finite_are_refused_by_name_and_the_model_left_as_i
     groups = [list(map(id, g["params"])) for g in optimizer.param_groups]
     for name in REMEDIES:
         if name == "none":
-            apply(name, model, optimizer).remove()
+            apply(model, name, optimizer).remove()
         else:
             with pytest.raises(NonFiniteError, match=f"1.attention.k_proj.weight holds NaN or infinity before {name} "):
-                apply(name, model, optimizer)
+                apply(model, name, optimizer)
         assert list(model.state_dict()) == keys, name
         assert [type(m) for m in model.modules()] == modules, name
         assert [list(map(id, g["params"])) for g in optimizer.param_groups] == groups, name
@@ -292,7 +292,7 @@ def test_what_a_remedy_refuses_it_refuses_with_a_reason_and_changes_nothing(kind
     before = Snapshot(model, optimizer)
     for name in (name for name in REMEDIES if refusal_of(name, kind)):
         with pytest.raises(RefusedError) as error:
-            apply(name, model, optimizer)
+            apply(model, name, optimizer)
         assert len(str(error.value)) > 40, name
         before.assert_same(Snapshot(model, optimizer))
 
@@ -349,7 +349,7 @@ def test_neutral_hyperparameters_are_the_identity(name: str, kind: str) -> None:
     plain, optimizer = start(name, kind)
     train(plain, optimizer, steps)
     model, optimizer = start(name, kind)
-    handle = apply(text, model, optimizer)
+    handle = apply(model, text, optimizer)
     train(model, optimizer, steps)
     ours, theirs = model.eval()(probe()), plain.eval()(probe())
     if how.startswith("bit"):
@@ -380,7 +380,7 @@ def test_other_hyperparameters_are_not_the_identity(text: str) -> None:
     plain, optimizer = start(name, "GQA")
     train(plain, optimizer)
     model, optimizer = start(name, "GQA")
-    apply(text, model, optimizer)
+    apply(model, text, optimizer)
     train(model, optimizer)
     assert not torch.allclose(model.eval()(probe()), plain.eval()(probe()), atol=1e-4)
 
@@ -404,7 +404,7 @@ def test_a_misspelt_remedy_names_the_nearest() -> None:
 @every_remedy
 def test_a_copy_and_a_pickle_of_a_model_with_a_remedy_compute_the_same_and_are_their_own(name: str) -> None:
     model, optimizer = start(name, SMALLEST)
-    handle = apply(name, model, optimizer)
+    handle = apply(model, name, optimizer)
     again = pickle.loads(pickle.dumps(model))
     assert torch.equal(again.eval()(probe()), model.eval()(probe()))
     copied = copy.deepcopy(model)
@@ -422,7 +422,7 @@ def test_a_copy_and_a_pickle_of_a_model_with_a_remedy_compute_the_same_and_are_t
 def test_state_dicts_of_model_and_optimizer_resume_bit_for_bit(name: str, kind: str) -> None:
     def fresh() -> tuple[Model, torch.optim.Optimizer, Handle]:
         model, optimizer = start(name, kind)
-        return model, optimizer, apply(name, model, optimizer)
+        return model, optimizer, apply(model, name, optimizer)
 
     model, optimizer, handle = fresh()
     train(model, optimizer)
@@ -447,7 +447,7 @@ def test_removing_one_of_two_remedies_keeps_the_other(first: str) -> None:
     slot = {"softcap": "cap", "qk_norm": "norm"}
     model, optimizer = start("softcap", "GQA")
     before = Snapshot(model, optimizer)
-    handles = {name: apply(name, model, optimizer) for name in ("softcap", "qk_norm")}
+    handles = {name: apply(model, name, optimizer) for name in ("softcap", "qk_norm")}
     plain, spec = Attention(D, 4).spec, find_sites(model)[0].spec
     assert all(getattr(spec, s) != getattr(plain, s) for s in slot.values())
     handles[first].remove()

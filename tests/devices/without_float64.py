@@ -45,7 +45,7 @@ def watched() -> Iterator[str]:
         model = model.to(DEVICE).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for how in ({}, {"stats": "entropy", "every": 2}):
-            with qkeel.watch(model, optimizer, probe=tokens if not how else None, **how) as monitor:
+            with qkeel.watch(model, optimizer, probe_batch=tokens if not how else None, **how) as monitor:
                 steps(model, optimizer, tokens, 3)
                 found = monitor.read()
                 assert found, name
@@ -66,7 +66,7 @@ def changed() -> Iterator[str]:
             optimizer = adamw(model)
             steps(model, optimizer, x)
             shown = x if name in ("z_loss", "final_softcap") else None
-            with qkeel.apply(name, model, optimizer, train_length=16, example=shown):
+            with qkeel.apply(model, name, optimizer, train_length=16, batch=shown):
                 steps(model, optimizer, x)
                 assert all(torch.isfinite(p).all() for p in model.parameters()), name
             yield f"apply {name}"

@@ -66,4 +66,4 @@ def test_notebooks_put_out_what_they_hold() -> None:
     runner = loaded("run_notebooks")
     for path in sorted((DOCS / "notebooks").glob("*.ipynb")):
         kept = json.loads(path.read_text(encoding="utf-8"))
-        assert _text(runner.executed(path)) == _text(kept), f"{path.name}: `make notebooks` writes what it puts out now"
+        assert _text(runner.executed(path)) == _text(kept), f"run python docs/run_notebooks.py: {path.name}"

@@ -138,7 +138,7 @@ def test_idioms_at_random_are_right_or_reported(first: int) -> None:
 def test_a_report_names_the_module_and_what_made_the_weights() -> None:
     torch.manual_seed(0)
     s = idioms.idiom(Plan(scoring="additive"))
-    (missed,) = idioms.qkeel.find_sites(s.model, *s.example[0]).missed
+    (missed,) = idioms.qkeel.find_sites(s.model, s.example[0]).missed
     assert missed.module == "odd"
     assert re.search("values of several positions are weighted by a softmax", missed.reason)
     assert dataclasses.replace(missed).operation == "softmax"

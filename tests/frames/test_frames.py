@@ -164,7 +164,7 @@ def test_what_is_shown_is_short() -> None:
     assert repr(monitor).endswith(", closed>")
     assert repr(Handle(lambda: None)) == "<Handle: active, remove() undoes it>"
     model = small()
-    handle = qkeel.apply("lalr", model, torch.optim.AdamW(model.parameters()), example=batch(0))
+    handle = qkeel.apply(model, "lalr", torch.optim.AdamW(model.parameters()), batch=batch(0))
     assert repr(handle) == "<Handle of lalr: active, remove() undoes it>"
     handle.remove()
     assert repr(handle) == "<Handle of lalr: removed>"

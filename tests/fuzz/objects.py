@@ -129,7 +129,7 @@ def check_applied_remedies(case: tuple[str, str, bool, dict[str, Any], int | Non
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if stepped else None
     x = torch.zeros(1, 5, dtype=torch.long) if kind == "decoder" else torch.linspace(-1, 1, 80).view(1, 5, 16)
     before = {n: p.clone() for n, p in model.state_dict().items()}
-    handle = qkeel.apply(name, model, optimizer, train_length=length, **options)
+    handle = qkeel.apply(model, name, optimizer, train_length=length, **options)
     try:
         if kind != "linear":
             model(x).square().mean().backward()

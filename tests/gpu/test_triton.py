@@ -170,7 +170,7 @@ def trained(remedy: str, capturable: bool, kind: str = "foreach") -> tuple[nn.Mo
     torch.manual_seed(1)
     model = nn.Sequential(*(qkeel.nn.Attention(64, 4, 2) for _ in range(2))).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=capturable, **{kind: True})
-    qkeel.apply(remedy, model, optimizer)
+    qkeel.apply(model, remedy, optimizer)
     x = torch.randn(2, 9, 64, device=DEVICE)
     drawn = torch.Generator().manual_seed(2)
     for step in range(3):

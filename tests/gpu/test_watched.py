@@ -117,7 +117,7 @@ def test_a_remedy_does_on_a_gpu_what_it_does_on_a_cpu(name: str, remedy: str) ->
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                handle = qkeel.apply(text, model, optimizer, example=tokens)
+                handle = qkeel.apply(model, text, optimizer, batch=tokens)
         except QkeelError as error:
             results.append(type(error))
             continue

@@ -167,7 +167,7 @@ def test_an_autopilot_resumes_to_the_same_bits_and_events(tmp_path: Path) -> Non
 
     def run(loader: Any, name: str, resume: str | None = None) -> tuple[dict[str, torch.Tensor], Autopilot]:
         example = torch.zeros(1, 8, dtype=torch.long)
-        callback = QkeelCallback(every=1, autopilot="ladder:threshold=2,patience=1", example=example)
+        callback = QkeelCallback(every=1, autopilot="ladder:threshold=2,patience=1", batch=example)
         trainer = fitted(
             callback, tmp_path, resume=resume, module=functools.partial(Module, 0.3, 0.0), loader=loader,
             saves=ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1),

@@ -174,7 +174,7 @@ def test_remedies_reach_it_as_they_reach_sdpa() -> None:
         for implementation in ("sdpa", "qkeel"):
             model = hf("llama", implementation).train()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            qkeel.apply(remedy, model, optimizer, example=x)
+            qkeel.apply(model, remedy, optimizer, batch=x)
             for _ in range(2):
                 out(model, x).square().mean().backward()
                 optimizer.step()
@@ -260,7 +260,7 @@ def test_the_watched_softcap_computes_the_same_bits_and_remedies_on_steps_reach_
     assert all(map(torch.equal, *found))
     clipped = build(entry, "qkeel").train()
     given, optimizer = entry.maker(clipped), torch.optim.SGD(clipped.parameters(), lr=0.0)
-    qkeel.apply("qk_clip:threshold=0.05", clipped, optimizer, example=given)
+    qkeel.apply(clipped, "qk_clip:threshold=0.05", optimizer, batch=given)
     clipped(**given).logits.cos().sum().backward()
     optimizer.step()
     with torch.no_grad(), qkeel.watch(clipped) as monitor:

@@ -100,7 +100,7 @@ def test_remedies_change_self_and_cross_attention_and_undo_leaves_nothing() -> N
     for remedy in REMEDIES:
         check(dataclasses.replace(TINY, remedy=remedy))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        handle = apply(remedy, model, optimizer, train_length=12)
+        handle = apply(model, remedy, optimizer, train_length=12)
         if remedy in ("qk_norm", "softcap:cap=5", "sigmoid"):
             assert len({str(site.spec) for site in find_sites(model)}) == 1
             assert str(find_sites(model)[0].spec) != str(state.config.model)

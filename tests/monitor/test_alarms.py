@@ -159,10 +159,10 @@ def test_an_alarm_reads_as_one_line_with_a_remedy_that_exists() -> None:
         "head 2",
         f"step {alarm.step}",
         "each time the training length doubles",
-        'qkeel.apply("',
+        "qkeel.apply(model, ",
     ):
         assert part in line
-    assert canonical(line.split('qkeel.apply("')[1].split('"')[0])
+    assert canonical(line.split('qkeel.apply(model, "')[1].split('"')[0])
 
 
 def test_infinity_passes_every_ceiling_and_nan_counts_as_not_measured() -> None:

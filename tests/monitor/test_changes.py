@@ -36,7 +36,7 @@ def test_the_root_mean_square_change_is_that_of_the_logits_by_hand() -> None:
     model, x, probe = Attention(), torch.randn(2, 8, 16), torch.randn(3, 10, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = torch.ones(10, 10, dtype=torch.bool).tril()
-    with qkeel.watch(model, optimizer, probe=probe) as monitor:
+    with qkeel.watch(model, optimizer, probe_batch=probe) as monitor:
         for _ in range(3):
             before = logits(model, probe)
             model(x).square().sum().backward()
@@ -55,7 +55,7 @@ def test_a_probe_leaves_no_trace_on_training(every: int) -> None:
         torch.manual_seed(0)
         model, x = Attention(dropout=0.3).train(), torch.randn(2, 8, 16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        monitor = qkeel.watch(model, optimizer, every=every, probe=(x[:1],)) if watched else None
+        monitor = qkeel.watch(model, optimizer, every=every, probe_batch=(x[:1],)) if watched else None
         losses = []
         for _ in range(8):
             loss = model(x).square().mean()
@@ -78,7 +78,7 @@ def test_a_probe_leaves_no_trace_on_training(every: int) -> None:
 def test_with_dropout_nothing_changes_where_no_weight_does() -> None:
     model = Attention(dropout=0.5).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.watch(model, optimizer, probe={"x": torch.randn(1, 6, 16)}) as monitor:
+    with qkeel.watch(model, optimizer, probe_batch={"x": torch.randn(1, 6, 16)}) as monitor:
         model(torch.randn(1, 6, 16)).sum().backward()
         optimizer.step()
         assert monitor.sample is not None
@@ -89,7 +89,7 @@ def test_weights_changed_between_two_steps_are_looked_at_anew() -> None:
     torch.manual_seed(0)
     model, x = Attention(), torch.randn(2, 6, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.watch(model, optimizer, probe=x) as monitor:
+    with qkeel.watch(model, optimizer, probe_batch=x) as monitor:
         for _ in range(2):
             model(x).sum().backward()
             optimizer.step()
@@ -116,6 +116,6 @@ def test_the_change_of_gains_counts_and_half_floats_are_read() -> None:
 def test_a_probe_that_is_no_batch_and_a_plan_that_is_none_are_refused() -> None:
     model = Attention()
     with pytest.raises(TypeError, match="probe batch as a tensor"):
-        qkeel.watch(model, probe=3)
+        qkeel.watch(model, probe_batch=3)
     with pytest.raises(TypeError, match=r"PlannedRates.of"):
         qkeel.watch(model, planned=[0.1])  # type: ignore[arg-type]

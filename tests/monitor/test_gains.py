@@ -73,7 +73,7 @@ def stir(model: nn.Module) -> None:
 
 
 def bound(model: nn.Module, *example: Tensor) -> Tensor:
-    (value,) = GainBounds(model, find_sites(model, *example)).read().values()
+    (value,) = GainBounds(model, find_sites(model, example)).read().values()
     return value
 
 

@@ -131,7 +131,7 @@ def test_types_are_found_and_shown(tmp_path: Path) -> None:
     assert all(f'<td class="text">{of}</td>' in page for of in TYPES.values())
     (read,) = read_watched([tmp_path / "run"])
     assert read.types == TYPES
-    explained = qkeel.explain_model(model, torch.randn(2, T, 32))
+    explained = qkeel.explain(model, torch.randn(2, T, 32))
     assert {one.name: one.layer_type for one in explained.sites} == TYPES
     assert "type      window: " in str(explained)
 

@@ -160,7 +160,7 @@ def test_they_are_in_every_table_without_a_number(tmp_path: Path) -> None:
     page = qkeel.report.write([tmp_path / "run"], tmp_path / "page.html").read_text(encoding="utf-8")
     assert page.count('<td class="text">linear</td>') == len(WITHOUT)
     assert "Layers without logits" in page
-    explained = str(qkeel.explain_model(model, torch.randn(2, T, M)))
+    explained = str(qkeel.explain(model, torch.randn(2, T, M)))
     assert "layers.{0-2}.mixer, layers.6.beside\n  type      linear: " in explained
 
 

@@ -56,7 +56,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     torch.manual_seed(0)
     model = qkeel.nn.Decoder(qkeel.nn.DecoderConfig(vocab_size=20, spec=AttentionSpec(normalizer=Sink())))
     tokens = torch.randint(0, 20, (2, 8))
-    return run_of(model, tokens, "all+gates+updates+residual", tmp_path_factory.mktemp("run"), probe=(tokens,))
+    return run_of(model, tokens, "all+gates+updates+residual", tmp_path_factory.mktemp("run"), probe_batch=(tokens,))
 
 
 @pytest.fixture(scope="module")

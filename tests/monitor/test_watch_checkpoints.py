@@ -109,7 +109,7 @@ def test_a_remedy_that_waits_for_the_next_pass_is_applied_inside_a_checkpoint(sp
     found = []
     for one, example in ((net, None), (known, batch(0).detach())):
         optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-        with qkeel.apply(spec, one, optimizer, example=example):
+        with qkeel.apply(one, spec, optimizer, batch=example):
             for step in range(3):
                 gradients(one, RUNS[name], step)
                 optimizer.step()

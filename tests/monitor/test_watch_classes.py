@@ -283,7 +283,7 @@ def test_classes_of_another_length_split_nothing_and_say_so() -> None:
         (torch.zeros(2, 3), InvalidTypeError, "whole numbers, got torch.float32"),
         (torch.zeros(2, 3, 4, dtype=torch.long), InvalidValueError, r"shape \[batch tokens\], got \(2, 3, 4\)"),
         (torch.tensor([0, -2]), InvalidValueError, "or -1 for a token without a class, got -2 to 0"),
-        (Classes(torch.tensor([0, 1]), names=("a", "b")).given + 1, None, ""),
+        (Classes(torch.tensor([0, 1]), names=("a", "b")).source + 1, None, ""),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once(given: Any, error: type[Exception] | None, message: str) -> None:

@@ -211,9 +211,9 @@ def test_weights_that_are_computed_from_stored_ones_have_no_norms_but_gradients(
     # The norm of the stored W is not that of (γ/σ) W, which the layer uses.
     torch.manual_seed(0)
     model = nn.ModuleList([Attention(WIDTH, H), Attention(WIDTH, H)]).double()
-    qkeel.apply("sigma_reparam:init=one", model[0])
+    qkeel.apply(model[0], "sigma_reparam:init=one")
     if not apart:
-        qkeel.apply("sigma_reparam:init=one", model[1])
+        qkeel.apply(model[1], "sigma_reparam:init=one")
     sites = find_sites(model)
     assert [site.reparametrised for site in sites] == [True, not apart]
     norms = WeightNorms(model, sites, torch.optim.AdamW(model.parameters()))
@@ -230,7 +230,7 @@ def test_steps_of_weights_that_are_computed_from_stored_ones_are_not_compared() 
     torch.manual_seed(0)
     model = Decoder(DecoderConfig(vocab_size=11, d_model=16, n_layers=2, n_heads=2))
     optimizer = torch.optim.AdamW(model.parameters())
-    qkeel.apply("sigma_reparam", model, optimizer)
+    qkeel.apply(model, "sigma_reparam", optimizer)
     monitor = qkeel.watch(model, optimizer, stats="all+updates")
     model(IDS).square().sum().backward()
     with pytest.warns(UserWarning, match="computed from other weights"):

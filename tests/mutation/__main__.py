@@ -1,4 +1,4 @@
-"""Mutants of every room against its direct tests: `make mutation`.
+"""Mutants of every room against its direct tests: `python -m tests.mutation`.
 
     python -m tests.mutation --seeds 11 --out FILE.json [--rooms functional spec] [--root CHECKOUT]
     python -m tests.mutation --table BEFORE.json [AFTER.json]

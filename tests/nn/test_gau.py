@@ -163,7 +163,7 @@ def test_its_site_is_one_head_made_by_gains_on_one_projection_and_takes_and_lose
     assert made[1][1] == ("qk_proj.q_gain", "1.qk_proj.q_bias")
     optimizer = torch.optim.AdamW(model.parameters())
     before, x = model(torch.ones(1, LENGTH, WIDTH)), torch.ones(1, LENGTH, WIDTH)
-    with apply("qk_norm:gain=scalar", model, optimizer):
+    with apply(model, "qk_norm:gain=scalar", optimizer):
         assert not torch.equal(model(x), before)
     assert torch.equal(model(x), before)
 

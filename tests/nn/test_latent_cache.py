@@ -238,7 +238,7 @@ def test_a_norm_over_the_plain_part_alone_is_refused_with_the_reason() -> None:
     with pytest.raises(RefusedError, match="unbounded, and is reported to harm long contexts"):
         RMSNorm(over="nope")  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match="use over='head'"):
-        qkeel.apply("qk_norm:over=nope", make(AttentionSpec()))
+        qkeel.apply(make(AttentionSpec()), "qk_norm:over=nope")
 
 
 @torch.no_grad()
@@ -252,7 +252,7 @@ def test_a_latent_cache_of_another_kind_layer_or_norm_is_refused() -> None:
         make(SPECS["plain"], kv_latent=8)(x[:, :1], cache=cache)
     with pytest.raises(InvalidValueError, match="create a longer LatentCache"):
         module(x, cache=cache)
-    with qkeel.apply("qk_norm", module), pytest.raises(ShapeError, match="start a new cache"):
+    with qkeel.apply(module, "qk_norm"), pytest.raises(ShapeError, match="start a new cache"):
         module(x[:, :1], cache=cache)
     assert cache.length == 2
 
@@ -293,7 +293,7 @@ def test_under_autocast_decoding_is_no_worse_than_attending(name: str) -> None:
 def test_remedies_that_change_the_forward_pass_decode_as_they_attend(remedy: str) -> None:
     module, x = make(AttentionSpec()), torch.randn(2, T, D, dtype=torch.float64)
     plain = module(x)
-    with qkeel.apply(remedy, module):
+    with qkeel.apply(module, remedy):
         module.eval()
         whole = module(x)
         # σReparam starts as the model it is applied to.

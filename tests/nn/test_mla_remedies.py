@@ -53,7 +53,7 @@ def test_lalr_without_a_query_latent_is_algorithm_2_without_that_matrix(latent_n
     model = mla(None, latent_norm=latent_norm)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     start = algorithm_2(norms(model), latent_norm)
-    with qkeel.apply("lalr", model, optimizer, tau=0.5):
+    with qkeel.apply(model, "lalr", optimizer, tau=0.5):
         with torch.no_grad():
             for name, factor in {"q_up": 3.0, "k_up": 2.0, "q_rope": 5.0, "k_rope": 0.5, "kv_down": 1.5}.items():
                 model.get_submodule(name).weight.mul_(factor)
@@ -77,7 +77,7 @@ def test_qk_clip_without_a_query_latent_brings_the_worst_heads_to_the_threshold(
     top = maxima(model, x)
     threshold = float(top.sort().values[1:3].mean())
     before = {name: p.clone() for name, p in model.named_parameters()}
-    with qkeel.apply("qk_clip", model, optimizer, threshold=threshold):
+    with qkeel.apply(model, "qk_clip", optimizer, threshold=threshold):
         model.train()
         with torch.enable_grad():
             model(x).sum().backward()
@@ -106,18 +106,18 @@ def test_under_a_norm_on_keys_step_remedies_are_refused_and_change_nothing(remed
     model = mla(q_latent, spec=AttentionSpec(norm=RMSNorm(gain="dim")))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with pytest.raises(RefusedError, match="norm"):
-        qkeel.apply(remedy, model, optimizer)
+        qkeel.apply(model, remedy, optimizer)
     plain = mla(q_latent)
     optimizer = torch.optim.SGD(plain.parameters(), lr=LR)
-    with qkeel.apply("qk_norm", plain, optimizer), pytest.raises(RefusedError, match="norm"):
-        qkeel.apply(remedy, plain, optimizer)
+    with qkeel.apply(plain, "qk_norm", optimizer), pytest.raises(RefusedError, match="norm"):
+        qkeel.apply(plain, remedy, optimizer)
     assert not optimizer._optimizer_step_post_hooks
 
 
 def test_qk_norm_bounds_the_logits_it_decodes_with() -> None:
     model, x = mla(), 1e3 * torch.randn(2, 9, D, dtype=torch.float64)
     assert maxima(model, x).max() > 1e3
-    with qkeel.apply("qk_norm", model):
+    with qkeel.apply(model, "qk_norm"):
         cache = model.new_cache()
         with torch.no_grad(), Tap(model) as tap:
             model(x[:, :8], cache=cache)

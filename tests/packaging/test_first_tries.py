@@ -1,4 +1,4 @@
-"""What a newcomer tries first, written from README and the pages that it links to, with the wheel: `make trackers`."""
+"""What a newcomer tries first, written from README and the pages that it links to, with the wheel: `make slow`."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_a_remedy_that_comes_when_attention_is_known_shows_in_the_statistics() -
     model = Model(by_name)
     with known(model) as tap:
         before = tap.calls_seen["train"]
-        qkeel.apply("softcap:cap=0.01", model, example=batch())
+        qkeel.apply(model, "softcap:cap=0.01", batch=batch())
         for _ in range(2):  # the first may find that attention is computed otherwise now
             model(batch())
             tap.read()

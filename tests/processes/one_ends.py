@@ -35,7 +35,7 @@ def main(rank: int, port: str, remedy: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(0, 64, (2, 12))
     with qkeel.watch(model, optimizer, every=2, rules=[]) as monitor:
-        with qkeel.apply(remedy, model, optimizer, example=tokens):
+        with qkeel.apply(model, remedy, optimizer, batch=tokens):
             for _ in range(STEPS):
                 F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
                 optimizer.step()

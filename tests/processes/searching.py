@@ -27,12 +27,12 @@ from qkeel.heads.site import Sites
 
 def searched(model: nn.Module, example: Tensor | None = None) -> Sites:
     tokens = wrapped.batch(0)[:2] if example is None else example
-    return qkeel.find_sites(model, input_ids=tokens, use_cache=False)
+    return qkeel.find_sites(model, {"input_ids": tokens, "use_cache": False})
 
 
 def remedied(model: nn.Module) -> None:
     example = {"input_ids": wrapped.batch(0)[:2]}
-    qkeel.apply("qk_lr", model, torch.optim.SGD(model.parameters()), example=example)
+    qkeel.apply(model, "qk_lr", torch.optim.SGD(model.parameters()), batch=example)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def trained(remedy: str, *, filled_first: bool, sgd: bool = False) -> tuple[dict
         warnings.simplefilter("always")
         if filled_first and remedy != "qk_norm":
             get_state_dict(model, optimizer)
-        qkeel.apply(remedy, model, optimizer, example=batch(0))
+        qkeel.apply(model, remedy, optimizer, batch=batch(0))
         if filled_first and remedy == "qk_norm":  # whose gains have a state too
             get_state_dict(model, optimizer)
         monitor = qkeel.watch(model, optimizer, every=1, rules=[])
@@ -83,7 +83,7 @@ def test_the_step_that_fills_an_optimizers_state_is_none(remedy: str, sgd: bool)
 def test_remedies_that_wait_for_a_pass_wait_on_when_the_state_is_filled() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(64, 32), torch.nn.TransformerEncoderLayer(32, 4, batch_first=True))
     optimizer = torch.optim.AdamW(model.parameters())
-    handle = qkeel.apply("lalr", model, optimizer)
+    handle = qkeel.apply(model, "lalr", optimizer)
     get_state_dict(model, optimizer)
     model(batch(0)).square().mean().backward()
     optimizer.step()

@@ -181,7 +181,7 @@ def prepared(setup: str) -> tuple[nn.Module, Step, dict[str, Any]]:
         return split(Context(), setup), step_of, {"layout": Layout(context=rank)}
     model, options = made(setup), OPTIONS.get(setup, {})
     if setup not in ("fsdp2_found", "ddp", "ddp_compile"):
-        options = {**options, "sites": qkeel.find_sites(model, input_ids=batch(0)[:1], use_cache=False)}
+        options = {**options, "sites": qkeel.find_sites(model, {"input_ids": batch(0)[:1], "use_cache": False})}
     return wrapped(model, setup), passes(setup, lambda step: part(setup, step)), options
 
 

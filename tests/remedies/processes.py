@@ -126,7 +126,7 @@ def started(name: str, setup: str) -> tuple[nn.Module, torch.optim.Optimizer, Ha
     model: nn.Module = Context() if context else made(setup)
     example = hidden(0) if context else wrapped.batch(0)[:2]
     sites = qkeel.find_sites(model, example)
-    early = qkeel.apply(CALLS[name], model, example=example) if before else None
+    early = qkeel.apply(model, CALLS[name], batch=example) if before else None
     if not alone(setup):
         model = split(model, setup) if isinstance(model, Context) else wrapped.wrapped(model, setup)
         example = context_part(setup, 0) if context else example
@@ -135,7 +135,7 @@ def started(name: str, setup: str) -> tuple[nn.Module, torch.optim.Optimizer, Ha
         return model, optimizer, early
     by_example = name in BY_EXAMPLE or setup == "fsdp2_found"
     shown: dict[str, Any] = {"example": example} if by_example else {"sites": sites}
-    return model, optimizer, qkeel.apply(CALLS[name], model, optimizer, **shown)
+    return model, optimizer, qkeel.apply(model, CALLS[name], optimizer, **shown)
 
 
 def trained(name: str, setup: str) -> dict[str, Tensor]:
@@ -162,10 +162,10 @@ def trained_stage(name: str, setup: str) -> dict[str, Tensor]:
     examples = [hidden if i else wrapped.batch(0)[:2] for i in parts]
     several = setup == INTERLEAVED
     handle = qkeel.apply(
-        CALLS[name],
         [*parts.values()] if several else stage,
+        CALLS[name],
         optimizer,
-        example=examples if several else examples[0],
+        batch=examples if several else examples[0],
     )
     for number in range(STEPS):
         run(stage, optimizer, number)
@@ -269,11 +269,11 @@ def with_clip(setup: str, case: str) -> tuple[dict[str, Tensor], list[list[int]]
 
     def watch() -> Monitor:
         probe = {"input_ids": wrapped.batch(9)[:1]} if case == "measures too late" else None
-        return qkeel.watch(model, optimizer, every=2, sites=sites, rules=[], probe=probe)
+        return qkeel.watch(model, optimizer, every=2, sites=sites, rules=[], probe_batch=probe)
 
     if case and case != "applied first":
         monitor = watch()
-    handle = qkeel.apply(CALLS["none" if case == "no clip" else "qk_clip"], model, optimizer, sites=sites)
+    handle = qkeel.apply(model, CALLS["none" if case == "no clip" else "qk_clip"], optimizer, sites=sites)
     if case == "applied first":
         monitor = watch()
     sizes = []
@@ -312,7 +312,7 @@ def with_cut_heads(remedy: str, one: bool) -> dict[str, Tensor]:
         rows = len(dist.local(model.get_parameter("blocks.0.attention.q_proj.weight")))
         assert rows % 8, f"{rows} rows are whole heads"
     optimizer = adamw(model)
-    handle = qkeel.apply(remedy, model, optimizer, sites=sites)
+    handle = qkeel.apply(model, remedy, optimizer, sites=sites)
     for number in range(6):
         tokens = wrapped.batch(number) if one else wrapped.part("fsdp2", number)
         F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
@@ -344,7 +344,7 @@ def stages_under_fully_shard() -> None:
         if sharded:
             fully_shard(stage, mesh=axes["dp"])
         optimizer = adamw(stage)
-        handle = qkeel.apply(CALLS[name], stage, optimizer, sites=sites)
+        handle = qkeel.apply(stage, CALLS[name], optimizer, sites=sites)
         for number in range(4):
             run(stage, optimizer, number)
         handle.remove()
@@ -357,7 +357,7 @@ def inside_join() -> None:
     """A clip inside torch's Join is refused on every process before a step; lalr, which waits for nobody, acts."""
     model, optimizer = own("ddp")
     before = weights(model)
-    handle = qkeel.apply("qk_clip:threshold=0.1", model, optimizer)
+    handle = qkeel.apply(model, "qk_clip:threshold=0.1", optimizer)
     refused = pytest.raises(RefusedError, match="a process that has run out of data takes no steps")
     with refused, Join([model]):  # type: ignore[list-item]
         own_step(model, optimizer)
@@ -365,9 +365,9 @@ def inside_join() -> None:
     assert farthest(before, weights(model)) == 0
     handle.remove()
     model, optimizer = own("ddp")  # torch's Join, left by an error, goes on for the first
-    with qkeel.apply("qk_clip:threshold=0.1", model, optimizer):
+    with qkeel.apply(model, "qk_clip:threshold=0.1", optimizer):
         own_step(model, optimizer)  # outside it is a step as any other
-    with qkeel.apply("lalr", model, optimizer), Join([model]):  # type: ignore[list-item]
+    with qkeel.apply(model, "lalr", optimizer), Join([model]):  # type: ignore[list-item]
         for _ in range(2 + dist.rank()):
             own_step(model, optimizer)
     distributed.barrier()
@@ -382,7 +382,7 @@ Misuse = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
 def alone_applies(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
     with waiting(3):
         if dist.rank() == on:
-            qkeel.apply("qk_clip:threshold=0.1", model, optimizer)
+            qkeel.apply(model, "qk_clip:threshold=0.1", optimizer)
 
 
 @contextmanager
@@ -406,7 +406,7 @@ def one_comes_late() -> None:
         patch.setattr("qkeel.dist.agreement.PATIENCE", 0.3)
         if dist.rank() == 1:
             time.sleep(1.5)
-        handle = qkeel.apply("qk_clip:threshold=0.1", model, optimizer)
+        handle = qkeel.apply(model, "qk_clip:threshold=0.1", optimizer)
     own_step(model, optimizer)
     handle.remove()
     waited = [str(w.message) for w in said if "waits for" in str(w.message)]
@@ -416,19 +416,19 @@ def one_comes_late() -> None:
 
 
 def thresholds_differ(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    qkeel.apply("qk_clip", model, optimizer, threshold=0.1 + (dist.rank() == on))
+    qkeel.apply(model, "qk_clip", optimizer, threshold=0.1 + (dist.rank() == on))
 
 
 def remedies_differ(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    qkeel.apply("lalr" if dist.rank() == on else "qk_lr", model, optimizer)
+    qkeel.apply(model, "lalr" if dist.rank() == on else "qk_lr", optimizer)
 
 
 def an_optimizer_is_missing(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    qkeel.apply("lalr", model, None if dist.rank() == on else optimizer)
+    qkeel.apply(model, "lalr", None if dist.rank() == on else optimizer)
 
 
 def an_option_is_wrong(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    qkeel.apply("qk_clip", model, optimizer, threshold=-1.0 if dist.rank() == on else 1.0)
+    qkeel.apply(model, "qk_clip", optimizer, threshold=-1.0 if dist.rank() == on else 1.0)
 
 
 def weights_are_not_finite(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
@@ -437,13 +437,13 @@ def weights_are_not_finite(model: nn.Module, optimizer: torch.optim.Optimizer, o
     if dist.rank() == on:
         dist.local(query).detach().fill_(torch.nan)
     try:
-        qkeel.apply("lalr", model, optimizer)
+        qkeel.apply(model, "lalr", optimizer)
     finally:
         dist.local(query).detach().copy_(kept)
 
 
 def removed_alone(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    handle = qkeel.apply("lalr:tau=0.5+qk_clip:threshold=0.1", model, optimizer)
+    handle = qkeel.apply(model, "lalr:tau=0.5+qk_clip:threshold=0.1", optimizer)
     own_step(model, optimizer)
     try:
         if dist.rank() == on:
@@ -454,7 +454,7 @@ def removed_alone(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -
 
 
 def removed_a_step_apart(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    handle = qkeel.apply("qk_lr", model, optimizer)
+    handle = qkeel.apply(model, "qk_lr", optimizer)
     try:
         for number in range(3):
             if number == 1 + (dist.rank() == on):
@@ -480,7 +480,7 @@ def fails_inside(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) ->
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(home, name, failing)
-        handle = qkeel.apply("lalr+lalr:tau=0.5" if left else "lalr", model, optimizer)
+        handle = qkeel.apply(model, "lalr+lalr:tau=0.5" if left else "lalr", optimizer)
         handle.remove()
         raise RefusedError("it was not called as often")
 
@@ -496,7 +496,7 @@ def fails_at_another_place(model: nn.Module, optimizer: torch.optim.Optimizer, o
     with pytest.MonkeyPatch.context() as patch:
         if dist.rank() == on:
             patch.setattr(LALR, "apply", failing)
-        qkeel.apply("lalr+lalr:tau=0.5", model, optimizer)
+        qkeel.apply(model, "lalr+lalr:tau=0.5", optimizer)
 
 
 MISUSES: tuple[Misuse, ...] = (
@@ -575,7 +575,7 @@ def misuses() -> None:
 def a_state_that_one_process_lacks() -> None:
     """A remedy loses its state on every process if the weights of one were changed before another optimizer."""
     model, first = own("ddp")
-    one = AtNextPass("lalr:tau=0.5", model, first, Asked())
+    one = AtNextPass(model, "lalr:tau=0.5", first, Asked())
     for _ in range(3):
         own_step(model, first)
     state = one.state()
@@ -584,7 +584,7 @@ def a_state_that_one_process_lacks() -> None:
     second = adamw(model)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        other = AtNextPass("lalr:tau=0.5", model, second, Asked(), before={} if dist.rank() else state)
+        other = AtNextPass(model, "lalr:tau=0.5", second, Asked(), before={} if dist.rank() else state)
         own_step(model, second)
     assert any(
         "starts again from its initial state, because weights were changed on some processes" in str(w.message)
@@ -618,14 +618,14 @@ def refused_before_anything() -> None:
         flat = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=original)
         for part in (flat, model):
             with pytest.raises(RefusedError, match="wrapped in FullyShardedDataParallel"):
-                qkeel.apply("softcap", part, adamw(flat))
+                qkeel.apply(part, "softcap", adamw(flat))
     model, optimizer = own("fsdp2")
     with pytest.raises(RefusedError, match="a spectral norm cannot be computed"):
-        qkeel.apply("lalr:norm=spectral", model, optimizer)
+        qkeel.apply(model, "lalr:norm=spectral", optimizer)
     for setup, wrapper in {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard"}.items():
         model, optimizer = own(setup)
         with pytest.raises(RefusedError, match=f"adds parameters .*{wrapper} has already spread"):
-            qkeel.apply("qk_norm", model.get_submodule("module") if setup == "ddp" else model, optimizer)
+            qkeel.apply(model.get_submodule("module") if setup == "ddp" else model, "qk_norm", optimizer)
 
 
 def a_late_stage_is_refused() -> None:
@@ -635,7 +635,7 @@ def a_late_stage_is_refused() -> None:
         model = qkeel.nn.Attention(16, 4).double()
         optimizer = adamw(model)
         options: dict[str, Any] = {"module": "q_proj", "weight": "mean"} if name == "z_loss" else {}
-        handle = qkeel.apply(name, model, optimizer, **options)
+        handle = qkeel.apply(model, name, optimizer, **options)
         stage = PipelineStage(model, dist.rank(), dist.world(), torch.device("cpu"))
         x = torch.rand(4, 3, 16, dtype=torch.float64)
         schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, t: (y - t).square().mean())
@@ -653,7 +653,7 @@ def a_late_stage_is_refused() -> None:
 def a_swapped_weight_stops_all() -> None:
     """One process finds that a weight was replaced; the other, which waits for it in the clip, is told so."""
     model, optimizer = own("one")
-    qkeel.apply("qk_clip:threshold=0.1", model, optimizer)
+    qkeel.apply(model, "qk_clip:threshold=0.1", optimizer)
     if dist.rank() == 0:
         query = model.get_submodule("blocks.0.attention.q_proj")
         query.weight = nn.Parameter(query.weight.detach().clone())

@@ -65,7 +65,7 @@ def test_a_handle_restores_an_attention_without_a_model_around_it_bit_for_bit(na
     model, x = attention(torch.float32), torch.randn(1, 5, 16)
     optimizer = adamw(model)
     before, out = snapshot(model, optimizer), model(x)
-    handle = apply(name, model, optimizer)
+    handle = apply(model, name, optimizer)
     assert handle.active
     handle.remove()
     handle.remove()
@@ -79,7 +79,7 @@ def test_remedies_train_under_every_block_layout(name: str) -> None:
     for order in ("pre",) if name in ("swin_norm", "peri_norm") else ("pre", "post", "swin", "peri"):
         model = decoder(norm_order=order, n_kv_heads=2)
         optimizer = adamw(model)
-        with apply(name, model, optimizer):
+        with apply(model, name, optimizer):
             train(model, optimizer, 2)
         assert all(p.isfinite().all() for p in model.parameters())
 
@@ -92,10 +92,10 @@ def test_a_conflict_is_refused_whichever_comes_first_and_changes_nothing(name: s
     for other in sorted(next(iter(pair - {name})) for pair in CONFLICTS if name in pair):
         for named in (f"{name}+{other}", [name, other]):
             with pytest.raises(RefusedError, match=rf"{other} at blocks.0.attention"):
-                apply(named, model, optimizer)
+                apply(model, named, optimizer)
             assert_same(before, snapshot(model, optimizer))
-        with apply(name, model, optimizer), pytest.raises(RefusedError):
-            apply(other, model, optimizer)
+        with apply(model, name, optimizer), pytest.raises(RefusedError):
+            apply(model, other, optimizer)
     assert_same(before, snapshot(model, optimizer))
     assert torch.equal(out, model(tokens()))
 
@@ -110,22 +110,22 @@ def test_two_remedies_compose_in_both_orders(one: str, other: str) -> None:
     before = snapshot(model, optimizer)
     for pair in ((one, other), (other, one)):
         # One after the other, taken off in the order they came, not the reverse.
-        first, second = (apply(name, model, optimizer) for name in pair)
+        first, second = (apply(model, name, optimizer) for name in pair)
         first.remove()
         second.remove()
         assert_same(before, snapshot(model, optimizer))
     for pair in ((one, other), (other, one)):
-        with apply("+".join(pair), model, optimizer):
+        with apply(model, "+".join(pair), optimizer):
             train(model, optimizer, 1)
         assert snapshot(model, optimizer)["hooks"] == before["hooks"]
 
 
 def test_the_remaining_remedy_still_works_when_the_first_is_removed() -> None:
     model, other = decoder(), decoder()
-    norm = apply("qk_norm", model)
-    apply("softcap:cap=0.5", model)
+    norm = apply(model, "qk_norm")
+    apply(model, "softcap:cap=0.5")
     norm.remove()
-    apply("softcap:cap=0.5", other)
+    apply(other, "softcap:cap=0.5")
     assert torch.equal(model(tokens()), other(tokens()))
     assert list(model.state_dict()) == list(other.state_dict())
 
@@ -133,19 +133,19 @@ def test_the_remaining_remedy_still_works_when_the_first_is_removed() -> None:
 def test_a_conflict_says_which_site_and_which_remedy_is_in_force() -> None:
     model = decoder()
     optimizer = adamw(model)
-    apply("lalr", model, optimizer)
+    apply(model, "lalr", optimizer)
     with pytest.raises(RefusedError, match=r"qk_norm at blocks.0.attention, where lalr is active: a norm on q and k"):
-        apply("qk_norm", model, optimizer)
+        apply(model, "qk_norm", optimizer)
 
 
 def test_a_part_of_a_model_can_be_treated_alone() -> None:
     model = decoder()
-    with apply("qk_norm", model.blocks[1]):
+    with apply(model.blocks[1], "qk_norm"):
         names = [n for n, _ in model.named_parameters() if n.endswith("q_norm")]
         assert names == ["blocks.1.attention.q_norm"]
         with pytest.raises(AlreadyAppliedError, match=r"qk_norm is already applied to blocks\.1\.attention"):
-            apply("qk_norm", model)
-    apply("qk_norm", model)
+            apply(model, "qk_norm")
+    apply(model, "qk_norm")
 
 
 def test_a_failure_at_a_later_site_undoes_the_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,14 +165,14 @@ def test_a_failure_at_a_later_site_undoes_the_earlier_ones(monkeypatch: pytest.M
 
     monkeypatch.setattr(change_spec, "join", fail)
     with pytest.raises(KeyboardInterrupt):
-        apply("softcap+qk_norm", model, optimizer)
+        apply(model, "softcap+qk_norm", optimizer)
     assert_same(before, snapshot(model, optimizer))
 
 
 def test_an_exception_inside_with_still_removes() -> None:
     model = decoder()
     before = snapshot(model)
-    with pytest.raises(ZeroDivisionError), apply("qk_norm+softcap", model):
+    with pytest.raises(ZeroDivisionError), apply(model, "qk_norm+softcap"):
         _ = 1 / 0
     assert_same(before, snapshot(model))
 
@@ -180,7 +180,7 @@ def test_an_exception_inside_with_still_removes() -> None:
 def test_a_copy_of_a_treated_model_computes_the_same() -> None:
     model = decoder()
     optimizer = adamw(model)
-    with apply("qk_norm+softcap+sigma_reparam", model, optimizer):
+    with apply(model, "qk_norm+softcap+sigma_reparam", optimizer):
         copied = copy.deepcopy(model).eval()
         model.eval()
         assert torch.equal(model(tokens()), copied(tokens()))
@@ -237,7 +237,7 @@ def test_a_wrong_name_or_option_is_one_clear_error(named: Any, options: Any, err
     model = decoder()
     before = snapshot(model)
     with pytest.raises(error, match=message) as caught:
-        apply(named, model, None, **options)
+        apply(model, named, None, **options)
     assert isinstance(caught.value, QkeelError)
     assert_same(before, snapshot(model))
 
@@ -247,24 +247,24 @@ def test_what_acts_on_steps_asks_for_the_optimizer(name: str) -> None:
     model = decoder()
     before = snapshot(model)
     with pytest.raises(RefusedError, match=rf"{name} acts on optimizer steps: call qkeel.apply\('{name}', model, opt"):
-        apply(f"softcap+{name}", model)
+        apply(model, f"softcap+{name}")
     assert_same(before, snapshot(model))
 
 
 def test_the_wrong_kind_of_argument_is_one_clear_error() -> None:
     model = decoder()
     with pytest.raises(InvalidTypeError, match=r"expected a torch.nn.Module to apply remedies to, got int"):
-        apply("lalr", 3)  # type: ignore[arg-type]
+        apply(3, "lalr")  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match=r"expected a torch.optim.Optimizer, got StepLR"):
-        apply("lalr", model, torch.optim.lr_scheduler.StepLR(adamw(model), 1))  # type: ignore[arg-type]
+        apply(model, "lalr", torch.optim.lr_scheduler.StepLR(adamw(model), 1))  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match="found no attention in this Linear"):
-        apply("lalr", nn.Linear(2, 2), None)
+        apply(nn.Linear(2, 2), "lalr", None)
 
 
 def test_weights_without_values_are_refused() -> None:
     model = decoder().to("meta")
     with pytest.raises(RefusedError, match="on the meta device; give it values before lalr is applied"):
-        apply("lalr", model, adamw(model))
+        apply(model, "lalr", adamw(model))
 
 
 @pytest.mark.parametrize("name", ["lalr", "qk_clip"])
@@ -272,7 +272,7 @@ def test_weights_made_by_a_parametrisation_are_refused(name: str) -> None:
     model = decoder()
     parametrizations.spectral_norm(model.blocks[0].attention.q_proj)
     with pytest.raises(RefusedError, match=f"{name} at blocks.0.attention: the weight on the logit path"):
-        apply(name, model, adamw(model))
+        apply(model, name, adamw(model))
 
 
 @pytest.mark.parametrize("name", ["qk_lr", "softcap"])
@@ -280,7 +280,7 @@ def test_a_weight_that_hooks_make_from_others_is_named(name: str) -> None:
     model = decoder()
     parametrizations.weight_norm(model.blocks[0].attention.q_proj)
     with pytest.raises(RefusedError, match=r"no parameter 'blocks.0.attention.q_proj.parametrizations"):
-        apply(name, model, adamw(model))
+        apply(model, name, adamw(model))
 
 
 def test_a_remedy_of_ones_own_needs_no_table() -> None:
@@ -302,7 +302,7 @@ def test_a_remedy_of_ones_own_needs_no_table() -> None:
 
     model = decoder()
     before, q = snapshot(model), model.blocks[0].attention.q_proj.weight
-    with apply(["softcap", Louder()], model) as handle:
+    with apply(model, ["softcap", Louder()]) as handle:
         assert handle.state() == {"1.twice": 2}
         handle.load({"1.twice": 2})
         assert not torch.equal(before["state"]["blocks.0.attention.q_proj.weight"], q)

@@ -124,7 +124,7 @@ def test_weights_may_get_another_storage_or_dtype_between_steps(remedy: str) -> 
     for change in (False, True):
         model = attention(torch.float64)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with qkeel.apply(remedy, model, optimizer):
+        with qkeel.apply(model, remedy, optimizer):
             for i, grads in enumerate(gradients(model, 4)):
                 if change and i == 2:
                     for p in model.parameters():

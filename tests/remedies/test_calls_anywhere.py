@@ -57,7 +57,7 @@ def test_a_changed_call_equals_the_oracle(change: str, how: str, masked: bool) -
         mask = torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(8)) > 0.4 if masked else None
         if mask is not None:
             mask = (mask | torch.eye(6, dtype=torch.bool)) & torch.ones(6, 6, dtype=torch.bool).tril()
-        qkeel.apply(change, model, example=(x,) if mask is None else (x, mask))
+        qkeel.apply(model, change, batch=(x,) if mask is None else (x, mask))
         jolted(model, ("sink", "logit_bias", "log_n_scale"))
         params = {n: getattr(model, n) for n in spec.init_params(4, 4, 4)}
         q, k, v = Hand.heads(plain, x)
@@ -93,7 +93,7 @@ def test_llama_attends_as_the_models_that_were_built_so(how: str, remedy: str, s
     AttentionInterface.register(stock.__name__, stock)
     AttentionMaskInterface.register(stock.__name__, eager_mask)
     model, theirs, x = hf("llama", how), hf("llama", stock.__name__), example("llama")
-    qkeel.apply(remedy, model, example=x)
+    qkeel.apply(model, remedy, batch=x)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith(".sink"):
@@ -116,7 +116,7 @@ def test_eager_and_fused_attention_are_changed_alike(name: str, change: str) -> 
     outputs = []
     for how in HOW:
         model = hf(name, how)
-        qkeel.apply(change, model, example={"input_ids": x, "attention_mask": mask})
+        qkeel.apply(model, change, batch={"input_ids": x, "attention_mask": mask})
         jolted(model, ("sink", "logit_bias"))
         with torch.no_grad():
             outputs.append(out(model, x, attention_mask=mask)[:, 2:])
@@ -127,7 +127,7 @@ def test_eager_and_fused_attention_are_changed_alike(name: str, change: str) -> 
 @pytest.mark.parametrize("change", ["log_n:length=3", "softcap:cap=0.5", "sigmoid:length=6", "sink"])
 def test_padding_changes_nothing_for_those_who_do_not_see_it(change: str, how: str) -> None:
     model, x = hf("llama", how), example("llama", batch=1)
-    qkeel.apply(change, model, example=x)
+    qkeel.apply(model, change, batch=x)
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), x], dim=1)
     mask = torch.cat([torch.zeros(1, 3, dtype=torch.long), torch.ones_like(x)], dim=1)
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_padding_changes_nothing_for_those_who_do_not_see_it(change: str, how: s
 )
 def test_generation_with_a_cache_equals_generation_without(change: str, how: str) -> None:
     model, x = hf("llama", how), example("llama", tokens=4)
-    qkeel.apply(change, model, example=x)
+    qkeel.apply(model, change, batch=x)
     with torch.no_grad():
         whole = out(model, example("llama", tokens=9))
         first = model(example("llama", tokens=9)[:, :5], use_cache=True)
@@ -156,7 +156,7 @@ def test_generation_with_a_cache_equals_generation_without(change: str, how: str
 
 def test_a_static_cache_counts_the_keys_that_are_there() -> None:
     model, x = hf("llama", "sdpa"), example("llama", tokens=4)
-    qkeel.apply("log_n:length=3", model, example=x)
+    qkeel.apply(model, "log_n:length=3", batch=x)
     made = [
         model.generate(x, max_new_tokens=5, do_sample=False, pad_token_id=0, cache_implementation=kind)  # type: ignore[operator]
         for kind in ("static", "dynamic")
@@ -190,7 +190,7 @@ def test_multihead_attention_is_changed_with_masks_and_weights(change: str, cros
     m = nn.MultiheadAttention(16, 4, batch_first=True).double()
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     y = torch.randn(2, 3, 16, dtype=torch.float64) if cross else x
-    qkeel.apply(change, m, example=(x, y, y))
+    qkeel.apply(m, change, batch=(x, y, y))
     jolted(m)
     spec = CHANGES.get(change, AttentionSpec())
     if change == "qk_norm":
@@ -223,7 +223,7 @@ def test_torchs_encoder_leaves_its_fast_path(nested: bool) -> None:
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).eval()
     x, padding = torch.randn(2, 5, 16), torch.zeros(2, 5, dtype=torch.bool)
     padding[1, 3:] = True
-    qkeel.apply("softcap:cap=0.2", model, example=x)
+    qkeel.apply(model, "softcap:cap=0.2", batch=x)
     with torch.no_grad():
         fast, fast_padded = model(x), model(x, src_key_padding_mask=padding)
     assert torch.allclose(fast, model(x), atol=1e-6)
@@ -241,7 +241,7 @@ def test_removal_leaves_no_trace(name: str, how: str, change: str) -> None:
     model, x = build(name, how), example(name)
     optimizer = torch.optim.AdamW(model.parameters())
     before, state, y = everything(model), values(model), out(model, x)
-    with qkeel.apply(change, model, optimizer, example=x):
+    with qkeel.apply(model, change, optimizer, batch=x):
         assert not torch.equal(out(model, x), y)
         out(model, x).square().sum().backward()
         added = [p for n, p in model.named_parameters() if n not in state]
@@ -249,7 +249,7 @@ def test_removal_leaves_no_trace(name: str, how: str, change: str) -> None:
         assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in added)
         assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
         with pytest.raises(AlreadyAppliedError):
-            qkeel.apply(change, model, optimizer, example=x)
+            qkeel.apply(model, change, optimizer, batch=x)
     assert everything(model) == before
     assert all(torch.equal(value, state[n]) for n, value in values(model).items())
     assert torch.equal(out(model, x), y)
@@ -266,7 +266,7 @@ def test_changes_compose_in_any_order_and_come_off_in_any_order(order: tuple[str
     model, plain = Hand("fused", how).double(), Hand("fused", how).double()
     x = x_of(model)
     before = everything(model)
-    handles = [qkeel.apply(one, model, example=x) for one in order]
+    handles = [qkeel.apply(model, one, batch=x) for one in order]
     expected = reference.attend(spec, *plain.heads(x), params={"sink": model.sink}).out
     assert (model(x) - plain.o(expected.transpose(1, 2).flatten(2))).abs().max() < 1e-12
     for handle in handles:
@@ -278,7 +278,7 @@ def test_changes_compose_in_any_order_and_come_off_in_any_order(order: tuple[str
 def test_a_models_signature_still_shows() -> None:
     model, x = Hand("fused"), torch.randn(2, 6, 16)
     plain = inspect.signature(model.forward)
-    qkeel.apply("softcap", model, example=x)
+    qkeel.apply(model, "softcap", batch=x)
     assert inspect.signature(model.forward) == plain
 
 
@@ -286,7 +286,7 @@ def test_a_models_signature_still_shows() -> None:
 def test_statistics_see_the_changed_call(how: str) -> None:
     model, x = hf("llama", how), example("llama")
     before = calls(model, x)
-    qkeel.apply("softcap:cap=0.5+log_n:length=3", model, example=x)
+    qkeel.apply(model, "softcap:cap=0.5+log_n:length=3", batch=x)
     seen = calls(model, x)
     assert [s.name for s in seen] == [s.name for s in before]
     assert all(s.call.spec.cap == Softcap(0.5) or abs(s.call.spec.cap.cap - 0.5) < 1e-6 for s in seen)  # type: ignore[attr-defined]
@@ -305,10 +305,10 @@ def test_statistics_see_the_changed_call(how: str) -> None:
 ])  # fmt: skip
 def test_two_changes_of_one_slot_are_refused(first: str, second: str) -> None:
     model, x = hf("llama", "sdpa"), example("llama")
-    with qkeel.apply(first, model, example=x):
+    with qkeel.apply(model, first, batch=x):
         before = everything(model)
         with pytest.raises((RefusedError, AlreadyAppliedError), match="already"):
-            qkeel.apply(second, model, example=x)
+            qkeel.apply(model, second, batch=x)
         assert everything(model) == before
 
 
@@ -342,7 +342,7 @@ def test_what_cannot_be_changed_is_refused_with_a_reason(kind: str, remedy: str,
     model, x = Odd(kind), torch.randn(2, 6, 16)
     before, y = everything(model), model(x)
     with pytest.raises(RefusedError, match=message):
-        qkeel.apply(remedy, model, example=x)
+        qkeel.apply(model, remedy, batch=x)
     assert everything(model) == before
     assert torch.equal(model(x), y)
 
@@ -358,7 +358,7 @@ def test_another_scale_than_the_examples_is_refused() -> None:
             return F.scaled_dot_product_attention(q, k, v, scale=self.scale)
 
     model, x = Fickle(), torch.randn(2, 6, 16)
-    qkeel.apply("softcap", model, example=x)
+    qkeel.apply(model, "softcap", batch=x)
     model.scale = 0.25
     with pytest.raises(RefusedError, match=r"called with the scale 0.25, but with \[0.5\] on the example"):
         model(x)
@@ -377,7 +377,7 @@ def test_logits_of_any_size_are_told_from_hidden_ones(low: float) -> None:
     model, x = Masked("fused"), torch.randn(2, 6, 16)
     with torch.no_grad():
         model.qkv.weight[:32].mul_(size**0.5)
-    qkeel.apply("softcap:cap=5", model, example=x)
+    qkeel.apply(model, "softcap:cap=5", batch=x)
     q, k, v = model.heads(x)
     expected = reference.attend(AttentionSpec(cap=Softcap(5.0)), q, k, v).out
     assert torch.allclose(model(x), model.o(expected.transpose(1, 2).flatten(2)), atol=1e-4)

@@ -44,7 +44,7 @@ def test_lalr_with_plain_decay_scales_all_of_a_step_but_the_decay(family: str) -
     own = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=DECAY)
     shape = [min(1.0, (i + 1) / 5) for i in range(STEPS + 1)]
     scheduler = torch.optim.lr_scheduler.LambdaLR(own, lambda i: shape[i])
-    with qkeel.apply("lalr:decay=plain", model, own, tau=TAU, example=batch()):
+    with qkeel.apply(model, "lalr:decay=plain", own, tau=TAU, batch=batch()):
         for i, grads in enumerate(gradients(model, STEPS)):
             chosen = some(grads, outside)
             step_some(model, own, chosen)
@@ -58,7 +58,7 @@ def test_scaled_and_plain_decay_differ_and_are_the_same_without_decay() -> None:
     for how, decay in itertools.product(("scaled", "plain"), (0.0, 0.5)):
         model = attention(torch.float64)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=decay)
-        with qkeel.apply(f"lalr:tau=0.1,decay={how}", model, optimizer):
+        with qkeel.apply(model, f"lalr:tau=0.1,decay={how}", optimizer):
             for grads in gradients(model, 3):
                 step_by(model, optimizer, grads)
         found[how, decay] = model.q_proj.weight.detach()
@@ -70,7 +70,7 @@ def test_plain_decay_leaves_a_factor_of_one_bit_for_bit() -> None:
     models = [attention(torch.float32) for _ in range(2)]
     for model, remedy in zip(models, ("lalr:tau=1,decay=plain", "none")):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-        with qkeel.apply(remedy, model, optimizer):
+        with qkeel.apply(model, remedy, optimizer):
             step_by(model, optimizer, next(gradients(model, 1)))
     assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models)))
 
@@ -94,9 +94,9 @@ def test_plain_decay_needs_a_decay_that_is_decoupled(make: Any, refused: bool) -
     optimizer = make([p for p in model.parameters() if p.ndim == 2])
     if refused:
         with pytest.raises(RefusedError, match="adds its weight decay to the gradient; use decay=scaled or AdamW"):
-            qkeel.apply("lalr:decay=plain", model, optimizer)
+            qkeel.apply(model, "lalr:decay=plain", optimizer)
     else:
-        with qkeel.apply("lalr:decay=plain", model, optimizer):
+        with qkeel.apply(model, "lalr:decay=plain", optimizer):
             for grads in gradients(model, 2):
                 step_by(model, optimizer, grads)
 
@@ -106,7 +106,7 @@ def test_weights_without_a_gradient_are_not_decayed() -> None:
         model = attention(torch.float32)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
         before = [p.detach().clone() for p in model.parameters()]
-        with qkeel.apply(remedy, model, optimizer):
+        with qkeel.apply(model, remedy, optimizer):
             optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
 
@@ -122,7 +122,7 @@ def test_with_adamw_it_is_adamw_with_that_decay_for_the_rows_of_queries_and_keys
         torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=w)
         for m, w in ((model, 0), (plain, 0), (decayed, DECAY))
     ]
-    with qkeel.apply("qk_weight_decay", model, optimizers[0], decay=DECAY, example=batch()):
+    with qkeel.apply(model, "qk_weight_decay", optimizers[0], decay=DECAY, batch=batch()):
         for grads in gradients(model, 10):
             for m, o in zip((model, plain, decayed), optimizers):
                 step_by(m, o, grads)
@@ -143,7 +143,7 @@ def test_it_is_the_same_decay_with_any_optimizer_and_follows_its_rates() -> None
     groups = [{"params": [model.q_proj.weight], "lr": 0.1}, {"params": [model.k_proj.weight], "lr": torch.tensor(0.3)}]
     optimizer = torch.optim.SGD(groups, lr=0.5)
     before = [p.detach().clone() for p in model.parameters()]
-    with qkeel.apply("qk_weight_decay:decay=0.2", model, optimizer):
+    with qkeel.apply(model, "qk_weight_decay:decay=0.2", optimizer):
         for factor in (1.0, 0.5, 0.0):
             for group, rate in zip(optimizer.param_groups, (0.1, torch.tensor(0.3))):
                 group["lr"] = rate * factor
@@ -162,7 +162,7 @@ def test_other_remedies_do_not_scale_it_in_any_order(order: tuple[str, ...]) -> 
     for named in (order, ("lalr:tau=0.1", "qk_weight_decay", "qk_clip:threshold=1")):
         model = attention(torch.float64)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
-        with qkeel.apply(list(named), model, optimizer):
+        with qkeel.apply(model, list(named), optimizer):
             for grads in gradients(model, 3):
                 model(x)
                 step_by(model, optimizer, grads)
@@ -174,7 +174,7 @@ def test_with_qk_lr_at_zero_the_decay_is_all_that_is_left() -> None:
     model = attention(torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.3)
     before = model.q_proj.weight.detach().clone()
-    with qkeel.apply("qk_lr:factor=0+qk_weight_decay:decay=0.5", model, optimizer):
+    with qkeel.apply(model, "qk_lr:factor=0+qk_weight_decay:decay=0.5", optimizer):
         for grads in gradients(model, 3):
             step_by(model, optimizer, grads)
     assert torch.allclose(model.q_proj.weight, before * (1 - 0.1 * 0.5) ** 3, rtol=1e-14)
@@ -193,7 +193,7 @@ def test_a_closure_makes_its_gradients_inside_the_step_and_the_decay_is_there_fr
             p.grad = torch.zeros_like(p)
         return 0.0
 
-    with qkeel.apply("qk_weight_decay:decay=1", model, optimizer):
+    with qkeel.apply(model, "qk_weight_decay:decay=1", optimizer):
         optimizer.step(closure)
     assert torch.equal(seen[0], before)  # the gradients are those of the weights before their decay, as with AdamW
     assert torch.allclose(model.q_proj.weight, before * 0.9)
@@ -209,4 +209,4 @@ def test_a_closure_makes_its_gradients_inside_the_step_and_the_decay_is_there_fr
 def test_bad_options_are_one_clear_error(named: str, error: Any, message: str) -> None:
     model: nn.Module = attention(torch.float32)
     with pytest.raises(error, match=message):
-        qkeel.apply(named, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        qkeel.apply(model, named, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -23,7 +23,7 @@ def test_both_branches_are_dropped_in_training_only(order: str) -> None:
     plain = model(order)
     before = plain(TOKENS)
     seen: list[torch.Tensor] = []
-    handle = qkeel.apply("dropout:rate=0.5", plain)
+    handle = qkeel.apply(plain, "dropout:rate=0.5")
     for block in plain.blocks:
         for name in ("attention", "mlp"):
             block.get_submodule(name).register_forward_hook(lambda _, __, out: seen.append(out))
@@ -40,7 +40,7 @@ def test_what_is_kept_is_scaled_up() -> None:
     plain = model()
     kept: list[torch.Tensor] = []
     whole = plain.blocks[0].get_submodule("attention")(torch.ones(1, 6, 16))
-    qkeel.apply("dropout:rate=0.5", plain)
+    qkeel.apply(plain, "dropout:rate=0.5")
     kept.append(plain.blocks[0].get_submodule("attention")(torch.ones(1, 6, 16)))
     there = kept[0] != 0
     assert torch.allclose(kept[0][there], 2 * whole[there])
@@ -48,4 +48,4 @@ def test_what_is_kept_is_scaled_up() -> None:
 
 def test_a_rate_of_one_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="a rate under 1"):
-        qkeel.apply("dropout:rate=1", model())
+        qkeel.apply(model(), "dropout:rate=1")

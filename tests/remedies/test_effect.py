@@ -99,7 +99,7 @@ def test_logits_that_are_no_product_of_the_rows_are_refused(
     model, x = Attention(logits), torch.randn(2, T, M)
     before = {name: p.clone() for name, p in model.named_parameters()}
     with pytest.raises(RefusedError):
-        qkeel.apply(remedy, model, steps(model), example=x)
+        qkeel.apply(model, remedy, steps(model), batch=x)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
@@ -107,7 +107,7 @@ def test_a_norm_after_which_queries_are_pooled_is_refused() -> None:
     model, x = Attention(pooled), torch.randn(2, T, M)
     before = model(x)
     with pytest.raises(RefusedError, match="reach the scores with a mean square of"):
-        qkeel.apply("qk_norm", model, steps(model), example=x)
+        qkeel.apply(model, "qk_norm", steps(model), batch=x)
     assert torch.equal(model(x), before)
 
 
@@ -118,7 +118,7 @@ def test_a_product_with_a_bias_or_none_takes_them(logits: Callable[[Attention, T
     (site,) = qkeel.find_sites(model, x)
     assert site.verified
     assert not site.unscaled
-    qkeel.apply(remedy, model, steps(model), example=x).remove()
+    qkeel.apply(model, remedy, steps(model), batch=x).remove()
 
 
 class Several(nn.Module):
@@ -144,7 +144,7 @@ class Several(nn.Module):
 def test_two_calls_with_different_heads_of_one_projection_are_both_normed(blocks: bool) -> None:
     model, x = Several(blocks=blocks), torch.randn(2, T, M)
     before = model(x)
-    with qkeel.apply("qk_norm", model, steps(model), example=x):
+    with qkeel.apply(model, "qk_norm", steps(model), batch=x):
         model(x)
         for made in model.seen:
             torch.testing.assert_close(made.square().mean(-1), torch.ones(made.shape[:-1]), rtol=1e-3, atol=0)
@@ -174,7 +174,7 @@ def test_a_projection_for_each_head_is_read_as_that_many_heads() -> None:
         (statistics,) = monitor.read().values()
     torch.testing.assert_close(statistics.max_logit, model.z.amax((0, 2, 3)).to(statistics.max_logit))
     with pytest.raises(RefusedError, match="not known which rows"):
-        qkeel.apply("qk_clip", model, steps(model), example=x)
+        qkeel.apply(model, "qk_clip", steps(model), batch=x)
 
 
 class Forgetting(nn.Module):
@@ -199,7 +199,7 @@ def capped_behind_gates(compiled: bool) -> None:
     model, x = Forgetting(), torch.randn(2, T, M)
     run = torch.compile(model, backend="eager") if compiled else model
     before = run(x)
-    with qkeel.apply("softcap:cap=1", run, steps(model), example=x):
+    with qkeel.apply(run, "softcap:cap=1", steps(model), batch=x):
         z = model.logits(x)
         weights = z.tanh().masked_fill(z == -torch.inf, -torch.inf).softmax(-1)
         capped = (weights @ parts(model.v(x))).transpose(1, 2).flatten(2)

@@ -320,7 +320,7 @@ def test_the_generation_config_of_a_model_in_memory_is_kept(tmp_path: Path) -> N
     model.generation_config.eos_token_id = [1, 2]
     model.generation_config.do_sample = True
     model.generation_config.temperature = 0.6
-    with qkeel.apply("qk_norm", model, example=TOKENS):
+    with qkeel.apply(model, "qk_norm", batch=TOKENS):
         export(model, "qwen3", tmp_path / "out")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
     assert (loaded.eos_token_id, loaded.do_sample, loaded.temperature) == ([1, 2], True, 0.6)

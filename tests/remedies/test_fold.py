@@ -31,7 +31,7 @@ def moved(model: Decoder) -> Decoder:
 def test_sigma_reparam_is_folded_into_plain_layers(on: str) -> None:
     model = decoder(tied=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
-    handle = qkeel.apply(f"sigma_reparam:on={on},init=one", model, optimizer)
+    handle = qkeel.apply(model, f"sigma_reparam:on={on},init=one", optimizer)
     train(model, optimizer, 3)
     out, plain = model.eval()(tokens()), list(decoder().state_dict())
     weights = {id(p) for n, p in model.named_parameters() if "original" in n}
@@ -44,12 +44,12 @@ def test_sigma_reparam_is_folded_into_plain_layers(on: str) -> None:
     assert "folded sigma_reparam of blocks.0.attention.q_proj" in str(found)
     handle.remove()
     assert torch.equal(model(tokens()), out)
-    qkeel.apply("sigma_reparam", model).remove()  # it is on no site any more
+    qkeel.apply(model, "sigma_reparam").remove()  # it is on no site any more
 
 
 def test_a_reparametrised_model_that_was_pickled_can_be_folded() -> None:
     model = decoder()
-    qkeel.apply("sigma_reparam:init=one", model)
+    qkeel.apply(model, "sigma_reparam:init=one")
     twin = pickle.loads(pickle.dumps(model.eval()))
     out = twin(tokens())
     fold(twin)
@@ -79,7 +79,7 @@ def test_weights_that_other_layers_share_are_not_folded_and_remove_restores_them
     plain = {n: p.clone() for n, p in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     n = len(optimizer.param_groups[0]["params"])
-    handle = qkeel.apply("sigma_reparam:init=one", model, optimizer, example=tokens())
+    handle = qkeel.apply(model, "sigma_reparam:init=one", optimizer, batch=tokens())
     with torch.no_grad():
         model.q.parametrizations.weight[0].gamma.mul_(2)
     out = model(tokens())
@@ -101,7 +101,7 @@ def test_weights_that_other_layers_share_are_not_folded_and_remove_restores_them
     assert torch.equal(model.v.weight, folded)
     assert all(torch.equal(p, plain[n]) for n, p in model.state_dict().items() if n not in ("v.weight", "again.weight"))
     assert len(optimizer.param_groups[0]["params"]) == n
-    qkeel.apply("sigma_reparam", model, example=tokens()).remove()
+    qkeel.apply(model, "sigma_reparam", batch=tokens()).remove()
 
 
 def test_a_scale_is_not_folded_into_a_weight_of_another_layer() -> None:
@@ -123,7 +123,7 @@ def test_sigma_reparam_of_conv1d_is_supported_and_folded() -> None:
         transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False)
     ).eval()
     out, names = model(tokens()).logits, list(model.state_dict())
-    qkeel.apply("sigma_reparam", model, example=tokens())
+    qkeel.apply(model, "sigma_reparam", batch=tokens())
     layer = model.transformer.h[0].attn.c_attn
     sigma = torch.linalg.matrix_norm(layer.weight.detach(), ord=2)
     assert torch.allclose(sigma, layer.parametrizations.weight[0].gamma)

@@ -71,7 +71,7 @@ def test_no_remedy_runs_the_model_more_than_twice_besides(build: Callable[[], nn
     handles = []
 
     def applied() -> None:
-        handles.append(apply(name, model, optimizer, example=tokens(), train_length=64))
+        handles.append(apply(model, name, optimizer, batch=tokens(), train_length=64))
 
     assert counted(model, applied) <= SEARCH + MORE
     handles[0].remove()
@@ -80,6 +80,6 @@ def test_no_remedy_runs_the_model_more_than_twice_besides(build: Callable[[], nn
 @pytest.mark.parametrize("name", ["qk_norm", "softcap", "output_gate", "qk_clip", "sigma_reparam"])
 def test_a_remedy_that_was_applied_keeps_no_tensor_of_the_pass_that_showed_the_attention(name: str) -> None:
     model = llama()
-    with apply(name, model, torch.optim.AdamW(model.parameters()), example=tokens(), train_length=64):
+    with apply(model, name, torch.optim.AdamW(model.parameters()), batch=tokens(), train_length=64):
         gc.collect()
         assert not [x for x in gc.get_objects() if isinstance(x, ModelTrace)]

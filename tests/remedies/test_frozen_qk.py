@@ -43,7 +43,7 @@ def test_weights_and_biases_of_q_and_k_stay_bit_for_bit_and_the_others_step_as_w
 ) -> None:
     model, free = attention(torch.float32, bias=True), attention(torch.float32, bias=True)
     optimizer, other, before = make(model), make(free), values(model)
-    qkeel.apply("frozen_qk", model, optimizer)
+    qkeel.apply(model, "frozen_qk", optimizer)
     for grads in gradients(model, 10):
         step_by(model, optimizer, grads)
         step_by(free, other, grads)
@@ -57,7 +57,7 @@ def test_weights_and_biases_of_q_and_k_stay_bit_for_bit_and_the_others_step_as_w
 def test_gains_of_norms_on_q_and_k_stay_and_those_of_v_do_not() -> None:
     model = decoder(spec=qkeel.preset("qwen3"))
     optimizer, before = torch.optim.AdamW(model.parameters(), lr=0.1), values(model)
-    with qkeel.apply("frozen_qk", model, optimizer):
+    with qkeel.apply(model, "frozen_qk", optimizer):
         train(model, optimizer, 3)
     stay = {name for name in before if any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm"))}
     assert len(stay) == 8
@@ -71,7 +71,7 @@ def test_of_a_fused_projection_the_rows_and_biases_of_values_step() -> None:
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
     optimizer, before = torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.1), values(layer)
     example = torch.randn(2, 5, 16)
-    with qkeel.apply("frozen_qk", layer, optimizer, example=example):
+    with qkeel.apply(layer, "frozen_qk", optimizer, batch=example):
         for _ in range(3):
             optimizer.zero_grad()
             layer(example).square().sum().backward()
@@ -86,7 +86,7 @@ def test_every_weight_of_a_latent_logit_stays() -> None:
     model = mla()
     optimizer, before = torch.optim.AdamW(model.parameters(), lr=0.1), values(model)
     on_logit = {s.parameter for site in qkeel.find_sites(model) for s in (*site.query, *site.key)}
-    qkeel.apply("frozen_qk", model, optimizer)
+    qkeel.apply(model, "frozen_qk", optimizer)
     for grads in gradients(model, 3):
         step_by(model, optimizer, grads)
     shared = moved(model, before) & on_logit  # the latent of keys also makes values: its rows for keys stay
@@ -121,7 +121,7 @@ def test_in_a_stack_of_runs_q_and_k_stay_bit_for_bit(tmp_path: Path) -> None:
 def test_remove_leaves_no_hook() -> None:
     model: Decoder = decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with qkeel.apply("frozen_qk", model, optimizer):
+    with qkeel.apply(model, "frozen_qk", optimizer):
         assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
         model(tokens())
     assert not optimizer._optimizer_step_pre_hooks

@@ -37,7 +37,7 @@ def test_lalr_gives_each_weight_the_product_of_what_else_is_on_the_way(norm: str
     module = gau()
     w, q, k = module.qk_proj.z_proj.weight, module.qk_proj.q_gain, module.qk_proj.k_gain
     optimizer = torch.optim.SGD(module.parameters(), lr=LR)
-    with qkeel.apply(f"lalr:tau={TAU},norm={norm}", module, optimizer):
+    with qkeel.apply(module, f"lalr:tau={TAU},norm={norm}", optimizer):
         with torch.no_grad():
             for p, factor in ((w, 2.0), (q, 5.0), (k, 3.0)):
                 p.mul_(factor)
@@ -57,7 +57,7 @@ def test_a_clip_scales_gains_and_offsets_by_the_root_and_gives_exactly_the_thres
     top = largest(module, x)
     assert top > 4
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-    with qkeel.apply("qk_clip:threshold=2", module, optimizer):
+    with qkeel.apply(module, "qk_clip:threshold=2", optimizer):
         module(x)
         optimizer.step()
     assert largest(module, x) == pytest.approx(2.0, rel=1e-12)
@@ -71,7 +71,7 @@ def test_one_under_the_threshold_stays_bit_for_bit() -> None:
     module, x = gau(), torch.randn(2, 7, WIDTH, dtype=torch.float64)
     before = [p.detach().clone() for p in module.parameters()]
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-    with qkeel.apply("qk_clip:threshold=1e6", module, optimizer):
+    with qkeel.apply(module, "qk_clip:threshold=1e6", optimizer):
         module(x)
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters()))
@@ -83,7 +83,7 @@ def test_other_remedies_on_steps_take_both_gains_and_the_projection(remedy: str)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.0)
     plain = gau()
     ordinary = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.0)
-    with qkeel.apply(remedy, module, optimizer):
+    with qkeel.apply(module, remedy, optimizer):
         for model, stepper in ((module, optimizer), (plain, ordinary)):
             for p in model.parameters():
                 p.grad = torch.ones_like(p)
@@ -105,7 +105,7 @@ def test_the_norm_before_a_gated_unit_is_dropped_where_values_are_normed_too() -
     torch.manual_seed(0)
     block, x = GAUBlock(GAU(WIDTH, size=SIZE)), torch.randn(2, 7, WIDTH)
     first, norm = block(x), block.norm
-    with qkeel.apply("qkv_norm:kind=rms,gain=none", block):
+    with qkeel.apply(block, "qkv_norm:kind=rms,gain=none"):
         assert isinstance(block.norm, nn.Identity)
         assert torch.equal(block(x), x + block.attention(x))
     assert block.norm is norm

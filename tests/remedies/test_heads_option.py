@@ -20,7 +20,7 @@ def stepped(remedy: Remedy | None) -> dict[str, torch.Tensor]:
     """Query and key weights [heads rows m] after a step."""
     model = decoder()
     optimizer = adamw(model, 0.05)
-    handle = None if remedy is None else qkeel.apply(remedy, model, optimizer)
+    handle = None if remedy is None else qkeel.apply(model, remedy, optimizer)
     for tokens in batches(0, 1):
         F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
         optimizer.step()
@@ -52,8 +52,8 @@ def test_heads_that_are_not_there_are_one_sentence() -> None:
     for error, make in (
         (InvalidTypeError, lambda: QKClip(heads=SITE)),  # type: ignore[arg-type]
         (InvalidTypeError, lambda: LALR(heads=((SITE, (-1,)),))),
-        (UnknownNameError, lambda: qkeel.apply(QKClip(heads=(("blocks.7", ()),)), model, adamw(model))),
-        (InvalidValueError, lambda: qkeel.apply(LALR(heads=((SITE, (4,)),)), model, adamw(model))),
+        (UnknownNameError, lambda: qkeel.apply(model, QKClip(heads=(("blocks.7", ()),)), adamw(model))),
+        (InvalidValueError, lambda: qkeel.apply(model, LALR(heads=((SITE, (4,)),)), adamw(model))),
     ):
         with pytest.raises(error):
             make()

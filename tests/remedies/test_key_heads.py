@@ -41,7 +41,7 @@ def test_qk_clip_clips_the_heads_that_are_over_and_by_groups_those_that_share_a_
     before = maxima(model, heads)
     threshold = float(before[2] + before[3]) / 2  # heads 1 and 2 are over it, each in a group of its own
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.apply("qk_clip", model, optimizer, example=batch(), threshold=threshold, groups=groups):
+    with qkeel.apply(model, "qk_clip", optimizer, batch=batch(), threshold=threshold, groups=groups):
         model(batch()).sum().backward()
         optimizer.step()
     after = maxima(model, heads)
@@ -58,7 +58,7 @@ def test_lalr_slows_the_query_heads_that_use_a_key_head_and_that_key_head_by_its
     model.double()  # steps of a loud head are lost in float32
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     start = heads.q.weight.detach().clone()
-    with qkeel.apply("lalr:tau=1", model, optimizer, example=batch().double()):
+    with qkeel.apply(model, "lalr:tau=1", optimizer, batch=batch().double()):
         with torch.no_grad():
             heads.k.weight[8:].mul_(4)  # key head 1
             heads.q.weight[16:24].mul_(3)  # query head 2

@@ -131,7 +131,7 @@ def per_head(model: Attention | MLA, make: Make, lr: float, **options: Any) -> P
 def test_equals_one_parameter_per_head(name: str, dtype: torch.dtype, kv_heads: int) -> None:
     model, make = attention(dtype, kv_heads, bias=True), OPTIMIZERS[name]
     reference, optimizer = per_head(model, make, 0.01), make(model.parameters(), 0.01)
-    with qkeel.apply("lalr", model, optimizer, tau=TAU):
+    with qkeel.apply(model, "lalr", optimizer, tau=TAU):
         for grads in gradients(model, STEPS):
             step_by(model, optimizer, grads)
             reference.step(grads)
@@ -143,7 +143,7 @@ def test_equals_one_parameter_per_head(name: str, dtype: torch.dtype, kv_heads: 
 def test_mla_equals_one_parameter_per_head(name: str, latent_norm: bool) -> None:
     model, make = mla(latent_norm=latent_norm).double(), OPTIMIZERS[name]
     reference, optimizer = per_head(model, make, 0.01), make(model.parameters(), 0.01)
-    with qkeel.apply("lalr", model, optimizer, tau=TAU):
+    with qkeel.apply(model, "lalr", optimizer, tau=TAU):
         for grads in gradients(model, STEPS):
             step_by(model, optimizer, grads)
             reference.step(grads)
@@ -154,7 +154,7 @@ def test_spectral_norm_equals_one_parameter_per_head() -> None:
     model, make = attention(), OPTIMIZERS["adamw"]
     reference = per_head(model, make, 0.01, measure=lambda w: torch.linalg.matrix_norm(w, ord=2))
     optimizer = make(model.parameters(), 0.01)
-    with qkeel.apply("lalr:norm=spectral", model, optimizer, tau=TAU):
+    with qkeel.apply(model, "lalr:norm=spectral", optimizer, tau=TAU):
         for grads in gradients(model, STEPS):
             step_by(model, optimizer, grads)
             reference.step(grads)
@@ -182,7 +182,7 @@ def test_muon_orthogonalises_the_whole_matrix_and_lalr_scales_rows_of_that_updat
     def sizes(w: Tensor) -> list[Tensor]:
         return [torch.linalg.matrix_norm(x) for x in w.chunk(4)]
 
-    with qkeel.apply("lalr", model, optimizer, tau=TAU):
+    with qkeel.apply(model, "lalr", optimizer, tau=TAU):
         for grads in gradients(model, 20):
             step_by(model, optimizer, grads)
             now = {n: copies[n][0].detach().clone() for n in names}
@@ -204,7 +204,7 @@ def test_a_learning_rate_schedule_and_a_scheduler_change_nothing_about_exactness
     reference, optimizer = per_head(model, make, 0.02), make(model.parameters(), 0.02)
     shape = [min(1.0, (i + 1) / 5) * (1 - i / STEPS) for i in range(STEPS)] + [0.0]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: shape[i])
-    with qkeel.apply("lalr", model, optimizer, tau=TAU):
+    with qkeel.apply(model, "lalr", optimizer, tau=TAU):
         for i, grads in enumerate(gradients(model, STEPS)):
             step_by(model, optimizer, grads)
             reference.step(grads, shape[i])
@@ -228,7 +228,7 @@ def test_query_and_key_may_be_in_groups_with_rates_and_decays_of_their_own() -> 
         return torch.optim.AdamW([one, two, {"params": rest, "weight_decay": 0.0}], lr=lr)
 
     reference, optimizer = per_head(model, make, 0.01), make(model.parameters(), 0.01)
-    with qkeel.apply("lalr", model, optimizer, tau=TAU):
+    with qkeel.apply(model, "lalr", optimizer, tau=TAU):
         for grads in gradients(model, STEPS):
             step_by(model, optimizer, grads)
             reference.step(grads)
@@ -241,7 +241,7 @@ def test_gradients_that_accumulate_over_micro_batches_are_one_step() -> None:
         per_head(model, OPTIMIZERS["sgd"], 0.01),
         OPTIMIZERS["sgd"](model.parameters(), 0.01),
     )
-    with qkeel.apply("lalr", model, optimizer, tau=TAU):
+    with qkeel.apply(model, "lalr", optimizer, tau=TAU):
         parts = list(gradients(model, 30))
         for a, b, c in zip(parts[::3], parts[1::3], parts[2::3]):
             optimizer.zero_grad()

@@ -20,7 +20,7 @@ LR = 0.5
 def factors(model: nn.Module, changes: dict[str, float], remedy: str = "lalr:tau=1") -> dict[str, Tensor]:
     """Learning-rate factors per output row after weights were multiplied, read off one step of plain SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    with qkeel.apply(remedy, model, optimizer):
+    with qkeel.apply(model, remedy, optimizer):
         with torch.no_grad():
             for name, factor in changes.items():
                 model.get_parameter(name).mul_(factor)
@@ -93,7 +93,7 @@ def test_grouped_keys_follow_the_largest_query_head_of_their_group() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     q = model.q_proj.weight
     start = [w.norm().item() for w in q.detach().chunk(4)]
-    with qkeel.apply("lalr:tau=1", model, optimizer):
+    with qkeel.apply(model, "lalr:tau=1", optimizer):
         with torch.no_grad():
             q[4:8].mul_(6)  # query head 1, of key head 0
             model.k_proj.weight[4:].mul_(3)  # key head 1, of query heads 2 and 3
@@ -111,7 +111,7 @@ def test_grouped_keys_follow_the_largest_query_head_of_their_group() -> None:
 def test_heads_have_rates_of_their_own() -> None:
     model = attention(n_kv_heads=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    with qkeel.apply("lalr:tau=1", model, optimizer):
+    with qkeel.apply(model, "lalr:tau=1", optimizer):
         with torch.no_grad():
             model.k_proj.weight[8:12].mul_(10)
         before = model.q_proj.weight.detach().clone()
@@ -171,11 +171,11 @@ def test_one_module_used_twice_is_one_site() -> None:
 @pytest.mark.parametrize("tau", [0, -0.1, math.nan, math.inf])
 def test_tau_must_be_a_positive_number(tau: float) -> None:
     with pytest.raises(InvalidValueError, match="expected a finite number above 0 for tau of lalr"):
-        qkeel.apply("lalr", attention(), None, tau=tau)
+        qkeel.apply(attention(), "lalr", None, tau=tau)
 
 
 def test_normed_queries_and_keys_are_refused_with_the_reason() -> None:
     model = Attention(16, 4, spec=qkeel.preset("qwen3"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(RefusedError, match="independent of the size of the weights; use one of the two, or qk_lr"):
-        qkeel.apply("lalr", model, optimizer)
+        qkeel.apply(model, "lalr", optimizer)

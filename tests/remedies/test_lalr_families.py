@@ -94,7 +94,7 @@ def step_some(model: nn.Module, optimizer: torch.optim.Optimizer, grads: dict[st
 def test_equals_one_parameter_and_one_group_per_head(family: str, optimizer: str, dtype: torch.dtype) -> None:
     model, make = FAMILIES[family].model(dtype), OPTIMIZERS[optimizer]
     outside, own = Outside(model, FAMILIES[family].layers(), make, 0.01), make(model.parameters(), 0.01)
-    with qkeel.apply("lalr", model, own, tau=TAU, example=batch()):
+    with qkeel.apply(model, "lalr", own, tau=TAU, batch=batch()):
         for grads in gradients(model, STEPS):
             chosen = some(grads, outside)
             step_some(model, own, chosen)
@@ -118,7 +118,7 @@ def test_muon_where_heads_are_separate_matrices(rule: str) -> None:
 
     outside = Outside(model, layers, make, 0.02)
     own = make([p for p in model.parameters() if p.ndim == 2], 0.02)
-    with qkeel.apply("lalr", model, own, tau=TAU, example=batch()):
+    with qkeel.apply(model, "lalr", own, tau=TAU, batch=batch()):
         for grads in gradients(model, STEPS):
             chosen = some(grads, outside)
             step_some(model, own, chosen)
@@ -136,7 +136,7 @@ def test_a_schedule_and_groups_of_their_own_change_nothing_about_exactness(famil
     own = make([{"params": others, "lr": 0.5}, {"params": heads, "lr": 0.02}], 0.1)
     shape = [min(1.0, (i + 1) / 5) * (1 - i / STEPS) for i in range(STEPS)] + [0.0]
     scheduler = torch.optim.lr_scheduler.LambdaLR(own, lambda i: shape[i])
-    with qkeel.apply("lalr", model, own, tau=TAU, example=batch()):
+    with qkeel.apply(model, "lalr", own, tau=TAU, batch=batch()):
         for i, grads in enumerate(gradients(model, STEPS)):
             chosen = some(grads, outside)
             step_some(model, own, chosen)
@@ -149,7 +149,7 @@ def factors(family: str, change: Callable[[Layer], list[tuple[Part, float]]]) ->
     """Rates of the first layer's parts after some of them grew, read off one step of plain SGD."""
     model, layer = FAMILIES[family].model(), FAMILIES[family].layer(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with qkeel.apply("lalr:tau=1", model, optimizer, example=batch()):
+    with qkeel.apply(model, "lalr:tau=1", optimizer, batch=batch()):
         with torch.no_grad():
             for part, factor in change(layer):
                 rows = torch.tensor(part.index)
@@ -192,7 +192,7 @@ def test_what_is_no_query_or_key_moves_as_without_lalr(family: str) -> None:
     plain, model = FAMILIES[family].model(torch.float32), FAMILIES[family].model(torch.float32)
     for m, name in ((plain, "none"), (model, "lalr:tau=0.1")):
         optimizer = OPTIMIZERS["adamw"](m.parameters(), 0.01)
-        with qkeel.apply(name, m, optimizer, example=batch()):
+        with qkeel.apply(m, name, optimizer, batch=batch()):
             for grads in gradients(m, 3):
                 step_by(m, optimizer, grads)
     parts = {p.name: set() for layer in FAMILIES[family].layers() for p in (*layer.q, *layer.k)}

@@ -55,7 +55,7 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
 @pytest.mark.parametrize("name", LINEAR)
 def test_optimizers_linear_in_the_rate_are_taken(name: str) -> None:
     model = attention(torch.float32)
-    qkeel.apply("lalr", model, LINEAR[name](matrices(model))).remove()
+    qkeel.apply(model, "lalr", LINEAR[name](matrices(model))).remove()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -65,9 +65,9 @@ def test_others_are_refused_and_the_model_is_as_it_was(name: str, remedy: str) -
     model = attention(torch.float32)
     optimizer = make(matrices(model))
     with pytest.raises(RefusedError, match=rf"{remedy} needs an optimizer whose step is proportional.*{reason}"):
-        qkeel.apply(remedy, model, optimizer)
+        qkeel.apply(model, remedy, optimizer)
     assert not optimizer._optimizer_step_pre_hooks
-    qkeel.apply("none", model, optimizer).remove()
+    qkeel.apply(model, "none", optimizer).remove()
 
 
 def test_only_the_groups_that_hold_queries_and_keys_need_to_be_linear() -> None:
@@ -82,9 +82,9 @@ def test_only_the_groups_that_hold_queries_and_keys_need_to_be_linear() -> None:
             [{"params": others, "lr": of_others}, {"params": queries_and_keys, "lr": of_queries}]
         )
 
-    qkeel.apply("lalr", model, optimizer(1e-4, 0.5)).remove()
+    qkeel.apply(model, "lalr", optimizer(1e-4, 0.5)).remove()
     with pytest.raises(RefusedError, match="was not half as long"):
-        qkeel.apply("lalr", model, optimizer(0.5, 1e-4))
+        qkeel.apply(model, "lalr", optimizer(0.5, 1e-4))
 
 
 def test_every_optimizer_of_torch_is_in_one_of_the_two_lists() -> None:
@@ -101,9 +101,9 @@ def test_a_warm_up_does_not_hide_the_rate_that_a_scheduler_will_reach(peak: floa
     assert optimizer.param_groups[0]["lr"] == 0
     if peak == 0.5:
         with pytest.raises(RefusedError):
-            qkeel.apply("lalr", model, optimizer)
+            qkeel.apply(model, "lalr", optimizer)
     else:
-        qkeel.apply("lalr", model, optimizer)
+        qkeel.apply(model, "lalr", optimizer)
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -121,7 +121,7 @@ def test_probing_leaves_weights_state_generator_and_global_hooks_alone(name: str
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     state = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in s.items()} for s in optimizer.state.values()]
     random = torch.get_rng_state()
-    with hook, qkeel.apply("lalr", model, optimizer):
+    with hook, qkeel.apply(model, "lalr", optimizer):
         pass
     assert not seen
     assert torch.equal(random, torch.get_rng_state())
@@ -142,9 +142,9 @@ def test_a_subclass_with_a_constructor_of_its_own_is_probed_by_the_step_it_inher
             super().__init__(model.parameters(), lr=0.01)
 
     model = attention(torch.float32)
-    qkeel.apply("lalr", model, Mine(model)).remove()
+    qkeel.apply(model, "lalr", Mine(model)).remove()
     with pytest.raises(RefusedError, match="Odd at half the rate"):
-        qkeel.apply("lalr", model, Odd(model))
+        qkeel.apply(model, "lalr", Odd(model))
 
 
 def test_an_optimizer_that_draws_random_numbers_in_its_step_leaves_the_generator() -> None:
@@ -155,7 +155,7 @@ def test_an_optimizer_that_draws_random_numbers_in_its_step_leaves_the_generator
 
     model = attention(torch.float32)
     before = torch.get_rng_state()
-    qkeel.apply("lalr", model, Noisy(model.parameters(), lr=0.1)).remove()
+    qkeel.apply(model, "lalr", Noisy(model.parameters(), lr=0.1)).remove()
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -166,7 +166,7 @@ def test_an_optimizer_that_knows_float32_only_is_probed_in_float32() -> None:
             return super().step(closure)
 
     model = attention(torch.float32)
-    qkeel.apply("lalr", model, Single(model.parameters(), lr=0.1)).remove()
+    qkeel.apply(model, "lalr", Single(model.parameters(), lr=0.1)).remove()
 
 
 def test_an_optimizer_that_never_moves_is_not_taken_for_linear() -> None:
@@ -176,14 +176,14 @@ def test_an_optimizer_that_never_moves_is_not_taken_for_linear() -> None:
 
     model = attention(torch.float32)
     with pytest.raises(RefusedError):
-        qkeel.apply("lalr", model, Still(model.parameters(), lr=0.1))
+        qkeel.apply(model, "lalr", Still(model.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_weights_are_refused(dtype: torch.dtype) -> None:
     model = attention(dtype)
     with pytest.raises(RefusedError, match=f"which {dtype} weights round away .q_proj.weight.; keep float32"):
-        qkeel.apply("lalr", model, torch.optim.SGD(model.parameters(), lr=0.1))
+        qkeel.apply(model, "lalr", torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize("remedy", ["lalr", "qk_lr", "qk_clip"])
@@ -191,7 +191,7 @@ def test_weights_that_the_optimizer_does_not_hold_are_refused(remedy: str) -> No
     model = attention(torch.float32)
     optimizer = torch.optim.SGD([model.q_proj.weight, model.v_proj.weight], lr=0.1)
     with pytest.raises(RefusedError, match=r"steps of k_proj.weight, which this SGD does not hold"):
-        qkeel.apply(remedy, model, optimizer)
+        qkeel.apply(model, remedy, optimizer)
 
 
 def test_an_optimizer_that_cannot_be_tried_may_be_clipped_by_but_not_scaled() -> None:
@@ -207,12 +207,12 @@ def test_an_optimizer_that_cannot_be_tried_may_be_clipped_by_but_not_scaled() ->
     model = attention(torch.float32)
     for remedy in ("qk_clip", "qk_weight_decay", "spectral_cap"):
         with pytest.warns(QkeelWarning, match="unknown whether Closed keeps the change"):
-            qkeel.apply(remedy, model, Closed(model, 3)).remove()
+            qkeel.apply(model, remedy, Closed(model, 3)).remove()
     for optimizer in (Closed(model, 3), torch.optim.LBFGS(model.parameters())):
         with pytest.raises(RefusedError, match=r"a probe step of .* failed"):
-            qkeel.apply("lalr", model, optimizer)
+            qkeel.apply(model, "lalr", optimizer)
     with pytest.raises(RefusedError, match="LBFGS mistakes every change of the weights"):
-        qkeel.apply("qk_clip", model, torch.optim.LBFGS(model.parameters()))
+        qkeel.apply(model, "qk_clip", torch.optim.LBFGS(model.parameters()))
 
 
 def test_steps_that_are_nearly_half_as_long_are_not_half_as_long() -> None:
@@ -231,10 +231,10 @@ def test_steps_that_are_nearly_half_as_long_are_not_half_as_long() -> None:
     for power, linear in ((1.0, True), (1.001, False), (0.999, False)):
         Bent.power = power
         if linear:
-            qkeel.apply("lalr", model, Bent(model.parameters(), lr=0.1)).remove()
+            qkeel.apply(model, "lalr", Bent(model.parameters(), lr=0.1)).remove()
         else:
             with pytest.raises(RefusedError, match="was not half as long"):
-                qkeel.apply("lalr", model, Bent(model.parameters(), lr=0.1))
+                qkeel.apply(model, "lalr", Bent(model.parameters(), lr=0.1))
 
 
 def test_a_decay_that_the_rate_does_not_scale_is_no_copy_that_brings_weights_back() -> None:
@@ -249,7 +249,7 @@ def test_a_decay_that_the_rate_does_not_scale_is_no_copy_that_brings_weights_bac
 
     model = attention(torch.float32)
     for remedy in ("qk_clip", "qk_weight_decay", "spectral_cap"):
-        qkeel.apply(remedy, model, Independent(model.parameters(), lr=0.1, weight_decay=0.1)).remove()
+        qkeel.apply(model, remedy, Independent(model.parameters(), lr=0.1, weight_decay=0.1)).remove()
 
 
 def test_a_logit_of_one_weight_alone_is_stepped_decayed_and_capped() -> None:
@@ -258,7 +258,7 @@ def test_a_logit_of_one_weight_alone_is_stepped_decayed_and_capped() -> None:
         model.k_proj.weight = model.q_proj.weight
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = model.q_proj.weight.detach().clone()
-        with qkeel.apply(remedy, model, optimizer):
+        with qkeel.apply(model, remedy, optimizer):
             for p in model.parameters():
                 p.grad = torch.ones_like(p) if remedy.startswith("qk_lr") else torch.zeros_like(p)
             optimizer.step()

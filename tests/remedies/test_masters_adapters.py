@@ -69,8 +69,8 @@ def test_lalr_scales_the_steps_of_float32_copies(dtype: torch.dtype) -> None:
             q.copy_(p)
     own, plain = Copies(model, 0.01), torch.optim.AdamW(twin.parameters(), lr=0.01, weight_decay=0.1)
     with (
-        qkeel.apply("lalr:tau=0.3", model, own.optimizer, example=batch()),
-        qkeel.apply("lalr:tau=0.3", twin, plain, example=batch()),
+        qkeel.apply(model, "lalr:tau=0.3", own.optimizer, batch=batch()),
+        qkeel.apply(twin, "lalr:tau=0.3", plain, batch=batch()),
     ):
         for grads in gradients(twin, 5):
             own.step(grads)
@@ -88,7 +88,7 @@ def test_qk_clip_scales_copies_in_the_groups_with_the_weights(groups: str) -> No
     own = Copies(model, 0.0)
     before, (top, *_) = {n: p.detach().clone() for n, p in own.copies.items()}, maxima(model, x).values()
     threshold = float(top[0]) / 2
-    with qkeel.apply(f"qk_clip:threshold={threshold},groups={groups}", model, own.optimizer, example=x):
+    with qkeel.apply(model, f"qk_clip:threshold={threshold},groups={groups}", own.optimizer, batch=x):
         run(model, x)
         own.step({n: torch.zeros_like(p) for n, p in model.named_parameters()})
     part = LAYERS[0].q[0]
@@ -103,7 +103,7 @@ def test_qk_clip_scales_copies_in_the_state_with_the_weights() -> None:
     model, x = louder(FAMILIES["llama"].model(torch.bfloat16), LAYERS), batch()
     optimizer = InState(model.parameters(), 0.0)
     (top, *_) = maxima(model, x).values()
-    with qkeel.apply(f"qk_clip:threshold={float(top[0]) / 2}", model, optimizer, example=x):
+    with qkeel.apply(model, f"qk_clip:threshold={float(top[0]) / 2}", optimizer, batch=x):
         for _ in range(3):  # what the first step clipped the later ones do not bring back
             run(model, x).float().sum().backward()
             optimizer.step()
@@ -120,14 +120,14 @@ def test_copies_that_cannot_be_told_are_refused_with_a_hint(remedy: str) -> None
     with pytest.raises(
         RefusedError, match=r"q_proj.weight, which this SGD does not hold; .*flattened, sharded or stale"
     ):
-        qkeel.apply(remedy, model, torch.optim.SGD([flat], lr=0.1), example=batch())
+        qkeel.apply(model, remedy, torch.optim.SGD([flat], lr=0.1), batch=batch())
 
 
 @pytest.mark.parametrize("remedy", ["lalr", "qk_lr", "qk_weight_decay"])
 def test_pure_low_precision_is_refused(remedy: str) -> None:
     model = FAMILIES["llama"].model(torch.bfloat16)
     with pytest.raises(RefusedError, match=rf"{remedy} .*torch.bfloat16"):
-        qkeel.apply(remedy, model, torch.optim.AdamW(model.parameters()), example=batch())
+        qkeel.apply(model, remedy, torch.optim.AdamW(model.parameters()), batch=batch())
 
 
 # --- adapters
@@ -165,7 +165,7 @@ def test_a_clip_of_adapted_weights_is_exact_where_the_base_may_be_scaled(family:
     optimizer = torch.optim.SGD(trained(model), lr=0.0)
     site, was = next(iter(top.items()))
     threshold = float(was[0]) / 3
-    with qkeel.apply(f"qk_clip:threshold={threshold},frozen=scale", model, optimizer, example=x):
+    with qkeel.apply(model, f"qk_clip:threshold={threshold},frozen=scale", optimizer, batch=x):
         run(model, x)
         optimizer.step()
     now = maxima(model, x)[site]  # the first layer's: its input is the same
@@ -179,9 +179,9 @@ def test_a_frozen_base_is_not_scaled_unless_asked() -> None:
     model = adapted("llama", "q_proj", "k_proj")
     optimizer = torch.optim.AdamW(trained(model))
     with pytest.raises(RefusedError, match=r"q_proj.base_layer.weight, which is frozen, .*set frozen=scale"):
-        qkeel.apply("qk_clip", model, optimizer, example=batch())
+        qkeel.apply(model, "qk_clip", optimizer, batch=batch())
     with pytest.raises(UnknownNameError, match="Did you mean 'scale'"):
-        qkeel.apply("qk_clip:frozen=scales", model, optimizer, example=batch())
+        qkeel.apply(model, "qk_clip:frozen=scales", optimizer, batch=batch())
     assert not optimizer._optimizer_step_post_hooks
 
 
@@ -194,7 +194,7 @@ def test_lalr_of_adapters_counts_the_frozen_base_as_a_partner() -> None:
     k = next(p for n, p in model.named_parameters() if "layers.0.self_attn.k_proj" in n)
     norms = [float(w.norm()) for w in b.detach().chunk(4)]
     keys = [float(w.norm()) for w in k.detach().chunk(2)]
-    with qkeel.apply("lalr:tau=1", model, optimizer, example=batch()):
+    with qkeel.apply(model, "lalr:tau=1", optimizer, batch=batch()):
         with torch.no_grad():
             b[:8] *= 10
             a *= 3
@@ -216,10 +216,10 @@ def test_dora_is_refused(remedy: str) -> None:
     model = adapted("llama", "q_proj", use_dora=True)
     optimizer = torch.optim.AdamW(trained(model))
     with pytest.raises(RefusedError, match="self_attn: the weight on the logit path is computed from another weight"):
-        qkeel.apply(remedy, model, optimizer, example=batch())
+        qkeel.apply(model, remedy, optimizer, batch=batch())
     model = adapted("llama", "v_proj", use_dora=True)  # of values: the logit does not know of it
     held = [*trained(model), *(p for n, p in model.named_parameters() if "q_proj" in n or "k_proj" in n)]
-    qkeel.apply(remedy, model, torch.optim.AdamW(held), example=batch()).remove()
+    qkeel.apply(model, remedy, torch.optim.AdamW(held), batch=batch()).remove()
 
 
 def test_a_copy_is_known_by_its_values_shape_and_dtype_where_it_is_the_only_one() -> None:

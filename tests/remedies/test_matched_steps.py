@@ -65,7 +65,7 @@ def test_clipped_weights_are_c_times_weights_that_take_full_steps_and_are_never_
     c = torch.ones(HEADS, dtype=torch.float64)  # by head; the same for q and k
     optimizer = Sign(module.parameters(), RATE)
     handle = qkeel.apply(
-        f"qk_clip:threshold={THRESHOLD},steps=matched", module, optimizer, example=(batches(1, seed)[0],) * 3
+        module, f"qk_clip:threshold={THRESHOLD},steps=matched", optimizer, batch=(batches(1, seed)[0],) * 3
     )
     d = D_MODEL // HEADS
     for x in batches(12, seed + 1):
@@ -104,7 +104,7 @@ def test_a_step_after_a_clip_is_shortened_by_the_factor_of_the_clip(kv_heads: in
     with torch.no_grad():
         model.q_proj.weight.mul_(20)
     optimizer = Sign(model.parameters(), 0.0)
-    handle = qkeel.apply("qk_clip:threshold=1,steps=matched", model, optimizer)
+    handle = qkeel.apply(model, "qk_clip:threshold=1,steps=matched", optimizer)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     x = batches(1, 0)[0]
     model(x).square().sum().backward()
@@ -133,7 +133,7 @@ def clipped(
     with torch.no_grad():
         model.q_proj.weight.mul_(10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-    handle = qkeel.apply("qk_clip:threshold=1,steps=matched", model, optimizer)
+    handle = qkeel.apply(model, "qk_clip:threshold=1,steps=matched", optimizer)
     if load is not None:
         handle.load(load)
     for x in batches(steps, seed):
@@ -174,7 +174,7 @@ def test_heads_that_are_not_named_and_heads_under_the_threshold_take_full_steps(
         model.q_proj.weight[: 2 * D_MODEL // HEADS].mul_(30)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     remedy = qkeel.remedies.qk_clip.QKClip(threshold=5.0, steps="matched", heads=(("", (0, 3)),))
-    with qkeel.apply(remedy, model, optimizer) as handle:
+    with qkeel.apply(model, remedy, optimizer) as handle:
         model(batches(1, 0)[0])
         optimizer.step()
         found = handle.state()[f"0.steps.q_proj.weight:0/{HEADS}x{D_MODEL // HEADS}"]
@@ -186,7 +186,7 @@ def test_a_logit_that_is_a_sum_shortens_the_steps_of_each_weight_by_its_own_fact
     model = mla().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with qkeel.apply("qk_clip:threshold=1e-3,steps=matched", model, optimizer) as handle:
+    with qkeel.apply(model, "qk_clip:threshold=1e-3,steps=matched", optimizer) as handle:
         model(batches(1, 3)[0])
         optimizer.step()
         state = {name.partition("steps.")[2]: value for name, value in handle.state().items()}
@@ -203,8 +203,8 @@ def test_an_optimizer_whose_step_is_not_linear_in_the_rate_is_refused() -> None:
     model = attention(torch.float32, 4)
     optimizer = torch.optim.Adafactor(model.parameters())
     with pytest.raises(RefusedError, match="qk_clip needs an optimizer whose step is proportional"):
-        qkeel.apply("qk_clip:steps=matched", model, optimizer)
-    qkeel.apply("qk_clip", model, optimizer).remove()
+        qkeel.apply(model, "qk_clip:steps=matched", optimizer)
+    qkeel.apply(model, "qk_clip", optimizer).remove()
 
 
 @pytest.mark.parametrize("order", [("lalr", "qk_clip:steps=matched"), ("qk_clip:steps=matched", "lalr")])
@@ -212,10 +212,10 @@ def test_lalr_undoes_matched_steps_and_the_pair_is_refused_in_either_order(order
     model = attention(torch.float32, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(RefusedError, match="undoes matched steps"):
-        qkeel.apply("+".join(order), model, optimizer)
-    with qkeel.apply(order[0], model, optimizer), pytest.raises(RefusedError, match="undoes matched steps"):
-        qkeel.apply(order[1], model, optimizer)
-    qkeel.apply("lalr+qk_clip", model, optimizer).remove()
+        qkeel.apply(model, "+".join(order), optimizer)
+    with qkeel.apply(model, order[0], optimizer), pytest.raises(RefusedError, match="undoes matched steps"):
+        qkeel.apply(model, order[1], optimizer)
+    qkeel.apply(model, "lalr+qk_clip", optimizer).remove()
 
 
 class Twice(torch.nn.Module):
@@ -244,7 +244,7 @@ def test_factors_stay_with_their_rows_when_more_sites_are_clipped() -> None:
 
     def clip(heads: tuple[str, ...]) -> qkeel.Handle:
         remedy = qkeel.remedies.qk_clip.QKClip(threshold=0.5, steps="matched", heads=tuple((n, ()) for n in heads))
-        return qkeel.apply(remedy, model, optimizer, sites=sites)
+        return qkeel.apply(model, remedy, optimizer, sites=sites)
 
     with clip((names[1],)) as handle:
         model(x)
@@ -269,7 +269,7 @@ def test_initial_norms_of_lalr_stay_with_their_rows_when_it_acts_on_more_sites()
 
     def lalr(*chosen: str) -> qkeel.Handle:
         remedy = qkeel.remedies.lalr.LALR(heads=tuple((name, ()) for name in chosen))
-        return qkeel.apply(remedy, model, optimizer, sites=sites)
+        return qkeel.apply(model, remedy, optimizer, sites=sites)
 
     with lalr(names[1]) as handle:
         second = handle.state()
@@ -305,7 +305,7 @@ def test_layers_that_cut_one_weight_into_other_heads_save_and_restore_both(spec:
     torch.manual_seed(0)
     model, x = OtherHeads(), batches(1, 0)[0]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with qkeel.apply(spec, model, optimizer, example=x) as handle:
+    with qkeel.apply(model, spec, optimizer, batch=x) as handle:
         model(x).square().mean().backward()
         optimizer.step()
         state = handle.state()
@@ -330,19 +330,19 @@ def test_a_remedy_on_another_optimizer_continues_from_the_state_of_the_first(spe
     torch.manual_seed(0)
     model = attention(torch.float64, HEADS)
     first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
-    one = AtNextPass(spec, model, first, Asked())
+    one = AtNextPass(model, spec, first, Asked())
     for x in batches(3, 0):
         model(x).square().mean().backward()
         first.step()
     state = one.state()
     one.remove()
-    other = AtNextPass(spec, model, second, Asked(), before=state)
+    other = AtNextPass(model, spec, second, Asked(), before=state)
     assert other.state().keys() == state.keys()
     model(x)
     found = other.state()
     assert all(torch.equal(found[name], state[name]) for name in state)
     other.remove()
-    lacks = AtNextPass(spec, model, second, Asked(), before={"0.steps.other": torch.ones(1)})
+    lacks = AtNextPass(model, spec, second, Asked(), before={"0.steps.other": torch.ones(1)})
     model(x)  # what the state lacks begins anew
     lacks.remove()
 
@@ -361,9 +361,9 @@ class Wrapper(torch.optim.Optimizer):
 def test_a_remedy_on_steps_ends_with_its_optimizer(spec: str) -> None:
     model = attention(torch.float64, HEADS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    qkeel.apply(spec, model, optimizer)
+    qkeel.apply(model, spec, optimizer)
     del optimizer
-    qkeel.apply(spec, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    qkeel.apply(model, spec, torch.optim.SGD(model.parameters(), lr=0.1))
     gc.collect()
     assert not active_remedies(model)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -372,7 +372,7 @@ def test_a_remedy_on_steps_ends_with_its_optimizer(spec: str) -> None:
 def test_a_remedy_on_steps_does_not_end_with_a_wrapper_of_its_optimizer() -> None:
     model = attention(torch.float64, HEADS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = qkeel.apply("lalr", model, Wrapper(optimizer))
+    handle = qkeel.apply(model, "lalr", Wrapper(optimizer))
     gc.collect()
     assert active_remedies(model) == {"lalr"}
     handle.remove()
@@ -398,7 +398,7 @@ def test_layers_that_share_a_weight_shorten_the_steps_of_their_own_biases() -> N
             layer.q_proj.bias.normal_()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.apply("qk_clip:threshold=0.05,steps=matched", model, optimizer) as handle:
+    with qkeel.apply(model, "qk_clip:threshold=0.05,steps=matched", optimizer) as handle:
         model(x)
         optimizer.step()
         state = handle.state()

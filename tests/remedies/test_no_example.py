@@ -53,9 +53,9 @@ SPECS = ["lalr:tau=0.1+qk_clip:threshold=0.1", "qk_norm", "softcap:cap=1"]
 def test_the_line_in_front_of_training_does_what_it_does_with_an_example(spec: str, watched: bool) -> None:
     shown, own = encoder(), encoder()
     first, second = adamw(shown), adamw(own)
-    qkeel.apply(spec, shown, first, example=batch(0))
+    qkeel.apply(shown, spec, first, batch=batch(0))
     monitor = qkeel.watch(own, second) if watched else None
-    handle = qkeel.apply(spec, own, second)
+    handle = qkeel.apply(own, spec, second)
     assert "next pass" in repr(handle)
     train(shown, first, 0, 4)
     train(own, second, 0, 4)
@@ -79,8 +79,8 @@ def test_the_line_in_the_middle_of_a_watched_training_acts_at_once(spec: str) ->
     with qkeel.watch(own, second) as monitor:
         train(shown, first, 0, 2)
         train(own, second, 0, 2)
-        qkeel.apply(spec, shown, first, example=batch(1))
-        handle = qkeel.apply(spec, own, second)
+        qkeel.apply(shown, spec, first, batch=batch(1))
+        handle = qkeel.apply(own, spec, second)
         assert "active, " in repr(handle)
         train(shown, first, 2, 5)
         train(own, second, 2, 5)
@@ -94,14 +94,14 @@ def test_remedies_on_steps_of_a_watched_model_make_no_pass_at_all(monkeypatch: p
     with qkeel.watch(model, optimizer):
         train(model, optimizer, 0, 1)
         monkeypatch.setattr(nn.TransformerEncoder, "forward", None)
-        assert qkeel.apply("lalr:tau=0.1", model, optimizer).active
+        assert qkeel.apply(model, "lalr:tau=0.1", optimizer).active
 
 
 def test_taken_off_before_any_pass_nothing_is_ever_changed() -> None:
     plain, model = encoder(), encoder()
     first, second = adamw(plain), adamw(model)
     before = pickle.dumps(model)
-    qkeel.apply("qk_norm", model, second).remove()
+    qkeel.apply(model, "qk_norm", second).remove()
     assert pickle.dumps(model) == before
     train(plain, first, 0, 2)
     train(model, second, 0, 2)
@@ -112,13 +112,13 @@ def test_what_is_refused_is_refused_in_the_pass_and_the_model_is_as_it_was() -> 
     model = encoder()
     optimizer = adamw(model)
     out = model(batch(0))
-    qkeel.apply("qk_norm+lalr", model, optimizer)
+    qkeel.apply(model, "qk_norm+lalr", optimizer)
     with pytest.raises(RefusedError, match="lalr"):
         model(batch(0))
     assert torch.equal(model(batch(0)), out)
     assert not model._forward_pre_hooks
-    with pytest.raises(RefusedError, match="example=batch"):
-        qkeel.apply("softcap:cap=30", model)  # nothing would notice if the model were never called
+    with pytest.raises(RefusedError, match="batch=batch"):
+        qkeel.apply(model, "softcap:cap=30")  # nothing would notice if the model were never called
 
 
 def test_attention_that_is_the_model_itself_asks_for_an_example_where_its_call_would_be_exchanged() -> None:
@@ -127,8 +127,8 @@ def test_attention_that_is_the_model_itself_asks_for_an_example_where_its_call_w
     optimizer = adamw(model)
     x = batch(0)
     out = model(x, x, x)[0]
-    qkeel.apply("softcap:cap=0.1", model, optimizer)
-    with pytest.raises(RefusedError, match="example=batch"):
+    qkeel.apply(model, "softcap:cap=0.1", optimizer)
+    with pytest.raises(RefusedError, match="batch=batch"):
         model(x, x, x)
     assert torch.equal(model(x, x, x)[0], out)
 
@@ -136,9 +136,9 @@ def test_attention_that_is_the_model_itself_asks_for_an_example_where_its_call_w
 def test_a_state_that_is_loaded_before_the_pass_is_that_of_the_remedy_after_it() -> None:
     one, other = encoder(), encoder()
     first, second = adamw(one), adamw(other)
-    handle = qkeel.apply("lalr:tau=0.1", one, first)
+    handle = qkeel.apply(one, "lalr:tau=0.1", first)
     train(one, first, 0, 2)
-    later: Handle = qkeel.apply("lalr:tau=0.1", other, second)
+    later: Handle = qkeel.apply(other, "lalr:tau=0.1", second)
     later.load(handle.state())
     assert later.state().keys() == handle.state().keys()
     other.load_state_dict(one.state_dict())
@@ -151,10 +151,10 @@ def test_a_state_that_is_loaded_before_the_pass_is_that_of_the_remedy_after_it()
 def test_the_usual_slips_are_named_in_one_short_sentence() -> None:
     model = encoder()
     with pytest.raises(InvalidTypeError) as caught:
-        qkeel.apply(model, "qk_norm")  # type: ignore[arg-type]
-    assert str(caught.value).startswith("expected a remedy's name first, got a model (TransformerEncoder)")
+        qkeel.apply(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+    assert str(caught.value).endswith('got AdamW; write qkeel.apply(model, "qk_norm", optimizer)')
     assert len(str(caught.value)) < 160
     with pytest.raises(InvalidTypeError, match=r"got the class AdamW; make one: AdamW\(model.parameters\(\)\)"):
-        qkeel.apply("lalr", model, torch.optim.AdamW)  # type: ignore[arg-type]
+        qkeel.apply(model, "lalr", torch.optim.AdamW)  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="expected an option after the colon of 'qk_norm:', got none"):
-        qkeel.apply("qk_norm:", model)
+        qkeel.apply(model, "qk_norm:")

@@ -43,7 +43,7 @@ def steps(remedy: str, layers: int, optimizer: str = "fused") -> int:
         "fused": lambda: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
         "sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=True),
     }[optimizer]()
-    handle = qkeel.apply(remedy, model, made) if remedy != "none" else None
+    handle = qkeel.apply(model, remedy, made) if remedy != "none" else None
     mode = NoReads()
     for step in range(3):
         made.zero_grad()

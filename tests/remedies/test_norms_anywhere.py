@@ -41,7 +41,7 @@ def check_against_the_oracle(layout: str, how: str, kind: str, over: str, gain: 
     model, plain = Hand(layout, how).double(), Hand(layout, how).double()
     x = torch.randn(2, 6, 16, dtype=torch.float64)
     length = {"train_length": 32} if learned_scale(kind, gain) else {}
-    qkeel.apply(f"qk_norm:kind={kind},over={over},gain={gain}", model, example=x, **length)  # type: ignore[arg-type]
+    qkeel.apply(model, f"qk_norm:kind={kind},over={over},gain={gain}", batch=x, **length)  # type: ignore[arg-type]
     jolted(model)
     params = {n.removesuffix(".weight"): p for n, p in model.named_parameters() if n.endswith("norm.weight")}
     spec = AttentionSpec(norm=KINDS[kind](over=over, gain=gain), scale=Sqrt() if kind == "l2" else InverseSqrt())
@@ -75,7 +75,7 @@ def test_a_norm_whose_operators_show_none_is_known_as_one_all_the_same() -> None
         model, x = Hand("linear"), torch.randn(2, 6, 16)
         optimizer = torch.optim.AdamW(model.parameters())
         with pytest.raises(RefusedError, match="a norm between the weights"):
-            qkeel.apply(["qk_norm:kind=mine", "qk_clip"], model, optimizer, example=x)
+            qkeel.apply(model, ["qk_norm:kind=mine", "qk_clip"], optimizer, batch=x)
 
 
 @pytest.mark.parametrize(("layout", "how"), one_in(itertools.product(LAYOUTS, HOW), 2))
@@ -91,7 +91,7 @@ def test_every_way_to_lay_out_heads_is_normed_head_by_head(
 def test_llama_with_qk_norm_is_qwen3(how: str, dtype: torch.dtype) -> None:
     llama, qwen3 = hf("llama", how).to(dtype), hf("qwen3", how).to(dtype)
     x = example("llama")
-    qkeel.apply("qk_norm", llama, example=x)
+    qkeel.apply(llama, "qk_norm", batch=x)
     jolted(llama)
     qwen3.load_state_dict(llama.state_dict(), strict=True)
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_queries_and_keys_that_reach_the_scores_are_the_normed_ones(name: str, h
     before = calls(model, x)
     rotated = name in ("llama", "qwen2", "neox")
     gain = "none" if rotated else "dim"  # a gain per dimension does not commute with the rotation
-    qkeel.apply(f"qk_norm:gain={gain}", model, example=x)
+    qkeel.apply(model, f"qk_norm:gain={gain}", batch=x)
     jolted(model)
     after = calls(model, x)
     assert len(before) == len(after) == 2
@@ -131,7 +131,7 @@ def gain_of(model: nn.Module, name: str, part: str) -> Tensor | None:
 @pytest.mark.parametrize("name", quick(["llama", "gpt2"], "llama".__eq__))
 def test_generation_with_a_cache_equals_generation_without(name: str, how: str, remedy: str) -> None:
     model, x = hf(name, how), example("llama", tokens=4)
-    qkeel.apply(remedy, model, example=x, train_length=32)
+    qkeel.apply(model, remedy, batch=x, train_length=32)
     jolted(model)
     made = [
         model.generate(x, max_new_tokens=6, do_sample=False, use_cache=cache, pad_token_id=0)  # type: ignore[operator]
@@ -160,11 +160,11 @@ def test_one_sided_and_cosine_norms_are_the_published_ones(remedy: str, spec: At
         model: Any = qkeel.nn.Attention(16, 4, spec=AttentionSpec()).double()
         torch.manual_seed(0)
         expected = qkeel.nn.Attention(16, 4, spec=spec).double()(x)
-        qkeel.apply(remedy, model)
+        qkeel.apply(model, remedy)
     else:
         model = Hand(where).double()
         expected = oracle(model, spec, x, {})
-        qkeel.apply(remedy, model, example=x)
+        qkeel.apply(model, remedy, batch=x)
     assert (model(x) - expected).abs().max() < 1e-12
 
 
@@ -173,7 +173,7 @@ def test_an_rms_norm_under_the_usual_scale_is_the_unit_vector_under_one() -> Non
     outputs = []
     for remedy in ("key_norm", "key_norm:kind=l2"):
         model = Hand("fused").double()
-        qkeel.apply(remedy, model, example=x)
+        qkeel.apply(model, remedy, batch=x)
         outputs.append(model(x))
     assert (outputs[0] - outputs[1]).abs().max() < 1e-8 * outputs[1].abs().max()
 
@@ -184,7 +184,7 @@ def test_gains_learn_and_join_the_group_of_gains() -> None:
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}])
     n = len(vectors)
-    with qkeel.apply("qk_norm", model, optimizer, example=x):
+    with qkeel.apply(model, "qk_norm", optimizer, batch=x):
         assert len(optimizer.param_groups[1]["params"]) == n + 4
         old = values(model)
         out(model, x).square().mean().backward()
@@ -200,7 +200,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant: bool) -> Non
     grads = []
     for checkpointed in (False, True):
         model, x = hf("llama", "sdpa"), example("llama")
-        qkeel.apply("qk_norm", model, example=x)
+        qkeel.apply(model, "qk_norm", batch=x)
         model.train()
         if checkpointed:
             model.activation_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
@@ -211,7 +211,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant: bool) -> Non
 
 def test_under_autocast_the_norm_is_taken_in_float32() -> None:
     model, x = Hand("linear", "sdpa"), torch.randn(2, 6, 16)
-    qkeel.apply("qk_norm", model, example=x)
+    qkeel.apply(model, "qk_norm", batch=x)
     with torch.autocast("cpu", torch.bfloat16):
         q = model.q(x)
     assert q.dtype == torch.bfloat16
@@ -226,10 +226,10 @@ def test_removal_leaves_no_trace(name: str, how: str, remedy: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     before, state, y = everything(model), values(model), out(model, x)
     groups = [list(map(id, g["params"])) for g in optimizer.param_groups]
-    handle = qkeel.apply(remedy, model, optimizer, example=x, train_length=32)
+    handle = qkeel.apply(model, remedy, optimizer, batch=x, train_length=32)
     assert not torch.equal(out(model, x), y)
     with pytest.raises(AlreadyAppliedError):
-        qkeel.apply(remedy, model, optimizer, example=x, train_length=32)
+        qkeel.apply(model, remedy, optimizer, batch=x, train_length=32)
     handle.remove()
     assert everything(model) == before
     assert list(values(model)) == list(state)
@@ -248,7 +248,7 @@ def test_removal_leaves_no_trace(name: str, how: str, remedy: str) -> None:
 def test_a_copy_computes_the_same_with_parameters_of_its_own(where: str, how: str) -> None:
     model: nn.Module = Hand(where) if where in LAYOUTS else build(where, "sdpa")
     x = torch.randn(2, 6, 16) if where in LAYOUTS else example(where)
-    qkeel.apply("qk_norm:gain=dim+softcap:cap=3+sink+log_n:length=3", model, example=x)
+    qkeel.apply(model, "qk_norm:gain=dim+softcap:cap=3+sink+log_n:length=3", batch=x)
     jolted(model, ("q_norm.weight", "k_norm.weight", "q_norm", "k_norm", "sink"))
     twin = COPIES[how](model).eval()
     y = out(model.eval(), x)
@@ -271,11 +271,11 @@ def test_gains_are_saved_and_come_back(tmp_path: Any) -> None:
     from transformers import LlamaForCausalLM
 
     model, x = hf("llama", "sdpa"), example("llama")
-    qkeel.apply("qk_norm", model, example=x)
+    qkeel.apply(model, "qk_norm", batch=x)
     jolted(model)
     model.save_pretrained(tmp_path)  # type: ignore[operator]
     again = LlamaForCausalLM.from_pretrained(tmp_path).eval()
-    qkeel.apply("qk_norm", again, example=x)
+    qkeel.apply(again, "qk_norm", batch=x)
     again.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
     assert torch.equal(out(again, x), out(model, x))
 
@@ -284,7 +284,7 @@ def test_a_model_that_is_normed_already_is_refused() -> None:
     model, x = hf("qwen3", "sdpa"), example("qwen3")
     before = everything(model)
     with pytest.raises(RefusedError, match=r"qk_norm at model.layers.0.self_attn: q and k are already normed"):
-        qkeel.apply("qk_norm", model, example=x)
+        qkeel.apply(model, "qk_norm", batch=x)
     assert everything(model) == before
 
 
@@ -295,7 +295,7 @@ def test_what_a_norm_makes_pointless_is_refused_in_both_orders(second: str) -> N
         optimizer = torch.optim.AdamW(model.parameters())
         before = everything(model)
         with pytest.raises(RefusedError, match=r"at model.layers.0.self_attn"):
-            qkeel.apply(list(pair), model, optimizer, example=x)
+            qkeel.apply(model, list(pair), optimizer, batch=x)
         assert everything(model) == before
 
 
@@ -304,19 +304,19 @@ def test_latent_attention_takes_norms_that_commute_with_the_rotation(how: str) -
     model, x = hf("deepseek", how), example("deepseek")
     before = everything(model)
     with pytest.raises(RefusedError, match=r"the keys are not the output of a single module.* computed by .*kv_a_proj"):
-        qkeel.apply("qk_norm", model, example=x)
+        qkeel.apply(model, "qk_norm", batch=x)
     assert everything(model) == before
     if how == "eager":
         with pytest.raises(RefusedError, match="use the model's fused attention"):
-            qkeel.apply("qk_norm:gain=none", model, example=x)
+            qkeel.apply(model, "qk_norm:gain=none", batch=x)
         assert everything(model) == before
         return
     mine = type("Mine", (RMSNorm,), {"__slots__": ()})  # of which nothing is known, hence nothing behind a rotation
     with mock.patch.dict(KINDS, mine=mine), pytest.raises(RefusedError, match="not the output of a single module"):
-        qkeel.apply("qk_norm:kind=mine,gain=none", model, example=x)
+        qkeel.apply(model, "qk_norm:kind=mine,gain=none", batch=x)
     assert everything(model) == before
     q, k = calls(model, x)[0].call.q, calls(model, x)[0].call.k
-    qkeel.apply("qk_norm:gain=none", model, example=x)
+    qkeel.apply(model, "qk_norm:gain=none", batch=x)
     after = calls(model, x)[0].call
     expected = [RMSNorm().normalise(y) for y in (q, k)]
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(after.encoded(), expected))
@@ -334,7 +334,7 @@ def test_two_adapted_projections_are_normed_as_a_whole() -> None:
     model = Hand("linear")
     model.q, model.k = Adapted(model.q), Adapted(model.k)  # type: ignore[arg-type]
     x = torch.randn(2, 6, 16)
-    qkeel.apply("qk_norm:gain=none", model, example=x)
+    qkeel.apply(model, "qk_norm:gain=none", batch=x)
     lengths = model.q(x).unflatten(-1, (4, 4)).norm(dim=-1)
     assert torch.allclose(lengths, torch.full_like(lengths, 2.0), atol=1e-4)
 
@@ -348,7 +348,7 @@ def test_weights_used_behind_their_modules_back_are_refused() -> None:
     model, x = Behind("linear"), torch.randn(2, 6, 16)
     before = everything(model)
     with pytest.raises(RefusedError, match="something other than the module that holds the weights uses them"):
-        qkeel.apply("qk_norm", model, example=x)
+        qkeel.apply(model, "qk_norm", batch=x)
     assert everything(model) == before
 
 
@@ -374,8 +374,8 @@ def test_projections_whose_weights_a_module_uses_itself_are_normed_as_if_it_call
     before, y = everything(functional), functional(x)
     assert torch.equal(y, plain(x))
     length = {"train_length": 32} if "head" in options and "l2" in options else {}
-    handle = qkeel.apply(f"qk_norm{options}", functional, example=x, **length)  # type: ignore[arg-type]
-    qkeel.apply(f"qk_norm{options}", plain, example=x, **length)  # type: ignore[arg-type]
+    handle = qkeel.apply(functional, f"qk_norm{options}", batch=x, **length)  # type: ignore[arg-type]
+    qkeel.apply(plain, f"qk_norm{options}", batch=x, **length)  # type: ignore[arg-type]
     assert torch.equal(functional(x), plain(x))
     assert not torch.equal(functional(x), y)
     handle.remove()
@@ -399,8 +399,8 @@ def test_an_identity_in_the_place_of_a_norm_is_replaced_and_put_back(how: str, o
 
     model, plain, x = Spare(), Hand("fused", how), torch.randn(2, 6, 16)
     y, parts, names = model(x), list(model.named_modules()), list(model.state_dict())
-    handle = qkeel.apply(f"qk_norm{options}", model, example=x)
-    qkeel.apply(f"qk_norm{options}", plain, example=x)
+    handle = qkeel.apply(model, f"qk_norm{options}", batch=x)
+    qkeel.apply(plain, f"qk_norm{options}", batch=x)
     assert torch.equal(model(x), plain(x))
     assert {n for n, _ in model.named_parameters()} == {n for n, _ in plain.named_parameters()}
     restored = copy.deepcopy(model)
@@ -416,14 +416,14 @@ def test_a_name_that_is_taken_is_refused() -> None:
     model.k_norm = nn.LayerNorm(4)
     before = everything(model)
     with pytest.raises(RefusedError, match="already has an attribute k_norm"):
-        qkeel.apply("qk_norm", model, example=x)
+        qkeel.apply(model, "qk_norm", batch=x)
     assert everything(model) == before
 
 
 def test_two_norms_on_one_fused_projection_come_off_in_any_order() -> None:
     model, x = Hand("fused"), torch.randn(2, 6, 16)
     before, y = everything(model), model(x)
-    cap, norm = (qkeel.apply(r, model, example=x) for r in ("softcap:cap=1", "qk_norm"))
+    cap, norm = (qkeel.apply(model, r, batch=x) for r in ("softcap:cap=1", "qk_norm"))
     both = model(x)
     cap.remove()
     assert not torch.equal(model(x), both)

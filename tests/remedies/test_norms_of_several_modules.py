@@ -72,7 +72,7 @@ def test_the_logits_are_those_of_heads_normed_where_they_are_made(kind: str) -> 
     model, x = Attention(kind).double(), torch.randn(2, T, M, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names, untouched = list(model.state_dict()), model(x)
-    handle = qkeel.apply("qk_norm", model, optimizer, example=x)
+    handle = qkeel.apply(model, "qk_norm", optimizer, batch=x)
     added = {n: p for n, p in model.named_parameters() if n not in names}
     assert len(added) == KINDS[kind]
     assert {id(p) for p in added.values()} <= {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -85,7 +85,7 @@ def test_the_logits_are_those_of_heads_normed_where_they_are_made(kind: str) -> 
     v = torch.cat([parts(model.v(x))] * (z.shape[-1] // T), 2)
     expected = (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
     assert (list(model.state_dict()), torch.equal(model(x), untouched)) == (names, True)
-    with qkeel.apply("qk_norm", model, example=x):
+    with qkeel.apply(model, "qk_norm", batch=x):
         torch.testing.assert_close(model(x), expected)
     assert not torch.allclose(untouched, expected)
 
@@ -95,7 +95,7 @@ def test_outputs_of_several_modules_that_are_added_up_are_refused(kind: str, rea
     model, x = Attention(kind), torch.randn(2, T, M)
     names, y = list(model.state_dict()), model(x)
     with pytest.raises(RefusedError, match=reason):
-        qkeel.apply("qk_norm", model, example=x)
+        qkeel.apply(model, "qk_norm", batch=x)
     assert (list(model.state_dict()), torch.equal(model(x), y)) == (names, True)
 
 
@@ -108,7 +108,7 @@ def test_heads_concatenated_from_two_modules_are_refused() -> None:
             return q @ k.mT / 4
 
     with pytest.raises(RefusedError, match="not the output of a single module: they are computed by more_q, q"):
-        qkeel.apply("qk_norm", Concatenated(""), example=torch.randn(2, T, M))
+        qkeel.apply(Concatenated(""), "qk_norm", batch=torch.randn(2, T, M))
 
 
 def test_a_bias_that_is_added_after_the_product_with_its_weight_is_refused() -> None:
@@ -120,7 +120,7 @@ def test_a_bias_that_is_added_after_the_product_with_its_weight_is_refused() -> 
             return {**Attention.made(self, x), **late}
 
     with pytest.raises(RefusedError, match="something other than the module that holds the weights"):
-        qkeel.apply("qk_norm", Later("plain"), example=torch.randn(2, T, M))
+        qkeel.apply(Later("plain"), "qk_norm", batch=torch.randn(2, T, M))
 
 
 class Pooled(nn.Module):
@@ -140,5 +140,5 @@ def test_heads_that_are_channels_of_a_convolution_are_normed() -> None:
     model, x = Pooled().double(), torch.randn(2, T, M, dtype=torch.float64)
     q, k, v = (conv(x.mT).mT.unflatten(-1, (H, D)).transpose(1, 2) for conv in (model.q, model.k, model.v))
     expected = ((unit(q) @ unit(k).mT * D**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
-    with qkeel.apply("qk_norm", model, example=x):
+    with qkeel.apply(model, "qk_norm", batch=x):
         torch.testing.assert_close(model(x), expected)

@@ -42,7 +42,7 @@ def by_hand(model: nn.Module, projection: nn.Module, x: Tensor, gates: Any) -> T
 def test_the_gate_is_a_sigmoid_of_the_input_before_the_output_projection(layout: str, how: str, per: str) -> None:
     model, x = Hand(layout, how), torch.randn(2, 6, 16)
     plain = copy.deepcopy(model)
-    with qkeel.apply(f"output_gate:init=random,per={per}", model, example=x), torch.no_grad():
+    with qkeel.apply(model, f"output_gate:init=random,per={per}", batch=x), torch.no_grad():
         stir(model)
         weight = model.get_parameter("output_gate.weight").clone()
         got = model(x)
@@ -57,7 +57,7 @@ def test_it_starts_as_nothing_bit_for_bit_then_does_something_and_leaves_no_trac
     model, x = hf(name, impl), example(name)
     first = out(model, x)
     before, state = everything(model), values(model)
-    with qkeel.apply("output_gate", model, example=x):
+    with qkeel.apply(model, "output_gate", batch=x):
         assert torch.equal(out(model, x), first)
         assert sum(n.endswith("output_gate.weight") for n in model.state_dict()) == 2
         stir(model)
@@ -69,7 +69,7 @@ def test_it_starts_as_nothing_bit_for_bit_then_does_something_and_leaves_no_trac
 
 def test_cached_decoding_gates_as_one_pass_does() -> None:
     model, x = hf("llama", "sdpa"), example("llama")
-    with qkeel.apply("output_gate:per=head", model, example=x), torch.no_grad():
+    with qkeel.apply(model, "output_gate:per=head", batch=x), torch.no_grad():
         stir(model)
         whole = out(model, x)
         part = model(x[:, :4], use_cache=True)
@@ -82,7 +82,7 @@ def test_gates_are_weights_to_the_optimizer_and_train() -> None:
     matrices, gains = ([p for p in model.parameters() if (p.ndim > 1) == many] for many in (True, False))
     optimizer = torch.optim.AdamW([{"params": matrices}, {"params": gains, "weight_decay": 0.0}], lr=0.01)
     sizes = [len(g["params"]) for g in optimizer.param_groups]
-    with qkeel.apply("output_gate", model, optimizer, example=x):
+    with qkeel.apply(model, "output_gate", optimizer, batch=x):
         assert [len(g["params"]) for g in optimizer.param_groups] == [sizes[0] + 2, sizes[1]]
         out(model, x).square().mean().backward()
         optimizer.step()
@@ -94,18 +94,18 @@ def test_where_the_projection_can_not_be_told_it_says_so_and_changes_nothing() -
     torchs, x = encoder(), example("encoder")
     before = everything(torchs)
     with pytest.raises(RefusedError, match="inside a torch function"):
-        qkeel.apply("output_gate", torchs, example=x)
+        qkeel.apply(torchs, "output_gate", batch=x)
     assert everything(torchs) == before
     bert, x = hf("bert", "sdpa"), example("bert")  # projects in a module beside that of the attention
     before = everything(bert)
     with pytest.raises(RefusedError, match="no module inside it multiplies the output of attention"):
-        qkeel.apply("output_gate", bert, example=x)
+        qkeel.apply(bert, "output_gate", batch=x)
     assert everything(bert) == before
     mixed, x = Hand("linear"), torch.randn(2, 6, 16)
     mixed.o = nn.Identity()
     before = everything(mixed)
     with pytest.raises(RefusedError, match="no module inside it multiplies the output of attention"):
-        qkeel.apply("output_gate", mixed, example=x)
+        qkeel.apply(mixed, "output_gate", batch=x)
     assert everything(mixed) == before
 
 
@@ -113,7 +113,7 @@ def test_compiled_code_notices_that_it_comes_and_goes() -> None:
     model, x = Hand("linear", "sdpa"), torch.randn(2, 6, 16)
     plain = torch.compile(model, backend="eager", fullgraph=True)
     first = plain(x)
-    with qkeel.apply("output_gate", model, example=x):
+    with qkeel.apply(model, "output_gate", batch=x):
         stir(model)
         torch.testing.assert_close(plain(x), model(x))
         assert not torch.allclose(plain(x), first, atol=1e-4)
@@ -128,5 +128,5 @@ def test_heads_that_lie_apart_have_no_gate_of_their_own() -> None:
 
     model, x = Apart("fused"), torch.randn(2, 6, 16)
     with pytest.raises(RefusedError, match="are not adjacent"):
-        qkeel.apply("output_gate:per=head", model, example=x)
-    qkeel.apply("output_gate", model, example=x).remove()
+        qkeel.apply(model, "output_gate:per=head", batch=x)
+    qkeel.apply(model, "output_gate", batch=x).remove()

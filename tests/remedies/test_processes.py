@@ -114,7 +114,7 @@ def test_a_head_is_clipped_by_the_largest_logit_of_all_processes(monkeypatch: py
         self._exchange.maxima.append(self._over_all)
 
     monkeypatch.setattr(SharedMaxima, "__init__", shared)
-    with qkeel.apply("qk_clip:threshold=20", model, optimizer):
+    with qkeel.apply(model, "qk_clip:threshold=20", optimizer):
         model(torch.randn(1, 5, 16, dtype=torch.float64))
         optimizer.step()
         optimizer.step()  # this process saw nothing, the other did
@@ -127,13 +127,13 @@ def test_sites_are_known_again_by_their_names() -> None:
     sites = qkeel.find_sites(model)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(RefusedError, match="was found in a model with other weights"):
-        qkeel.apply("lalr", torch.nn.Sequential(model), optimizer, sites=sites)
+        qkeel.apply(torch.nn.Sequential(model), "lalr", optimizer, sites=sites)
     with pytest.raises(InvalidTypeError, match=r"expected sites as qkeel.find_sites returned them"):
-        qkeel.apply("lalr", model, optimizer, sites=["attention"])  # type: ignore[list-item]
+        qkeel.apply(model, "lalr", optimizer, sites=["attention"])  # type: ignore[list-item]
     with pytest.raises(RefusedError, match="give an example in place of the sites"):
-        qkeel.apply("softcap", model, optimizer, sites=sites)
+        qkeel.apply(model, "softcap", optimizer, sites=sites)
     assert not optimizer._optimizer_step_pre_hooks
-    with qkeel.apply("lalr", model, optimizer, sites=sites) as handle:
+    with qkeel.apply(model, "lalr", optimizer, sites=sites) as handle:
         assert [*handle.state()] == ["0.q_proj.weight:0/4x4", "0.k_proj.weight:0/4x4"]
 
 
@@ -159,17 +159,17 @@ def test_under_deepspeeds_zero_what_cannot_act_is_refused_by_its_name(
         optimizer = torch.optim.AdamW(model.parameters())
         engine = Engine(model, stage)
         if stage == 0 or (stage < 3 and remedy == "softcap"):
-            qkeel.apply(remedy, engine, optimizer).remove()
+            qkeel.apply(engine, remedy, optimizer).remove()
         elif remedy == "qk_norm" and stage < 3:
             with pytest.raises(RefusedError, match="to a model that ZeRO has already spread"):
-                qkeel.apply(remedy, engine, optimizer)
+                qkeel.apply(engine, remedy, optimizer)
         else:
             with refused:
-                qkeel.apply(remedy, engine, optimizer)
+                qkeel.apply(engine, remedy, optimizer)
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace())  # type: ignore[arg-type]
     model = attention()
     optimizer = torch.optim.AdamW(model.parameters())
-    handle = qkeel.apply("lalr", model, optimizer)
+    handle = qkeel.apply(model, "lalr", optimizer)
     engine = Engine(model, stage)  # as deepspeed.initialize makes it afterwards
     for _ in range(2):
         engine.module(torch.randn(1, 5, 16, dtype=torch.float64)).sum().backward()

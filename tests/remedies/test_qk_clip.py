@@ -39,7 +39,7 @@ def maxima(model: nn.Module, *xs: Any, **options: Any) -> Tensor:
 def clip_once(model: nn.Module, remedy: str, *xs: Tensor, **options: Any) -> None:
     """Forwards, then a step at rate 0, so only the clip moves weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.apply(remedy, model, optimizer):
+    with qkeel.apply(model, remedy, optimizer):
         for x in xs:
             model(x, **options)
         optimizer.step()
@@ -229,7 +229,7 @@ def test_micro_batches_between_steps_count_together_and_the_next_step_starts_ane
     both = maxima(model, a, b)[0]
     assert not torch.equal(both, maxima(model, a)[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.apply("qk_clip:threshold=1", model, optimizer):
+    with qkeel.apply(model, "qk_clip:threshold=1", optimizer):
         model(b)
         model(a)
         optimizer.step()
@@ -245,7 +245,7 @@ def test_forwards_in_evaluation_do_not_count() -> None:
     model, x = loud(attention(torch.float64, 4), *[10.0] * 4), inputs(dtype=torch.float64)
     before = by_name(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.apply("qk_clip:threshold=0.01", model, optimizer):
+    with qkeel.apply(model, "qk_clip:threshold=0.01", optimizer):
         model.eval()
         model(x)
         model.train()
@@ -272,7 +272,7 @@ def test_a_site_that_saw_nothing_is_left_alone() -> None:
     model = nn.ModuleDict({"used": attention(torch.float64, 4), "idle": attention(torch.float64, 4)})
     before = by_name(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.apply("qk_clip:threshold=1e-3", model, optimizer):
+    with qkeel.apply(model, "qk_clip:threshold=1e-3", optimizer):
         model["used"](inputs(dtype=torch.float64))
         optimizer.step()
     changed = {n for n, p in model.named_parameters() if not torch.equal(before[n], p)}
@@ -293,7 +293,7 @@ def test_a_weight_shared_by_layers_is_scaled_once_by_the_smallest_factor() -> No
 
     tops = torch.stack([top(a), top(b)])
     threshold = float(tops[0].min()) / 2
-    with qkeel.apply(f"qk_clip:threshold={threshold}", model, optimizer):
+    with qkeel.apply(model, f"qk_clip:threshold={threshold}", optimizer):
         a(x)
         b(x)
         optimizer.step()
@@ -319,7 +319,7 @@ def test_with_lalr_the_clip_comes_after_the_scaled_step_in_either_order(remedy: 
     results = []
     for m, r in ((model, remedy), (reference, "lalr:tau=0.5")):
         optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
-        with qkeel.apply(r, m, optimizer):
+        with qkeel.apply(m, r, optimizer):
             m(x).square().sum().backward()
             optimizer.step()
         results.append(by_name(m))
@@ -333,7 +333,7 @@ def test_a_fused_step_that_a_scaler_skipped_is_clipped_by_at_the_next_one() -> N
     model, x = loud(attention(torch.float64, 4), *SCALES), inputs(dtype=torch.float64)
     before, top = by_name(model), maxima(model, x)[0]
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-    handle = qkeel.apply("qk_clip:threshold=1", model, optimizer)
+    handle = qkeel.apply(model, "qk_clip:threshold=1", optimizer)
     model(x)
     optimizer.found_inf = torch.ones(1)
     optimizer.step()
@@ -343,7 +343,7 @@ def test_a_fused_step_that_a_scaler_skipped_is_clipped_by_at_the_next_one() -> N
     optimizer.step()
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
     handle.remove()
-    handle = qkeel.apply("qk_clip:threshold=1", model, optimizer)
+    handle = qkeel.apply(model, "qk_clip:threshold=1", optimizer)
     handle.load(state)  # a run killed here goes on as it would have
     optimizer.found_inf = torch.zeros(1)
     optimizer.step()
@@ -373,7 +373,7 @@ def test_under_a_real_scaler_a_skipped_step_does_not_clip_and_the_next_one_does(
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     x, before = tokens(), by_name(model)
     top = maxima(model, x)
-    with qkeel.apply("qk_clip:threshold=2", model, optimizer):
+    with qkeel.apply(model, "qk_clip:threshold=2", optimizer):
         for overflow in (True, False):
             optimizer.zero_grad()
             if overflow:
@@ -392,7 +392,7 @@ def test_under_a_real_scaler_a_skipped_step_does_not_clip_and_the_next_one_does(
 def test_a_step_with_nothing_over_the_threshold_touches_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = attention(torch.float32, 4), inputs()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.apply("qk_clip", model, optimizer):
+    with qkeel.apply(model, "qk_clip", optimizer):
         model(x)
         versions = [p._version for p in model.parameters()]
         optimizer.step()
@@ -408,7 +408,7 @@ def test_on_an_accelerator_all_sites_are_multiplied_and_one_leaves_weights_bit_f
     model, x = loud(attention(torch.float32, 2, bias=True), *SCALES), inputs()
     before, top = by_name(model), maxima(model, x)[0]
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-    with qkeel.apply("qk_clip:threshold=3", model, optimizer):
+    with qkeel.apply(model, "qk_clip:threshold=3", optimizer):
         model(x)
         optimizer.found_inf = torch.zeros(1)
         with (mode := HostReads()):
@@ -421,7 +421,7 @@ def test_on_an_accelerator_all_sites_are_multiplied_and_one_leaves_weights_bit_f
 @pytest.mark.parametrize("threshold", [0, -1.0, math.nan, math.inf])
 def test_the_threshold_must_be_a_positive_number(threshold: float) -> None:
     with pytest.raises(InvalidValueError, match="above 0 for threshold of qk_clip"):
-        qkeel.apply("qk_clip", attention(), None, threshold=threshold)
+        qkeel.apply(attention(), "qk_clip", None, threshold=threshold)
 
 
 @pytest.mark.parametrize("preset", ["qwen3", "kna", "qna", "olmo2", "swin_v2"])
@@ -431,13 +431,13 @@ def test_normed_sites_are_refused_with_the_reason(preset: str) -> None:
     with pytest.raises(
         RefusedError, match="a norm between the weights of q or of k and the logit undoes their scaling"
     ):
-        qkeel.apply("qk_clip", model, torch.optim.SGD(model.parameters(), lr=0.1))
+        qkeel.apply(model, "qk_clip", torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_removal_takes_the_tap_away() -> None:
     model = attention()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with qkeel.apply("qk_clip", model, optimizer):
+    with qkeel.apply(model, "qk_clip", optimizer):
         assert len(model.observers) == 1
     assert not model.observers
     assert not optimizer._optimizer_step_post_hooks
@@ -452,7 +452,7 @@ def test_a_clip_that_can_read_no_logits_any_more_warns_once_and_training_goes_on
     model = loud(attention(torch.float32, 4), *SCALES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     monkeypatch.setattr(qk_clip, "find_maxima", boom)
-    with qkeel.apply("qk_clip:threshold=1", model, optimizer):
+    with qkeel.apply(model, "qk_clip:threshold=1", optimizer):
         said = "qk_clip failed while reading logits and has stopped clipping: ValueError: boom"
         with pytest.warns(QkeelWarning, match=said):
             model(inputs())
@@ -466,7 +466,7 @@ def test_a_clip_that_can_read_no_logits_any_more_warns_once_and_training_goes_on
 def test_a_step_that_a_scaler_took_with_nothing_over_the_threshold_touches_no_weight_and_keeps_no_maximum() -> None:
     model, x = attention(torch.float32, 4), inputs()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-    with qkeel.apply("qk_clip", model, optimizer) as handle:
+    with qkeel.apply(model, "qk_clip", optimizer) as handle:
         assert handle.state() == {}
         for skipped in (1.0, 0.0, 0.0):
             model(x)
@@ -481,7 +481,7 @@ def test_a_step_that_a_scaler_took_with_nothing_over_the_threshold_touches_no_we
 def test_a_model_that_is_never_called_is_warned_of_once() -> None:
     model = attention(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.apply("qk_clip", model, optimizer):
+    with qkeel.apply(model, "qk_clip", optimizer):
         with pytest.warns(QkeelWarning, match="qk_clip saw no attention call in training mode between two steps"):
             optimizer.step()
         optimizer.step()  # a second warning would be an error

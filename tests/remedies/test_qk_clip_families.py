@@ -35,7 +35,7 @@ def maxima(model: nn.Module, *xs: Tensor) -> dict[str, Tensor]:
 def clip_once(model: nn.Module, remedy: str, *xs: Tensor) -> None:
     """Forwards, then a step at rate 0: only the clip moves weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.apply(remedy, model, optimizer, example=xs[0]):
+    with qkeel.apply(model, remedy, optimizer, batch=xs[0]):
         for x in xs:
             run(model, x)
         optimizer.step()
@@ -197,7 +197,7 @@ def test_normed_sites_are_refused_and_the_model_left_as_it_was() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for remedy, where in (("qk_clip", "between the weights of q"), ("lalr", "on q")):
         with pytest.raises(RefusedError, match=rf"{remedy} at model.layers.0.self_attn: a norm {where}"):
-            qkeel.apply(remedy, model, optimizer, example=batch())
+            qkeel.apply(model, remedy, optimizer, batch=batch())
     assert not optimizer._optimizer_step_post_hooks
     assert not model._forward_hooks
     assert "_qkeel_applied" not in model.model.layers[0].self_attn.__dict__
@@ -216,7 +216,7 @@ def test_a_token_decoded_in_training_mode_clips_the_heads_that_transformers_pack
         model = transformers.LlamaForCausalLM(config).double()
         before = {name: p.detach().clone() for name, p in model.named_parameters() if "q_proj" in name}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        with qkeel.apply("qk_clip:threshold=1e-3", model, optimizer, example={"input_ids": tokens}):
+        with qkeel.apply(model, "qk_clip:threshold=1e-3", optimizer, batch={"input_ids": tokens}):
             for _ in range(2):  # so that the second token is decoded in a known place
                 model(input_ids=tokens, attention_mask=padded)
                 cache = model(input_ids=tokens[:, :5], attention_mask=padded[:, :5], use_cache=True).past_key_values

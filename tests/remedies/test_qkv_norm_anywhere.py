@@ -33,7 +33,7 @@ def normed(x: Tensor, gain: Tensor, kind: str) -> Tensor:
 def test_every_layout_is_normed_on_queries_keys_and_values(layout: str, how: str, kind: str) -> None:
     model, x = Hand(layout, how).double(), torch.randn(2, 6, 16, dtype=torch.float64)
     plain = copy.deepcopy(model)
-    qkeel.apply(f"qkv_norm:drop_pre_norm=false,kind={kind}", model, example=x)
+    qkeel.apply(model, f"qkv_norm:drop_pre_norm=false,kind={kind}", batch=x)
     jolted(model, GAINS)
     assert [n for n, _ in model.named_parameters() if n.endswith("norm.weight")] == list(GAINS)
     q, k, v = (normed(y, model.get_parameter(name), kind) for y, name in zip(plain.heads(x), GAINS))
@@ -47,7 +47,7 @@ def test_every_layout_is_normed_on_queries_keys_and_values(layout: str, how: str
 def test_the_norm_before_attention_is_dropped_from_blocks_of_other_people(how: str) -> None:
     model, x = hf("llama", how), example("llama")
     twin = copy.deepcopy(model)
-    qkeel.apply("qkv_norm:kind=rms", model, example=x)
+    qkeel.apply(model, "qkv_norm:kind=rms", batch=x)
     jolted(model, GAINS)
     assert not any("input_layernorm" in name for name in model.state_dict())
     assert sum("post_attention_layernorm" in name for name in model.state_dict()) == 2
@@ -75,7 +75,7 @@ def test_it_trains_and_comes_off_without_a_trace(name: str, how: str) -> None:
     before, state, first = everything(model), values(model), out(model, x)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     groups = [len(g["params"]) for g in optimizer.param_groups]
-    handle = qkeel.apply("qkv_norm", model, optimizer, example=x)
+    handle = qkeel.apply(model, "qkv_norm", optimizer, batch=x)
     out(model, x).square().mean().backward()
     gains = [p for n, p in model.named_parameters() if n.endswith(GAINS)]
     assert len(gains) == 6
@@ -100,7 +100,7 @@ def test_what_has_no_norm_before_or_no_values_of_its_own_is_refused_and_left_alo
     model, x = hf(name, "sdpa"), example(name)
     before = everything(model)
     with pytest.raises(RefusedError, match=message):
-        qkeel.apply(remedy, model, example=x)
+        qkeel.apply(model, remedy, batch=x)
     assert everything(model) == before
 
 
@@ -108,7 +108,7 @@ def test_what_has_no_norm_before_or_no_values_of_its_own_is_refused_and_left_alo
 def test_latent_attention_takes_one_without_a_gain_per_dimension_in_its_call() -> None:
     model, x = hf("deepseek", "sdpa"), example("deepseek")
     first = out(model, x)
-    with qkeel.apply("qkv_norm:kind=rms,gain=none,drop_pre_norm=false", model, example=x):
+    with qkeel.apply(model, "qkv_norm:kind=rms,gain=none,drop_pre_norm=false", batch=x):
         assert not torch.allclose(out(model, x), first)
     assert torch.equal(out(model, x), first)
 

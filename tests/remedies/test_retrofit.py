@@ -77,7 +77,7 @@ def held_out() -> list[Any]:
 
 def naive_kl(model: nn.Module, held_out: list[Any]) -> tuple[Reference, float]:
     reference = Reference(model, held_out)
-    with qkeel.apply("qk_norm", model, example=held_out[0][0][0]):
+    with qkeel.apply(model, "qk_norm", batch=held_out[0][0][0]):
         return reference, reference.gap().kl
 
 
@@ -111,7 +111,7 @@ def test_distillation_comes_on_top_and_all_of_it_comes_off(
 ) -> None:
     reference, naive = naive_kl(llama, held_out)
     before = snapshot(llama)
-    with retrofit(llama, "qk_norm", batches, fitting=RetrofitConfig(iterations=10, distil=60, lr=3e-3)) as found:
+    with retrofit(llama, "qk_norm", batches, config=RetrofitConfig(iterations=10, distil=60, lr=3e-3)) as found:
         report = found.report
         assert report.distilled is not None
         assert report.balanced is not None
@@ -127,7 +127,7 @@ def test_queries_scaled_against_keys_leave_a_model_without_a_norm_as_it_is(name:
     model, batch = hf(name, how).double(), ((example(name),), {})
     state = {n: p.clone() for n, p in model.state_dict().items()}
     reference = Reference(model, [batch])
-    balance = Balance.of(reference, find_sites(model, *batch[0]))
+    balance = Balance.of(reference, find_sites(model, batch[0]))
     assert all(torch.equal(p, model.state_dict()[n]) for n, p in state.items())
     if balance is None:
         assert numbers == 0
@@ -155,9 +155,9 @@ def balanced_weight(name: str) -> str:
 def test_the_gradient_by_the_numbers_is_that_of_finite_differences() -> None:
     model, batch = hf("llama", "sdpa").double(), ((example("llama"),), {})
     reference = Reference(model, [batch])
-    balance = Balance.of(reference, find_sites(model, *batch[0]))
+    balance = Balance.of(reference, find_sites(model, batch[0]))
     assert balance is not None
-    handle = qkeel.apply("qk_norm", model, example=batch[0][0])
+    handle = qkeel.apply(model, "qk_norm", batch=batch[0][0])
     seen = []
     gains = [p for n, p in model.named_parameters() if n.endswith(("q_norm.weight", "k_norm.weight"))]
 
@@ -188,7 +188,7 @@ def test_gains_alone_bring_it_closer_by_attention_and_by_output(
     reference, naive = naive_kl(llama, held_out)
     weights = {n: p.clone() for n, p in llama.state_dict().items()}
     how = RetrofitConfig(iterations=8, balance=False)
-    with retrofit(llama, f"qk_norm:gain={gain}", batches[:2], fitting=how) as found:
+    with retrofit(llama, f"qk_norm:gain={gain}", batches[:2], config=how) as found:
         report = found.report
         assert report.balanced is report.distilled is None
         assert reference.gap().kl < naive / 3
@@ -221,7 +221,7 @@ def test_a_norm_is_blended_in_over_the_optimizers_steps(llama: nn.Module, batche
     out = model(batches[0]).logits
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     how = RetrofitConfig(iterations=0, anneal=4)
-    found = retrofit(model, "qk_norm", batches[:1], optimizer, fitting=how)
+    found = retrofit(model, "qk_norm", batches[:1], optimizer=optimizer, config=how)
     assert found.share == 0
     assert torch.equal(model(batches[0]).logits, out)
     gaps, shares = [], []
@@ -235,14 +235,14 @@ def test_a_norm_is_blended_in_over_the_optimizers_steps(llama: nn.Module, batche
     whole = model(batches[0]).logits
     found.remove()
     assert torch.equal(model(batches[0]).logits, out)
-    with retrofit(model, "qk_norm", batches[:1], fitting=RetrofitConfig(iterations=0)):
+    with retrofit(model, "qk_norm", batches[:1], config=RetrofitConfig(iterations=0)):
         assert torch.equal(model(batches[0]).logits, whole)
 
 
 def test_blending_resumes_from_a_checkpoint_and_by_hand(llama: nn.Module, batches: list[Tensor]) -> None:
     def fresh() -> tuple[nn.Module, Retrofit]:
         model = copy.deepcopy(llama)
-        return model, retrofit(model, "qk_norm", batches[:1], fitting=RetrofitConfig(iterations=0, anneal=10))
+        return model, retrofit(model, "qk_norm", batches[:1], config=RetrofitConfig(iterations=0, anneal=10))
 
     model, found = fresh()
     found.advance(3)
@@ -262,11 +262,11 @@ def test_own_models_are_retrofitted_and_blended_too(gain: str) -> None:
             block.attention.q_proj.weight.mul_(4)
     given, before = [tokens(8, 12)], snapshot(model)
     out = model(given[0])
-    with retrofit(model, f"qk_norm:gain={gain}", given, fitting=RetrofitConfig(iterations=4, distil=10)) as found:
+    with retrofit(model, f"qk_norm:gain={gain}", given, config=RetrofitConfig(iterations=4, distil=10)) as found:
         report = found.report
         assert report.gap.kl < report.fitted.kl < report.naive.kl
     assert_same(before, snapshot(model))
-    found = retrofit(model, f"qk_norm:gain={gain}", given, fitting=RetrofitConfig(iterations=4, anneal=2))
+    found = retrofit(model, f"qk_norm:gain={gain}", given, config=RetrofitConfig(iterations=4, anneal=2))
     assert torch.equal(model(given[0]), out)
     found.advance()
     half = model(given[0])
@@ -281,7 +281,7 @@ def test_gains_join_the_optimizer_and_leave_it(llama: nn.Module, batches: list[T
     model = copy.deepcopy(llama)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     before = snapshot(model, optimizer)
-    with retrofit(model, "qk_norm", batches[:1], optimizer, fitting=RetrofitConfig(iterations=1)):
+    with retrofit(model, "qk_norm", batches[:1], optimizer=optimizer, config=RetrofitConfig(iterations=1)):
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         assert id(model.get_parameter("model.layers.0.self_attn.q_norm.weight")) in held
     assert_same(before, snapshot(model, optimizer))
@@ -295,7 +295,7 @@ def test_what_is_normed_already_or_has_nothing_to_fit_is_refused_and_left_alone(
     config = transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
     with pytest.raises(RefusedError, match="already normed"):
         retrofit(transformers.Qwen3ForCausalLM(config), "qk_norm", batches)
-    handle = qkeel.apply("qk_norm", model := copy.deepcopy(llama), example=batches[0])
+    handle = qkeel.apply(model := copy.deepcopy(llama), "qk_norm", batch=batches[0])
     with handle, pytest.raises(QkeelError, match="already"):
         retrofit(model, "qk_norm", batches)
     for named, message in (
@@ -339,7 +339,7 @@ def test_a_retrofit_that_fails_half_way_leaves_the_model_as_it_was(
 
     monkeypatch.setattr("qkeel.remedies.retrofit.insert.divergence", broken)
     with pytest.raises(KeyboardInterrupt):
-        retrofit(llama, "qk_norm", batches[:1], fitting=RetrofitConfig(iterations=0, distil=5))
+        retrofit(llama, "qk_norm", batches[:1], config=RetrofitConfig(iterations=0, distil=5))
     assert_same(before, snapshot(llama))
     assert all(p.requires_grad and p.grad is None for p in llama.parameters())
 
@@ -353,10 +353,10 @@ def test_every_way_of_computing_attention_gives_the_same_gains(
     mask = torch.ones_like(batches[0])
     mask[:3, :5] = 0
     given: list[object] = [{"input_ids": batches[0], "attention_mask": mask}]
-    retrofit(model, "qk_norm", given, fitting=RetrofitConfig(iterations=0))
+    retrofit(model, "qk_norm", given, config=RetrofitConfig(iterations=0))
     gain = model.get_parameter("model.layers.1.self_attn.q_norm.weight")
     other = copy.deepcopy(llama)
-    retrofit(other, "qk_norm", given, fitting=RetrofitConfig(iterations=0))
+    retrofit(other, "qk_norm", given, config=RetrofitConfig(iterations=0))
     assert torch.allclose(gain, other.get_parameter("model.layers.1.self_attn.q_norm.weight"), rtol=1e-3)
 
 
@@ -367,7 +367,7 @@ def test_an_export_is_what_the_model_computes_or_is_refused(
     with pytest.raises(RefusedError, match="q and k are not normed yet"):
         qkeel.export(model, "qwen3", tmp_path / "a")
     found = retrofit(
-        model, "qk_norm:gain=one_plus_dim", batches[:1], fitting=RetrofitConfig(iterations=1, anneal=2, eps=1e-3)
+        model, "qk_norm:gain=one_plus_dim", batches[:1], config=RetrofitConfig(iterations=1, anneal=2, eps=1e-3)
     )
     with pytest.raises(RefusedError, match="still being blended in"):
         qkeel.export(model, "qwen3", tmp_path / "a")
@@ -375,7 +375,7 @@ def test_an_export_is_what_the_model_computes_or_is_refused(
     loaded = transformers.AutoModelForCausalLM.from_pretrained(qkeel.export(model, "qwen3", tmp_path / "b"))
     logits = model(batches[0]).logits
     assert (loaded.eval()(batches[0]).logits - logits).abs().max() <= 1e-6 * logits.abs().max()
-    handle = qkeel.apply("final_softcap:module=lm_head", model, example=batches[0])
+    handle = qkeel.apply(model, "final_softcap:module=lm_head", batch=batches[0])
     with handle, pytest.raises(RefusedError, match="final_softcap is active"):
         qkeel.export(model, "qwen3", tmp_path / "c")
     with pytest.raises(RefusedError, match="over all heads"):
@@ -388,7 +388,7 @@ def test_a_model_whose_head_is_its_embedding_without_a_word_in_the_config_is_exp
 ) -> None:
     model = trained(0)
     model.lm_head.weight = model.model.embed_tokens.weight  # type: ignore[union-attr]
-    retrofit(model, "qk_norm", batches[:1], fitting=RetrofitConfig(iterations=0))
+    retrofit(model, "qk_norm", batches[:1], config=RetrofitConfig(iterations=0))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(qkeel.export(model, "qwen3", tmp_path / "out"))
     assert (loaded.eval()(batches[0]).logits - model(batches[0]).logits).abs().max() <= 1e-6
 
@@ -404,7 +404,7 @@ def test_the_loss_is_that_of_the_tokens_in_whatever_order_arguments_come(
     with torch.no_grad():
         logits = llama(**batch).logits.double()
     loss = -logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).mean()
-    assert retrofit(copy.deepcopy(llama), "qk_norm", batch, fitting=RetrofitConfig(iterations=0)).report.old_loss == (
+    assert retrofit(copy.deepcopy(llama), "qk_norm", batch, config=RetrofitConfig(iterations=0)).report.old_loss == (
         pytest.approx(float(loss), rel=1e-5)
     )
 
@@ -423,7 +423,7 @@ def padded(rows: int, pad: int, *, labels: bool) -> dict[str, Tensor]:
 def test_the_gap_is_that_of_all_tokens_however_they_are_batched(labels: bool, llama: nn.Module) -> None:
     several = [padded(6, 0, labels=labels), padded(1, 18, labels=labels)]
     model = copy.deepcopy(llama)
-    report = retrofit(model, "qk_norm", several, fitting=RetrofitConfig(iterations=1, balance=False)).report
+    report = retrofit(model, "qk_norm", several, config=RetrofitConfig(iterations=1, balance=False)).report
     kl, before, after = [], [], []
     with torch.no_grad():
         for batch in several:
@@ -447,8 +447,8 @@ def test_the_fit_minimises_the_gap_of_all_tokens_and_batches_of_equal_size_count
         arguments = [((), one) if isinstance(one, dict) else ((one,), {}) for one in given]
         model = copy.deepcopy(llama)
         reference = Reference(model, arguments)
-        replays = captured(model, find_sites(model, *arguments[0][0], **arguments[0][1]), arguments)
-        with qkeel.apply("qk_norm", model, example=batches[0]), torch.no_grad():
+        replays = captured(model, find_sites(model, given[0]), arguments)
+        with qkeel.apply(model, "qk_norm", batch=batches[0]), torch.no_grad():
             return float(reference.divergence()), reference.gap().kl, [replay.divergence() for replay in replays]
 
     alike, alone = divergences(batches[:2]), [divergences([one]) for one in batches[:2]]
@@ -463,7 +463,7 @@ def test_the_fit_minimises_the_gap_of_all_tokens_and_batches_of_equal_size_count
 
 def test_a_llama_reordered_and_normed_over_all_heads_is_an_olmo_2(batches: list[Tensor], tmp_path: Path) -> None:
     model = trained(0)  # norms after the branches of a trained one blow rounding up
-    qkeel.apply("swin_norm+qk_norm:over=layer,gain=head_dim", model, example=batches[0])
+    qkeel.apply(model, "swin_norm+qk_norm:over=layer,gain=head_dim", batch=batches[0])
     for module in model.modules():
         if isinstance(module, HeadNorm):
             module.norm = dataclasses.replace(module.norm, eps=1e-5)  # the model's own, so no weight is rescaled
@@ -481,6 +481,6 @@ def test_a_llama_reordered_and_normed_over_all_heads_is_an_olmo_2(batches: list[
 def test_a_longer_trained_model_is_ten_times_closer_too(batches: list[Tensor], held_out: list[Any]) -> None:
     model = trained(1000, width=96, layers=3)
     reference, naive = naive_kl(model, held_out)
-    with retrofit(model, "qk_norm", batches, fitting=RetrofitConfig(iterations=30, distil=150, lr=3e-3)) as found:
+    with retrofit(model, "qk_norm", batches, config=RetrofitConfig(iterations=30, distil=150, lr=3e-3)) as found:
         assert found.report.gap.kl < found.report.naive.kl / 10
         assert reference.gap().kl < naive / 10

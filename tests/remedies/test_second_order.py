@@ -17,5 +17,5 @@ def test_lbfgs_is_refused_by_name(remedy: str, search: str | None) -> None:
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn=search)
     with pytest.raises(RefusedError, match="LBFGS"):
-        qkeel.apply(remedy, model, optimizer, example=batch(0))
+        qkeel.apply(model, remedy, optimizer, batch=batch(0))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

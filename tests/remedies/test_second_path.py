@@ -36,7 +36,7 @@ def test_a_written_softmax_after_a_fused_example_is_refused_in_words(remedy: str
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 16), TwoPaths(merged)), 5 * torch.randn(2, 6, 16)
     plain = model(x)
-    handle = qkeel.apply(remedy.split(":train")[0], model, None, example=x, train_length=6)
+    handle = qkeel.apply(model, remedy.split(":train")[0], None, batch=x, train_length=6)
     changed = model(x)
     assert not torch.equal(changed, plain)
     model[1].weights = True
@@ -52,7 +52,7 @@ def test_a_fused_call_after_a_written_example_is_capped_as_that_was() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 16), TwoPaths()), 5 * torch.randn(2, 6, 16)
     model[1].weights = True
-    handle = qkeel.apply("softcap:cap=1.0", model, None, example=x)
+    handle = qkeel.apply(model, "softcap:cap=1.0", None, batch=x)
     written = model(x)
     model[1].weights = False
     torch.testing.assert_close(model(x), written)
@@ -84,5 +84,5 @@ def test_a_flash_function_in_torch_s_functions_is_capped(monkeypatch: pytest.Mon
     fused = nn.Sequential(nn.Linear(16, 16), TwoPaths())
     fused.load_state_dict(model.state_dict())
     for each in (model, fused):
-        qkeel.apply("softcap:cap=1.0", each, None, example=x)
+        qkeel.apply(each, "softcap:cap=1.0", None, batch=x)
     torch.testing.assert_close(model(x), fused(x))

@@ -26,12 +26,12 @@ class Run:
         self.monitor = qkeel.watch(self.models, self.optimizer, sites=sites)
         if how == "each":
             for model, example in zip(self.models, examples):
-                qkeel.apply(REMEDIES, model, self.optimizer, example=example)
+                qkeel.apply(model, REMEDIES, self.optimizer, batch=example)
         elif how:
             given: Any = dict(zip("ab", self.models)) if how == "by name" else self.models
             shown: dict[str, Any] = {"example": examples} if how == "examples" else {"sites": sites}
             shown = {"sites": dict(zip("ab", sites))} if how == "by name" else shown
-            self.handle = qkeel.apply(REMEDIES, given, self.optimizer, **shown)
+            self.handle = qkeel.apply(given, REMEDIES, self.optimizer, **shown)
 
     def train(self, first: int, last: int) -> None:
         for number in range(first, last):
@@ -90,6 +90,6 @@ def test_what_cannot_be_applied_as_one_changes_nothing() -> None:
         ([run.models[0], nn.Linear(8, 8)], {"example": [batch(0), batch(0)]}, RefusedError, "no attention"),
     ]:
         with pytest.raises(error, match=words):
-            qkeel.apply(REMEDIES, given, run.optimizer, **options)  # type: ignore[arg-type]
+            qkeel.apply(given, REMEDIES, run.optimizer, **options)  # type: ignore[arg-type]
     assert torch.equal(run.weights, before)
     assert not any("_qkeel_applied" in vars(m) for model in run.models for m in model.modules())

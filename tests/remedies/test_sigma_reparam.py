@@ -47,7 +47,7 @@ def layer_pair(init: str, shape: tuple[int, int] = (6, 9)) -> tuple[nn.Linear, P
     layer = holder["linear"]
     assert isinstance(layer, nn.Linear)
     weight = layer.weight.detach().clone()
-    qkeel.apply(f"sigma_reparam:init={init}", holder)
+    qkeel.apply(holder, f"sigma_reparam:init={init}")
     start = torch.linalg.svd(weight).Vh[0]
     own = layer.get_buffer("parametrizations.weight.0.right")
     start = start * torch.sign(start @ own)  # a singular vector has no sign
@@ -91,7 +91,7 @@ def test_the_gradient_flows_through_sigma() -> None:
 def test_keep_leaves_the_first_forward_bit_for_bit(dtype: torch.dtype) -> None:
     model = decoder().to(dtype)
     out = model(tokens())
-    with qkeel.apply("sigma_reparam", model):
+    with qkeel.apply(model, "sigma_reparam"):
         assert torch.equal(out, model(tokens()))
         model.eval()
         assert torch.allclose(out, model(tokens()), atol=1e-4 if dtype != torch.bfloat16 else 0.1)
@@ -99,7 +99,7 @@ def test_keep_leaves_the_first_forward_bit_for_bit(dtype: torch.dtype) -> None:
 
 def test_one_gives_every_linear_layer_spectral_norm_one() -> None:
     model = decoder(mlp="swiglu")
-    with qkeel.apply("sigma_reparam:init=one", model):
+    with qkeel.apply(model, "sigma_reparam:init=one"):
         linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
         assert len(linears) == 2 * 7 + 1
         for layer in linears:
@@ -108,7 +108,7 @@ def test_one_gives_every_linear_layer_spectral_norm_one() -> None:
 
 def test_evaluation_never_changes_the_buffer_even_if_it_was_on_when_the_remedy_came() -> None:
     model = decoder().eval()
-    qkeel.apply("sigma_reparam", model)
+    qkeel.apply(model, "sigma_reparam")
     before = {n: b.clone() for n, b in model.named_buffers()}
     with torch.no_grad():
         for p in model.parameters():
@@ -122,7 +122,7 @@ def test_evaluation_never_changes_the_buffer_even_if_it_was_on_when_the_remedy_c
 
 def test_sigma_is_computed_in_full_precision_under_autocast() -> None:
     model = decoder()
-    qkeel.apply("sigma_reparam", model)
+    qkeel.apply(model, "sigma_reparam")
     model.eval()
     layer = model.blocks[0].attention.q_proj
     plain = layer.weight.detach().clone()
@@ -132,7 +132,7 @@ def test_sigma_is_computed_in_full_precision_under_autocast() -> None:
 
 def test_attention_only_leaves_the_rest_alone() -> None:
     model = decoder()
-    with qkeel.apply("sigma_reparam:on=attention", model):
+    with qkeel.apply(model, "sigma_reparam:on=attention"):
         gains = {n for n, _ in model.named_parameters() if n.endswith("gamma")}
     assert gains == {
         f"blocks.{i}.attention.{w}_proj.parametrizations.weight.0.gamma" for i in (0, 1) for w in ("q", "k", "v", "o")
@@ -143,7 +143,7 @@ def test_the_gains_join_the_optimizer_and_leave_it() -> None:
     model = decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     n = len(optimizer.param_groups[0]["params"])
-    with qkeel.apply("sigma_reparam", model, optimizer):
+    with qkeel.apply(model, "sigma_reparam", optimizer):
         assert len(optimizer.param_groups) == 1
         assert len(optimizer.param_groups[0]["params"]) == n + 13
         gain = model.get_parameter("head.parametrizations.weight.0.gamma")
@@ -160,7 +160,7 @@ def test_removal_restores_everything_bit_for_bit(tied: bool, training: bool) -> 
     model = decoder(tied=tied).train(training)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     before, out = snapshot(model, optimizer), model(tokens())
-    with qkeel.apply("sigma_reparam:init=one", model, optimizer):
+    with qkeel.apply(model, "sigma_reparam:init=one", optimizer):
         assert not torch.equal(out, model(tokens()))
     assert_same(before, snapshot(model, optimizer))
     assert torch.equal(out, model(tokens()))
@@ -174,7 +174,7 @@ def test_a_checkpoint_goes_round() -> None:
     def fresh() -> tuple[Decoder, torch.optim.Optimizer]:
         model = decoder()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
-        qkeel.apply("sigma_reparam", model, optimizer)
+        qkeel.apply(model, "sigma_reparam", optimizer)
         return model, optimizer
 
     straight, optimizer = fresh()
@@ -192,7 +192,7 @@ def test_a_checkpoint_goes_round() -> None:
 
 def test_sites_find_the_stored_weight() -> None:
     model = decoder()
-    with qkeel.apply("sigma_reparam", model):
+    with qkeel.apply(model, "sigma_reparam"):
         site = qkeel.find_sites(model)[0]
         assert site.query[0].parameter == "blocks.0.attention.q_proj.parametrizations.weight.original"
         assert site.reparametrised
@@ -207,7 +207,7 @@ def test_what_reads_or_scales_weights_is_refused_in_either_order(other: str, fir
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = snapshot(model, optimizer)
     with pytest.raises(RefusedError, match="computed from another"):
-        qkeel.apply(f"{other}+sigma_reparam" if first else f"sigma_reparam+{other}", model, optimizer)
+        qkeel.apply(model, f"{other}+sigma_reparam" if first else f"sigma_reparam+{other}", optimizer)
     assert_same(before, snapshot(model, optimizer))
 
 
@@ -216,7 +216,7 @@ def test_allowed_compositions_train(remedy: str) -> None:
     model = decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     before = snapshot(model, optimizer)
-    handle = qkeel.apply(remedy, model, optimizer)
+    handle = qkeel.apply(model, remedy, optimizer)
     train(model, optimizer, 3)
     handle.remove()
     after = snapshot(model, optimizer)
@@ -226,7 +226,7 @@ def test_allowed_compositions_train(remedy: str) -> None:
 def test_qk_lr_after_sigma_reparam_scales_the_stored_weight_and_not_the_gain() -> None:
     model = decoder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    qkeel.apply("sigma_reparam+qk_lr:factor=0", model, optimizer)
+    qkeel.apply(model, "sigma_reparam+qk_lr:factor=0", optimizer)
     q = model.blocks[0].attention.q_proj
     weight, gain = (q.get_parameter(f"parametrizations.weight.{n}") for n in ("original", "0.gamma"))
     old = weight.detach().clone(), gain.detach().clone()
@@ -252,7 +252,7 @@ def test_weights_that_cannot_be_scaled_are_named_and_the_model_is_as_it_was() ->
         model = decoder()
         spoil(model)
         with pytest.raises(error, match=message):
-            qkeel.apply("sigma_reparam", model)
+            qkeel.apply(model, "sigma_reparam")
         assert type(model.blocks[0].attention.q_proj) is nn.Linear
         assert not model.blocks[0].attention.__dict__.get("_qkeel_applied")
 
@@ -260,7 +260,7 @@ def test_weights_that_cannot_be_scaled_are_named_and_the_model_is_as_it_was() ->
 def test_wrong_words_name_the_right_ones() -> None:
     for remedy in ("sigma_reparam:on=al", "sigma_reparam:init=keeps"):
         with pytest.raises(UnknownNameError, match="Did you mean"):
-            qkeel.apply(remedy, decoder())
+            qkeel.apply(decoder(), remedy)
 
 
 def test_a_pass_that_checkpointing_repeats_has_the_same_weights_or_says_so() -> None:
@@ -309,7 +309,7 @@ def gradients_of_passes(passes: str, *reentrant: bool, compiled: str = "") -> li
 
     What `compiled` names is compiled: the code inside the checkpoint or the model around it."""
     model = Twice()
-    qkeel.apply("sigma_reparam:init=one", model)
+    qkeel.apply(model, "sigma_reparam:init=one")
     run: Callable[..., Tensor] = torch.compile(model, backend="aot_eager") if compiled == "model" else model
     if compiled == "body":
         object.__setattr__(model, "body", torch.compile(model.body, backend="aot_eager"))
@@ -395,7 +395,7 @@ def test_the_gain_of_a_frozen_weight_is_frozen_and_joins_no_optimizer() -> None:
     for name, p in model.named_parameters():
         p.requires_grad_("head" in name)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
-    qkeel.apply("sigma_reparam", model, optimizer)
+    qkeel.apply(model, "sigma_reparam", optimizer)
     gains = {n: p for n, p in model.named_parameters() if n.endswith("gamma")}
     assert [n for n, p in gains.items() if p.requires_grad] == ["head.parametrizations.weight.0.gamma"]
     listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -408,7 +408,7 @@ def test_the_gain_of_a_frozen_weight_is_frozen_and_joins_no_optimizer() -> None:
 
 def test_the_scale_stays_in_full_precision_when_the_model_is_cast() -> None:
     model = decoder()
-    qkeel.apply("sigma_reparam", model.eval())
+    qkeel.apply(model.eval(), "sigma_reparam")
     scale = model.head.parametrizations.weight[0]
     before = scale.gamma.detach().clone(), scale.right.clone()
     for dtype in (torch.bfloat16, torch.float16):
@@ -455,7 +455,7 @@ def test_torchs_own_attention_is_scaled_and_restored(kind: str, on: str) -> None
     with torch.no_grad():
         fast = model.eval()(x)
     model.train()
-    handle = qkeel.apply(f"sigma_reparam:on={on}", model, optimizer, example=x)
+    handle = qkeel.apply(model, f"sigma_reparam:on={on}", optimizer, batch=x)
     assert torch.equal(model(x), out)
     site = qkeel.find_sites(model, x)[0]
     assert site.reparametrised
@@ -472,7 +472,7 @@ def test_torchs_own_attention_is_scaled_and_restored(kind: str, on: str) -> None
     assert_same(before, after)
     assert torch.equal(model(x), out)
 
-    handle = qkeel.apply(f"sigma_reparam:on={on},init=one", model, optimizer, example=x)
+    handle = qkeel.apply(model, f"sigma_reparam:on={on},init=one", optimizer, batch=x)
     for name in WEIGHTS[kind]:
         assert float(torch.linalg.matrix_norm(getattr(own, name).detach(), 2)) == pytest.approx(1, abs=1e-5)
     gains = {n for n, _ in model.named_parameters() if n.endswith("gamma")}
@@ -486,7 +486,7 @@ def test_copies_and_folds_of_torchs_own_attention_compute_the_same(kind: str) ->
     model, x = Encoder(kind), tokens()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
     names = list(model.state_dict())
-    qkeel.apply("sigma_reparam:init=one", model, optimizer, example=x)
+    qkeel.apply(model, "sigma_reparam:init=one", optimizer, batch=x)
     monitor = qkeel.watch(model, optimizer)
     train(model, optimizer, 3)
     assert monitor.history.heads["max_logit"].shape == (3, 1, 2)
@@ -494,7 +494,7 @@ def test_copies_and_folds_of_torchs_own_attention_compute_the_same(kind: str) ->
     model.eval()
     out = model(x)
     resumed = Encoder(kind)
-    qkeel.apply("sigma_reparam", resumed, example=x)
+    qkeel.apply(resumed, "sigma_reparam", batch=x)
     resumed.load_state_dict(model.state_dict())
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), resumed.eval()):
         assert torch.equal(twin(x), out)
@@ -524,4 +524,4 @@ class OwnWeight(nn.Module):
 def test_logits_from_a_weight_that_would_stay_as_it_is_are_refused() -> None:
     model = OwnWeight()
     with pytest.raises(RefusedError, match=r"some are computed from qkv \[48, 16\], which the remedy would leave"):
-        qkeel.apply("sigma_reparam", model, example=tokens())
+        qkeel.apply(model, "sigma_reparam", batch=tokens())

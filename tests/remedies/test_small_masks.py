@@ -20,7 +20,7 @@ def test_softcap_bends_what_is_visible_and_hides_what_was_hidden(how: str) -> No
     with torch.no_grad():
         model.qkv.weight.mul_(5)
     y = model(x)
-    handle = qkeel.apply("softcap:cap=3", model, example=x)
+    handle = qkeel.apply(model, "softcap:cap=3", batch=x)
     q, k, v = (z.unflatten(-1, (H, D)).transpose(1, 2) for z in model.qkv(x).chunk(3, -1))
     z = 3 * torch.tanh((q @ k.mT * D**-0.5 + model.bias) / 3)
     w = z.masked_fill(~CAUSAL, -torch.inf).softmax(-1)
@@ -35,7 +35,7 @@ def test_softcap_bends_what_is_visible_and_hides_what_was_hidden(how: str) -> No
 def test_a_hidden_pair_stays_hidden_where_its_logit_has_grown_over_the_mask(how: str) -> None:
     """The mask is known by its place in the forward, not by how low the scores are."""
     model, x = Windows(how), torch.randn(B, T, H * D)
-    qkeel.apply("softcap:cap=3", model, example=x)
+    qkeel.apply(model, "softcap:cap=3", batch=x)
     with torch.no_grad():
         model.qkv.weight.mul_(40)  # logits in the hundreds
     first = model(x)
@@ -64,7 +64,7 @@ def test_a_cap_bends_the_logits_from_which_the_largest_of_their_row_is_subtracte
     with torch.no_grad():
         model.qkv.weight.mul_(5)
     y = model(x)
-    handle = qkeel.apply("softcap:cap=3", model, example=x)
+    handle = qkeel.apply(model, "softcap:cap=3", batch=x)
     q, k, v = (z.unflatten(-1, (H, D)).transpose(1, 2) for z in model.qkv(x).chunk(3, -1))
     z = 3 * torch.tanh(q @ k.mT * D**-0.5 / 3)
     expected = (z.masked_fill(~CAUSAL, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
@@ -76,7 +76,7 @@ def test_a_cap_bends_the_logits_from_which_the_largest_of_their_row_is_subtracte
 
 def test_scores_to_which_something_is_added_after_that_subtraction_are_refused() -> None:
     with pytest.raises(RefusedError, match="the largest score of each row is subtracted"):
-        qkeel.apply("softcap:cap=3", Stable("biased later"), example=torch.randn(B, T, H * D))
+        qkeel.apply(Stable("biased later"), "softcap:cap=3", batch=torch.randn(B, T, H * D))
 
 
 def test_a_logit_of_q_and_k_as_low_as_a_mask_is_refused_and_one_that_a_mask_hides_is_not() -> None:
@@ -84,7 +84,7 @@ def test_a_logit_of_q_and_k_as_low_as_a_mask_is_refused_and_one_that_a_mask_hide
     with torch.no_grad():
         model.qkv.weight.mul_(400)
     with pytest.raises(RefusedError, match="an unmasked logit is"):
-        qkeel.apply("softcap:cap=3", model, example=x)
+        qkeel.apply(model, "softcap:cap=3", batch=x)
 
     class Filled(Windows):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ def test_a_logit_of_q_and_k_as_low_as_a_mask_is_refused_and_one_that_a_mask_hide
             z = (q @ k.mT * D**-0.5).masked_fill(~CAUSAL, -1e4)
             return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
-    qkeel.apply("softcap:cap=3", Filled(""), example=x)
+    qkeel.apply(Filled(""), "softcap:cap=3", batch=x)
 
 
 def test_rows_that_see_no_key_stay_finite() -> None:
@@ -124,7 +124,7 @@ class WholeNumbers(Windows):
 def test_whole_numbers_in_a_sum_of_scores(how: str) -> None:
     model, x = WholeNumbers(how).double(), torch.randn(B, T, H * D, dtype=torch.float64)
     y = model(x)
-    with qkeel.apply("softcap:cap=3", model, example=x):
+    with qkeel.apply(model, "softcap:cap=3", batch=x):
         q, k, v = (z.unflatten(-1, (H, D)).transpose(1, 2) for z in model.qkv(x).chunk(3, -1))
         z = q @ k.mT * D**-0.5 if how == "mask" else model.scores(q, k)
         w = (3 * torch.tanh(z / 3)).masked_fill(~CAUSAL, -torch.inf).softmax(-1)
@@ -166,7 +166,7 @@ class Spelled(Windows):
 @pytest.mark.parametrize("how", ["assignment", "tensor in where", "alpha of add", "alpha of sub"])
 def test_a_mask_in_any_of_these_forms_stays_a_mask(how: str) -> None:
     model, x = Spelled(how).double(), torch.randn(B, T, H * D, dtype=torch.float64)
-    qkeel.apply("softcap:cap=3", model, example=x)
+    qkeel.apply(model, "softcap:cap=3", batch=x)
     q, k, v = (z.unflatten(-1, (H, D)).transpose(1, 2) for z in model.qkv(x).chunk(3, -1))
     z = (3 * torch.tanh(q @ k.mT * D**-0.5 / 3)).masked_fill(LATER, -torch.inf)
     torch.testing.assert_close(model(x), (z.softmax(-1) @ v).transpose(1, 2).flatten(2))
@@ -178,7 +178,7 @@ def test_a_mask_whose_pairs_a_remedy_would_uncover_is_refused(how: str, remedy: 
     model, x = Spelled(how), torch.randn(B, T, H * D)
     y = model(x)
     with pytest.raises(RefusedError, match="would become visible"):
-        qkeel.apply(remedy, model, example=x)
+        qkeel.apply(model, remedy, batch=x)
     assert torch.equal(model(x), y)
 
 
@@ -210,7 +210,7 @@ def test_sums_that_only_some_passes_compute_do_not_displace_the_mask(how: str, s
     pos = torch.randn_like(x)
     with torch.no_grad():
         model.qkv.weight.mul_(5)
-    qkeel.apply("softcap:cap=3", model, example={"x": x, "pos": pos} if shown else x)
+    qkeel.apply(model, "softcap:cap=3", batch={"x": x, "pos": pos} if shown else x)
     for y, given in ((x + pos, pos), (x, None)):
         q, k, v = (z.unflatten(-1, (H, D)).transpose(1, 2) for z in model.qkv(y).chunk(3, -1))
         z = (3 * torch.tanh(q @ k.mT * D**-0.5 / 3)).masked_fill(LATER, -torch.inf)
@@ -219,12 +219,12 @@ def test_sums_that_only_some_passes_compute_do_not_displace_the_mask(how: str, s
 
 def test_another_path_to_the_mask_is_refused_and_a_pass_without_a_mask_is_not() -> None:
     model, x = Paths(""), torch.randn(B, T, H * D)
-    qkeel.apply("softcap:cap=3", model, example=x)
+    qkeel.apply(model, "softcap:cap=3", batch=x)
     assert model(x, mask=False).shape == x.shape
     with pytest.raises(RefusedError, match="another path than on the example"):
         model(x, bias=0.5)
     model = Paths("")
-    qkeel.apply("softcap:cap=3", model, example={"x": x, "bias": 0.5})
+    qkeel.apply(model, "softcap:cap=3", batch={"x": x, "bias": 0.5})
     assert model(x, bias=0.5).shape == x.shape
     with pytest.raises(RefusedError, match="another path than on the example"):
         model(x)
@@ -232,7 +232,7 @@ def test_another_path_to_the_mask_is_refused_and_a_pass_without_a_mask_is_not() 
 
 def test_sums_of_q_and_k_do_not_stand_for_the_mask_that_a_single_query_needs_not() -> None:
     model, x = Paths("rotated").double(), torch.randn(B, T, H * D, dtype=torch.float64)
-    qkeel.apply("softcap:cap=3", model, example=x)
+    qkeel.apply(model, "softcap:cap=3", batch=x)
     one = x[:, :1]
     torch.testing.assert_close(model(one, mask=False), model.qkv(one).chunk(3, -1)[2])
     moved = torch.cat([x[:, :-1], torch.randn_like(one)], 1)
@@ -249,6 +249,6 @@ class Given(Windows):
 
 def test_an_additive_mask_of_one_zero_hides_nothing() -> None:
     model, x = Given(""), torch.randn(B, T, H * D)
-    qkeel.apply("softcap:cap=3", model, example={"x": x, "mask": LATER * -100.0})
+    qkeel.apply(model, "softcap:cap=3", batch={"x": x, "mask": LATER * -100.0})
     one = x[:1, :1]
     torch.testing.assert_close(model(one, torch.zeros(1, 1, 1, 1)), model.qkv(one).chunk(3, -1)[2])

@@ -51,8 +51,8 @@ def test_qk_norm_computes_the_spec_it_names(kind: str, over: str, gain: str) -> 
     x, old = x_of(model), model.spec
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     before = snapshot(model, optimizer)
-    handle = qkeel.apply(f"qk_norm:kind={kind},over={over},gain={gain},length=32" if scaled(kind, gain) else
-                         f"qk_norm:kind={kind},over={over},gain={gain}", model, optimizer)  # fmt: skip
+    handle = qkeel.apply(model, f"qk_norm:kind={kind},over={over},gain={gain},length=32" if scaled(kind, gain) else
+                         f"qk_norm:kind={kind},over={over},gain={gain}", optimizer)  # fmt: skip
     spec = old.replace(norm=KINDS[kind](over=over, gain=gain))
     expected = {"q_norm": SHAPES[gain][0], "k_norm": SHAPES[gain][1]} if gain != "none" else {}
     if kind == "l2":
@@ -89,17 +89,17 @@ def scaled(kind: str, gain: str) -> bool:
 
 def test_gains_start_as_the_identity_gain() -> None:
     model = attention()
-    with qkeel.apply("qk_norm:gain=one_plus_dim", model):
+    with qkeel.apply(model, "qk_norm:gain=one_plus_dim"):
         assert torch.equal(model.get_parameter("q_norm"), torch.zeros(4, dtype=torch.float64))
-    with qkeel.apply("qk_norm", model):
+    with qkeel.apply(model, "qk_norm"):
         assert torch.equal(model.get_parameter("k_norm"), torch.ones(4, dtype=torch.float64))
 
 
 def test_the_published_scale_starts_at_the_logarithm_of_the_training_length() -> None:
     model = attention()
-    with qkeel.apply("qk_norm:kind=l2,gain=scalar", model, train_length=72):
+    with qkeel.apply(model, "qk_norm:kind=l2,gain=scalar", train_length=72):
         assert model.get_parameter("logit_scale").item() == pytest.approx(12.319672)
-    with qkeel.apply("qk_norm:kind=l2,gain=scalar,length=512", model, train_length=72):
+    with qkeel.apply(model, "qk_norm:kind=l2,gain=scalar,length=512", train_length=72):
         assert model.get_parameter("logit_scale").item() == pytest.approx(17.997179)
 
 
@@ -107,26 +107,26 @@ def test_a_learned_scale_without_a_length_is_refused_before_anything_changes() -
     model = decoder()
     before = snapshot(model)
     with pytest.raises(InvalidValueError, match=r"give L, as length=512 in the remedy or as qkeel.apply"):
-        qkeel.apply("qk_norm:kind=l2,gain=scalar", model)
+        qkeel.apply(model, "qk_norm:kind=l2,gain=scalar")
     assert_same(before, snapshot(model))
 
 
 @pytest.mark.parametrize("length", [1, 0, -3, math.nan])
 def test_a_length_without_a_logarithm_is_refused(length: float) -> None:
     with pytest.raises((InvalidValueError, InvalidTypeError), match="length"):
-        qkeel.apply("qk_norm", attention(), kind="l2", gain="scalar", length=length)
+        qkeel.apply(attention(), "qk_norm", kind="l2", gain="scalar", length=length)
 
 
 def test_a_length_where_nothing_is_learned_from_it_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="length=32 sets the initial value of a learned scale"):
-        qkeel.apply("qk_norm:length=32", attention())
+        qkeel.apply(attention(), "qk_norm:length=32")
 
 
 def test_log_n_stays_when_unit_vectors_take_the_scale() -> None:
     model = Attention(D_MODEL, 4, spec=qkeel.preset("baseline_logn", train_length=16))
     inner = model.spec.scale
     assert isinstance(inner, LogN)
-    with qkeel.apply("qk_norm:kind=l2,gain=dim", model):
+    with qkeel.apply(model, "qk_norm:kind=l2,gain=dim"):
         assert model.spec.scale == LogN(inner=Sqrt(), train_length=inner.train_length, clip=inner.clip)
     assert model.spec.scale == inner
 
@@ -134,8 +134,8 @@ def test_log_n_stays_when_unit_vectors_take_the_scale() -> None:
 def test_a_scale_of_its_own_is_not_dropped_in_silence() -> None:
     model = Attention(D_MODEL, 4, spec=AttentionSpec(scale=qkeel.spec.Fixed(0.3)))
     with pytest.raises(RefusedError, match=r"unit vectors need their own scale .*0.3; use kind=rms"):
-        qkeel.apply("qk_norm:kind=l2", model)
-    with qkeel.apply("qk_norm", model):
+        qkeel.apply(model, "qk_norm:kind=l2")
+    with qkeel.apply(model, "qk_norm"):
         assert model.spec.scale == qkeel.spec.Fixed(0.3)
 
 
@@ -143,8 +143,8 @@ def test_a_scale_of_its_own_is_not_dropped_in_silence() -> None:
 def test_a_norm_after_the_rotation_may_not_tell_dimensions_apart(remedy: str) -> None:
     model = Attention(D_MODEL, 4, spec=AttentionSpec(position=Rope(order="rotate_then_norm")))
     with pytest.raises(RefusedError, match="depend on more than the distance"):
-        qkeel.apply(remedy, model)
-    qkeel.apply("qk_norm:gain=head", model).remove()
+        qkeel.apply(model, remedy)
+    qkeel.apply(model, "qk_norm:gain=head").remove()
 
 
 def test_new_gains_join_the_group_of_gains_and_are_named_where_groups_are() -> None:
@@ -154,7 +154,7 @@ def test_new_gains_join_the_group_of_gains_and_are_named_where_groups_are() -> N
     groups = [{"params": rest, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     n = len(gains)
-    with qkeel.apply("qk_norm", model, optimizer):
+    with qkeel.apply(model, "qk_norm", optimizer):
         assert len(optimizer.param_groups[1]["params"]) == n + 4
         assert optimizer.param_groups[1]["param_names"][n:] == [
             f"blocks.{i}.attention.{part}" for i in (0, 1) for part in ("q_norm", "k_norm")
@@ -170,7 +170,7 @@ def test_every_optimizer_takes_a_gain_before_and_during_training(name: str, fres
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (1 + i))
     if not fresh:
         train(model, optimizer, 2)
-    with qkeel.apply("qk_norm", model, optimizer):
+    with qkeel.apply(model, "qk_norm", optimizer):
         gain = model.get_parameter("blocks.0.attention.q_norm")
         old = gain.detach().clone()
         train(model, optimizer, 2)
@@ -185,16 +185,16 @@ def test_muon_takes_no_gains_and_says_who_does() -> None:
     optimizer = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])
     before = snapshot(model, optimizer)
     with pytest.raises(RefusedError, match="Muon takes matrices only, and q_norm, k_norm are gains"):
-        qkeel.apply("qk_norm", model, optimizer)
+        qkeel.apply(model, "qk_norm", optimizer)
     assert_same(before, snapshot(model, optimizer))
-    qkeel.apply("qk_norm:gain=none", model, optimizer)
+    qkeel.apply(model, "qk_norm:gain=none", optimizer)
 
 
 def test_training_then_removal_gives_back_the_spec_and_the_names_but_keeps_what_was_learned() -> None:
     model = decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     before = snapshot(model, optimizer)
-    handle = qkeel.apply("qk_norm", model, optimizer)
+    handle = qkeel.apply(model, "qk_norm", optimizer)
     train(model, optimizer, 2)
     handle.remove()
     after = snapshot(model, optimizer)
@@ -204,7 +204,7 @@ def test_training_then_removal_gives_back_the_spec_and_the_names_but_keeps_what_
 def test_latent_attention_takes_the_norm_over_the_whole_head() -> None:
     model = mla().double()
     before = snapshot(model)
-    with qkeel.apply("qk_norm", model):
+    with qkeel.apply(model, "qk_norm"):
         assert model.get_parameter("q_norm").shape == (10,)
         model(x_of(model))
     assert_same(before, snapshot(model))
@@ -219,7 +219,7 @@ def test_qkv_norm_normalises_all_three_per_head(kind: str, gain: str) -> None:
     model, plain = attention(), attention()
     x = x_of(model)
     spec = model.spec.replace(norm=KINDS[kind](on="qkv", gain=gain))
-    qkeel.apply(f"qkv_norm:kind={kind},gain={gain}", model)
+    qkeel.apply(model, f"qkv_norm:kind={kind},gain={gain}")
     assert model.spec == spec
     params = {name: p for name, p in model.named_parameters() if "." not in name}
     assert set(params) == (set() if gain == "none" else {"q_norm", "k_norm", "v_norm"})
@@ -233,7 +233,7 @@ def test_qkv_norm_drops_the_norm_before_attention_and_brings_it_back(order: str,
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     before, out = snapshot(model, optimizer), model(tokens())
     had = order in ("pre", "peri")
-    with qkeel.apply("qkv_norm", model, optimizer, drop_pre_norm=drop):
+    with qkeel.apply(model, "qkv_norm", optimizer, drop_pre_norm=drop):
         names = set(model.state_dict())
         assert ("blocks.0.attention_norm.weight" in names) is (had and not drop)
         assert ("blocks.0.mlp_norm.weight" in names) is had
@@ -250,7 +250,7 @@ def test_a_dropped_norm_is_not_stepped_by_a_gradient_it_still_had() -> None:
     loss(model, tokens()).backward()
     norm = model.blocks[0].attention_norm.weight
     kept = norm.detach().clone()
-    with qkeel.apply("qkv_norm", model, optimizer):
+    with qkeel.apply(model, "qkv_norm", optimizer):
         model.zero_grad()
         optimizer.step()
     assert torch.equal(kept, norm)
@@ -259,8 +259,8 @@ def test_a_dropped_norm_is_not_stepped_by_a_gradient_it_still_had() -> None:
 def test_values_of_another_size_cannot_share_a_gain_per_dimension() -> None:
     model = MLA(D_MODEL, 2, sizes=LatentSizes(value_dim=12))
     with pytest.raises(RefusedError, match=r"queries|a gain per dimension of q and k \(16\) does not fit values of 12"):
-        qkeel.apply("qkv_norm", model)
-    with qkeel.apply("qkv_norm:gain=head", model):
+        qkeel.apply(model, "qkv_norm")
+    with qkeel.apply(model, "qkv_norm:gain=head"):
         model(torch.randn(1, 3, D_MODEL))
 
 
@@ -270,7 +270,7 @@ def test_values_of_another_size_cannot_share_a_gain_per_dimension() -> None:
 def test_softcap_bends_the_logits() -> None:
     model, plain = attention(), attention()
     x = x_of(model)
-    with qkeel.apply("softcap", model, cap=0.5):
+    with qkeel.apply(model, "softcap", cap=0.5):
         assert model.spec.cap == Softcap(0.5)
         assert (model(x) - oracle(plain, model.spec, x, {})).abs().max() < 1e-12
         assert not torch.allclose(model(x), plain(x))
@@ -280,13 +280,13 @@ def test_softcap_bends_the_logits() -> None:
 @pytest.mark.parametrize("cap", [0, -1, math.nan, math.inf])
 def test_a_cap_must_be_a_positive_number(cap: float) -> None:
     with pytest.raises(InvalidValueError, match="above 0 for cap of softcap"):
-        qkeel.apply("softcap", attention(), cap=cap)
+        qkeel.apply(attention(), "softcap", cap=cap)
 
 
 def test_a_capped_model_is_not_capped_again() -> None:
     model = Attention(D_MODEL, 4, spec=qkeel.preset("gemma2", query_scalar=4))
     with pytest.raises(RefusedError, match="logits are already capped"):
-        qkeel.apply("softcap", model)
+        qkeel.apply(model, "softcap")
 
 
 # --- words
@@ -307,7 +307,7 @@ def test_a_capped_model_is_not_capped_again() -> None:
 def test_a_wrong_word_names_the_right_ones(remedy: str, error: type[Exception], message: str) -> None:
     model = attention()
     with pytest.raises(error, match=message):
-        qkeel.apply(remedy, model)
+        qkeel.apply(model, remedy)
     assert model.spec.norm == NoNorm()
 
 
@@ -317,7 +317,7 @@ def test_gains_go_to_the_group_of_the_weights_they_stand_behind_where_no_group_h
     others = [p for n, p in model.named_parameters() if n not in mine]
     optimizer = torch.optim.SGD([{"params": others, "lr": 1.0}, {"params": [*mine.values()], "lr": 0.1}])
     before = [len(group["params"]) for group in optimizer.param_groups]
-    with qkeel.apply("qk_norm", model, optimizer):
+    with qkeel.apply(model, "qk_norm", optimizer):
         after = [len(group["params"]) for group in optimizer.param_groups]
         assert after[0] == before[0]
         assert after[1] > before[1]
@@ -364,5 +364,5 @@ def test_a_class_that_cannot_be_made_again_takes_new_parameters_too() -> None:
     model = decoder()
     optimizer = Mine(model)
     train(model, optimizer, 1)
-    with qkeel.apply("qk_norm", model, optimizer):
+    with qkeel.apply(model, "qk_norm", optimizer):
         train(model, optimizer, 1)

@@ -72,7 +72,7 @@ def test_a_site_whose_weights_are_not_known_is_refused_with_its_name_and_why(rem
     optimizer = adamw(model)
     before = taken(model, optimizer)
     with pytest.raises(RefusedError, match=rf"{remedy} at 1: it is not known which .*: k has no gradient"):
-        qkeel.apply(remedy, model, optimizer, example=batch())
+        qkeel.apply(model, remedy, optimizer, batch=batch())
     assert same(before, taken(model, optimizer))
 
 
@@ -80,9 +80,9 @@ def test_a_site_whose_weights_are_not_known_is_refused_with_its_name_and_why(rem
 def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_say(remedy: str) -> None:
     model = Encoder()
     optimizer = adamw(model)
-    handle = qkeel.apply(remedy, model, optimizer)
+    handle = qkeel.apply(model, remedy, optimizer)
     before = taken(model, optimizer)
-    with pytest.raises(RefusedError, match=rf"qkeel.apply\('{remedy}', model, optimizer, example=batch\)"):
+    with pytest.raises(RefusedError, match=rf"qkeel.apply\(model, '{remedy}', optimizer, batch=batch\)"):
         optimizer.step()
     assert same(before[:1], taken(model, optimizer)[:1])
     assert not handle.active
@@ -92,7 +92,7 @@ def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_s
 def test_a_foreign_model_on_the_meta_device_is_one_clear_error(remedy: str) -> None:
     model = Encoder().to("meta")
     with pytest.raises((RefusedError, InvalidValueError), match="meta"):
-        qkeel.apply(remedy, model, adamw(model), example=batch())
+        qkeel.apply(model, remedy, adamw(model), batch=batch())
 
 
 @every_remedy
@@ -106,7 +106,7 @@ def test_quantised_weights_are_refused_by_name(remedy: str, monkeypatch: pytest.
     real = base.Target.parameter
     monkeypatch.setattr(base.Target, "parameter", lambda self, n: integers if n == name else real(self, n))
     with pytest.raises(RefusedError, match=rf"{name} is quantised \(Parameter of torch.int8\)"):
-        qkeel.apply(remedy, model, optimizer, example=batch())
+        qkeel.apply(model, remedy, optimizer, batch=batch())
 
 
 @every_remedy
@@ -115,7 +115,7 @@ def test_a_refusal_at_a_later_site_leaves_everything_as_it_was(remedy: str) -> N
     optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if "layers.1.attention.q" not in n], lr=0.1)
     before = taken(model, optimizer)
     with pytest.raises(RefusedError, match=r"layers.1.attention.query_key_value.weight, which this SGD does not hold"):
-        qkeel.apply(remedy, model, optimizer, example=batch())
+        qkeel.apply(model, remedy, optimizer, batch=batch())
     assert same(before, taken(model, optimizer))
 
 
@@ -125,7 +125,7 @@ def test_removal_restores_everything_after_training_too(remedy: str, family: str
     model = FAMILIES[family].model(torch.float32)
     optimizer = adamw(model)
     before = taken(model, optimizer)
-    handle = qkeel.apply(remedy, model, optimizer, example=batch())
+    handle = qkeel.apply(model, remedy, optimizer, batch=batch())
     assert same([before[0], [], ()], [taken(model, optimizer)[0], [], ()])  # weights are not touched by applying
     train(model, optimizer)
     handle.remove()
@@ -140,7 +140,7 @@ def test_removal_restores_everything_after_training_too(remedy: str, family: str
 def test_a_weight_that_was_replaced_is_an_error_before_the_step_moves_anything(remedy: str) -> None:
     model = FAMILIES["llama"].model(torch.float32)
     optimizer = adamw(model)
-    handle = qkeel.apply(remedy, model, optimizer, example=batch())
+    handle = qkeel.apply(model, remedy, optimizer, batch=batch())
     model.model.layers[1].self_attn.q_proj = nn.Linear(32, 32, bias=False)
     run(model, batch()).sum().backward()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -157,7 +157,7 @@ def test_a_weight_that_was_replaced_is_an_error_before_the_step_moves_anything(r
 def test_a_layer_that_was_replaced_is_an_error(remedy: str) -> None:
     model = FAMILIES["gpt2"].model(torch.float32)
     optimizer = adamw(model)
-    qkeel.apply(remedy, model, optimizer, example=batch())
+    qkeel.apply(model, remedy, optimizer, batch=batch())
     model.transformer.h[0] = FAMILIES["gpt2"].model(torch.float32).transformer.h[0]
     with pytest.raises(RefusedError, match=r"h.0.attn.c_attn.weight.* has been replaced since"):
         optimizer.step()
@@ -166,7 +166,7 @@ def test_a_layer_that_was_replaced_is_an_error(remedy: str) -> None:
 def test_a_weight_that_only_moved_to_another_name_is_followed() -> None:
     model = FAMILIES["llama"].model(torch.float32)
     optimizer = adamw(model)
-    with qkeel.apply("qk_lr:factor=0", model, optimizer, example=batch()):
+    with qkeel.apply(model, "qk_lr:factor=0", optimizer, batch=batch()):
         model.model.layers[0].self_attn.q_proj = nn.Sequential(model.model.layers[0].self_attn.q_proj)
         kept = model.model.layers[0].self_attn.q_proj[0].weight.detach().clone()
         train(model, optimizer)
@@ -190,7 +190,7 @@ def test_a_wrapper_is_looked_through(remedy: str, kind: str) -> None:
         optimizer = adamw(model)
         outer = wrapped(kind, model) if wrap else model
         option = ":threshold=0.5" if remedy == "qk_clip" else ""
-        with qkeel.apply(remedy + option, outer, optimizer, example=batch()):
+        with qkeel.apply(outer, remedy + option, optimizer, batch=batch()):
             run(model if kind == "torch.compile" else outer, batch()).square().sum().backward()
             optimizer.step()
         results.append([p.detach().clone() for p in model.parameters()])
@@ -208,7 +208,7 @@ def test_compiled_before_or_after_apply_the_same_weights_come_out(remedy: str, w
         optimizer = adamw(model)
         option = {"qk_clip": ":threshold=0.5", "lalr": ":tau=0.5"}.get(remedy, "")
         outer = torch.compile(model, backend="aot_eager") if treated and when == "before" else model
-        with qkeel.apply(remedy + option, outer, optimizer, example=batch()):
+        with qkeel.apply(outer, remedy + option, optimizer, batch=batch()):
             if treated and when == "after":
                 outer = torch.compile(model, backend="aot_eager")
             train(outer, optimizer, 3)
@@ -227,7 +227,7 @@ def test_code_that_was_compiled_before_a_remedy_with_hooks_is_compiled_again() -
             outer = torch.compile(model, backend="eager") if treated else model
             loss_of(outer, x).backward()
             model.zero_grad()
-            with qkeel.apply(remedy, outer, example=x):
+            with qkeel.apply(outer, remedy, batch=x):
                 loss_of(outer, x).backward()
             loss_of(outer, x).backward()
             results.append([p.grad for p in model.parameters() if p.grad is not None])
@@ -241,12 +241,12 @@ def test_code_that_was_compiled_before_a_remedy_with_hooks_is_compiled_again() -
 def test_a_copy_of_the_model_is_without_the_remedy_and_can_have_its_own(remedy: str) -> None:
     model = FAMILIES["nn.TransformerEncoder"].model(torch.float32)
     optimizer = adamw(model)
-    with qkeel.apply(remedy, model, optimizer, example=batch()):
+    with qkeel.apply(model, remedy, optimizer, batch=batch()):
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             other = adamw(twin)
             with pytest.raises(AlreadyAppliedError):
-                qkeel.apply(remedy, model, optimizer, example=batch())
-            with qkeel.apply(remedy, twin, other, example=batch()):
+                qkeel.apply(model, remedy, optimizer, batch=batch())
+            with qkeel.apply(twin, remedy, other, batch=batch()):
                 train(twin, other, 1)
         again = copy.deepcopy(optimizer)
         assert not again._optimizer_step_post_hooks
@@ -258,7 +258,7 @@ def test_a_copy_of_the_model_is_without_the_remedy_and_can_have_its_own(remedy: 
 def test_an_average_of_the_weights_goes_on_beside_a_remedy(remedy: str) -> None:
     model = FAMILIES["nn.TransformerEncoder"].model(torch.float32)
     optimizer = adamw(model)
-    with qkeel.apply(remedy, model, optimizer, example=batch()):
+    with qkeel.apply(model, remedy, optimizer, batch=batch()):
         average = torch.optim.swa_utils.AveragedModel(
             model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
         )
@@ -317,7 +317,7 @@ def test_optimizers_that_would_bring_scaled_weights_back_are_refused(remedy: str
     with pytest.raises(
         RefusedError, match=f"{remedy} changes weights after the step, and {kind.__name__} would overwrite"
     ):
-        qkeel.apply(remedy, model, optimizer, example=batch())
+        qkeel.apply(model, remedy, optimizer, batch=batch())
     assert same(before, taken(model, optimizer))
 
 
@@ -325,7 +325,7 @@ def test_optimizers_that_would_bring_scaled_weights_back_are_refused(remedy: str
 def test_schedule_free_is_not_linear_in_the_rate(remedy: str) -> None:
     model = FAMILIES["llama"].model(torch.float32)
     with pytest.raises(RefusedError, match="ScheduleFree at half the rate was not half as long"):
-        qkeel.apply(remedy, model, ScheduleFree(model.parameters(), lr=0.1), example=batch())
+        qkeel.apply(model, remedy, ScheduleFree(model.parameters(), lr=0.1), batch=batch())
 
 
 @pytest.mark.parametrize("remedy", ["lalr", "qk_clip"])
@@ -350,9 +350,9 @@ def test_third_party_optimizers_are_taken_or_refused_by_what_they_do(
         optimizer.train()
     if package == "schedulefree":
         with pytest.raises(RefusedError, match=name):
-            qkeel.apply(remedy, model, optimizer, example=batch())
+            qkeel.apply(model, remedy, optimizer, batch=batch())
     else:
-        with qkeel.apply(remedy, model, optimizer, example=batch()):
+        with qkeel.apply(model, remedy, optimizer, batch=batch()):
             train(model, optimizer)
 
 
@@ -375,7 +375,7 @@ def test_a_wrapper_that_is_no_optimizer_itself_is_looked_through() -> None:
         model = FAMILIES["llama"].model(torch.float32)
         inner = adamw(model)
         optimizer = Wrapper(inner) if wrap else inner
-        with qkeel.apply("lalr:tau=0.1+qk_clip:threshold=1+qk_weight_decay", model, optimizer, example=batch()):
+        with qkeel.apply(model, "lalr:tau=0.1+qk_clip:threshold=1+qk_weight_decay", optimizer, batch=batch()):
             for grads in gradients(model, 3):
                 run(model, batch())
                 step_by(model, optimizer, grads)
@@ -391,7 +391,7 @@ def test_a_step_that_a_scaler_skips_changes_nothing_on_a_foreign_model(remedy: s
     optimizer = adamw(model, fused=fused, weight_decay=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     option = {"qk_clip": ":threshold=0.1", "lalr": ":decay=plain"}.get(remedy, "")
-    with qkeel.apply(remedy + option, model, optimizer, example=batch()):
+    with qkeel.apply(model, remedy + option, optimizer, batch=batch()):
         for overflow in (True, False):
             before = {n: p.detach().clone() for n, p in model.named_parameters()}
             optimizer.zero_grad()
@@ -432,7 +432,7 @@ def test_a_weight_that_makes_q_and_k_of_several_sites_is_scaled_once_by_the_smal
         model(batch())
         top = torch.stack([stats.max_logit for stats in tap.read().values()])
         threshold = float(top.min()) / 2
-        with qkeel.apply(f"qk_clip:threshold={threshold}", model, optimizer, example=batch()):
+        with qkeel.apply(model, f"qk_clip:threshold={threshold}", optimizer, batch=batch()):
             tap.read()
             model(batch())
             optimizer.step()
@@ -452,7 +452,7 @@ def test_lalr_of_a_weight_shared_by_sites_takes_all_its_partners_into_account() 
     with torch.no_grad():
         model[1].other.weight.mul_(0.01)  # at the start its partner in the first site, itself, binds
     norms = [float(w.norm()) for w in model[1].both.weight.detach().chunk(4)]
-    with qkeel.apply("lalr:tau=1", model, optimizer, example=batch()):
+    with qkeel.apply(model, "lalr:tau=1", optimizer, batch=batch()):
         with torch.no_grad():
             model[1].other.weight.mul_(1e4)
         partners = [float(w.norm()) for w in model[1].other.weight.detach().chunk(4)]
@@ -466,7 +466,7 @@ def test_how_many_weights_were_replaced_is_said_where_it_is_more_than_one() -> N
     model = FAMILIES["llama"].model(torch.float32)
     for names, more in ((("q_proj",), ""), (("q_proj", "k_proj"), r" \(and 1 more\)")):
         optimizer = adamw(model)
-        with qkeel.apply("qk_lr", model, optimizer, example=batch()):
+        with qkeel.apply(model, "qk_lr", optimizer, batch=batch()):
             for name in names:
                 setattr(model.model.layers[0].self_attn, name, nn.Linear(32, 32 if name[0] == "q" else 16, bias=False))
             with pytest.raises(RefusedError, match=f"self_attn.q_proj.weight{more}, which"):
@@ -484,7 +484,7 @@ def applied(remedy: str, *, waits: bool = False) -> tuple[nn.Module, torch.optim
     torch.manual_seed(0)
     model = FAMILIES["llama"].build()
     optimizer = adamw(model)
-    return model, optimizer, qkeel.apply(remedy, model, optimizer, example=None if waits else batch())
+    return model, optimizer, qkeel.apply(model, remedy, optimizer, batch=None if waits else batch())
 
 
 @every_remedy
@@ -569,7 +569,7 @@ def test_a_remedy_that_is_applied_again_or_removed_gives_no_warning(
     del first, handle
     gc.collect()
     later = adamw(model)
-    second = qkeel.apply(remedy, model, later, example=batch())
+    second = qkeel.apply(model, remedy, later, batch=batch())
     train(model, later)
     last = adamw(model)
     second.remove()

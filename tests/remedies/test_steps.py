@@ -33,7 +33,7 @@ def test_factor_one_leaves_the_new_weights_bit_for_bit(size: float, dtype: torch
     plain, scaled = attention(dtype), attention(dtype)
     a = torch.optim.SGD(plain.parameters(), lr=size)
     b = torch.optim.SGD(scaled.parameters(), lr=size)
-    qkeel.apply("qk_lr:factor=1", scaled, b)
+    qkeel.apply(scaled, "qk_lr:factor=1", b)
     for grads in gradients(plain, 5):
         step_by(plain, a, grads)
         step_by(scaled, b, grads)
@@ -43,7 +43,7 @@ def test_factor_one_leaves_the_new_weights_bit_for_bit(size: float, dtype: torch
 def test_lalr_with_tau_one_at_the_start_is_the_plain_step_bit_for_bit() -> None:
     plain, scaled = attention(torch.float32), attention(torch.float32)
     a, b = (torch.optim.AdamW(m.parameters(), lr=0.1, fused=True) for m in (plain, scaled))
-    qkeel.apply("lalr:tau=1", scaled, b)
+    qkeel.apply(scaled, "lalr:tau=1", b)
     grads = next(gradients(plain, 1))
     step_by(plain, a, grads)
     step_by(scaled, b, grads)
@@ -58,7 +58,7 @@ def test_qk_lr_is_a_factor_on_the_rate_of_queries_and_keys_only(factor: float) -
     rest = [p for p in reference.parameters() if all(p is not w for w in qk)]
     groups = [{"params": qk, "lr": 0.01 * factor}, {"params": rest}]
     other = torch.optim.AdamW(groups, lr=0.01)
-    with qkeel.apply("qk_lr", model, optimizer, factor=factor):
+    with qkeel.apply(model, "qk_lr", optimizer, factor=factor):
         for grads in gradients(model, 20):
             step_by(model, optimizer, grads)
             step_by(reference, other, grads)
@@ -73,7 +73,7 @@ def test_parameters_keep_their_storage_and_the_copy_lives_only_inside_the_step_o
     monkeypatch.setattr(head_groups, "_keeps_memory", lambda device: stays)
     model = attention(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    qkeel.apply("lalr", model, optimizer)
+    qkeel.apply(model, "lalr", optimizer)
     places = [p.data_ptr() for p in model.parameters()]
     copies: list[Any] = []
 
@@ -120,7 +120,7 @@ def reads_of_a_step(model: nn.Module, remedy: str) -> HostReads:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    with qkeel.apply(remedy, model, optimizer):
+    with qkeel.apply(model, remedy, optimizer):
         optimizer.step()
         with (mode := HostReads()):
             optimizer.step()
@@ -152,8 +152,8 @@ def test_an_exception_inside_the_step_leaves_nothing_behind() -> None:
     model, reference = attention(), attention()
     optimizer = Breaks(model.parameters(), lr=0.1)
     other = torch.optim.SGD(reference.parameters(), lr=0.1)
-    qkeel.apply("lalr", model, optimizer)
-    qkeel.apply("lalr", reference, other)
+    qkeel.apply(model, "lalr", optimizer)
+    qkeel.apply(reference, "lalr", other)
     grads = list(gradients(model, 2))
     step_by(model, optimizer, grads[0])
     step_by(reference, other, grads[0])
@@ -174,7 +174,7 @@ def test_a_fused_step_that_a_scaler_skipped_moves_nothing() -> None:
     # torch's fused optimizers run their hooks on such a step (RISK e): GradScaler sets these two attributes.
     model = attention(torch.float32)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    qkeel.apply("lalr+qk_lr", model, optimizer)
+    qkeel.apply(model, "lalr+qk_lr", optimizer)
     grads = list(gradients(model, 2))
     step_by(model, optimizer, grads[0])
     before = [p.detach().clone() for p in model.parameters()]
@@ -190,7 +190,7 @@ def test_a_real_grad_scaler_works() -> None:
     model = decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with qkeel.apply("lalr", model, optimizer):
+    with qkeel.apply(model, "lalr", optimizer):
         for i in range(3):
             optimizer.zero_grad()
             out = model(torch.arange(8)[None] % 13).square().mean()
@@ -213,8 +213,8 @@ def test_a_subclass_whose_step_calls_its_parents_is_scaled_once() -> None:
     a, b = attention(), attention()
     torch.optim.SGD(a.parameters(), lr=0.1)
     one, two = torch.optim.SGD(a.parameters(), lr=0.1), Outer(b.parameters(), lr=0.1)
-    qkeel.apply("lalr", a, one)
-    qkeel.apply("lalr", b, two)
+    qkeel.apply(a, "lalr", one)
+    qkeel.apply(b, "lalr", two)
     for grads in gradients(a, 3):
         step_by(a, one, grads)
         step_by(b, two, grads)
@@ -226,7 +226,7 @@ def test_frozen_weights_and_weights_without_gradient_stay() -> None:
     model.q_proj.weight.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model.q_proj.weight.detach().clone()
-    with qkeel.apply("lalr", model, optimizer):
+    with qkeel.apply(model, "lalr", optimizer):
         for p in model.parameters():
             p.grad = torch.ones_like(p) if p.requires_grad else None
         optimizer.step()
@@ -238,7 +238,7 @@ def test_other_post_hooks_see_the_scaled_weights() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     seen: list[Tensor] = []
     optimizer.register_step_post_hook(lambda *_: seen.append(model.q_proj.weight.detach().clone()))  # an average, say
-    qkeel.apply("qk_lr:factor=0.5", model, optimizer)
+    qkeel.apply(model, "qk_lr:factor=0.5", optimizer)
     step_by(model, optimizer, next(gradients(model, 1)))
     assert torch.equal(seen[0], model.q_proj.weight)
 
@@ -248,7 +248,7 @@ def test_the_factors_of_two_remedies_multiply() -> None:
     for remedy in ("lalr:tau=0.5+qk_lr:factor=0.5", "qk_lr:factor=0.5+lalr:tau=0.5", "lalr:tau=0.25"):
         model = attention()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        qkeel.apply(remedy, model, optimizer)
+        qkeel.apply(model, remedy, optimizer)
         for grads in gradients(model, 5):
             step_by(model, optimizer, grads)
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
@@ -261,7 +261,7 @@ def test_resuming_from_a_checkpoint_is_bit_identical(remedy: str) -> None:
     def fresh() -> tuple[nn.Module, torch.optim.Optimizer, qkeel_handle]:
         model = decoder()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
-        return model, optimizer, qkeel.apply(remedy, model, optimizer)
+        return model, optimizer, qkeel.apply(model, remedy, optimizer)
 
     straight, optimizer, handle = fresh()
     train(straight, optimizer, 4)
@@ -277,7 +277,7 @@ def test_resuming_from_a_checkpoint_is_bit_identical(remedy: str) -> None:
         for p in resumed.parameters():
             p.mul_(3)  # it was not made from the same weights
     again.remove()
-    again = qkeel.apply(remedy, resumed, other)
+    again = qkeel.apply(resumed, remedy, other)
     resumed.load_state_dict(saved[0])
     other.load_state_dict({**saved[1], "param_groups": other.state_dict()["param_groups"]})
     again.load(saved[2])
@@ -290,7 +290,7 @@ qkeel_handle = Any
 
 def test_the_state_is_named_by_weights_and_another_models_is_refused() -> None:
     model = attention(torch.float32)
-    handle = qkeel.apply("softcap+lalr", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    handle = qkeel.apply(model, "softcap+lalr", torch.optim.SGD(model.parameters(), lr=0.1))
     state = handle.state()
     query, key = (f"1.{name}_proj.weight:0/{n}x{D_MODEL // 4}" for name, n in (("q", 4), ("k", 2)))
     assert {k: tuple(v.shape) for k, v in state.items()} == {query: (4,), key: (2,)}
@@ -305,7 +305,7 @@ def test_removal_leaves_an_optimizer_without_hooks(remedy: str) -> None:
     model = decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     before = snapshot(model, optimizer)
-    with qkeel.apply(remedy, model, optimizer):
+    with qkeel.apply(model, remedy, optimizer):
         assert len(optimizer._optimizer_step_post_hooks) == remedy.count("+") + 1
     after = snapshot(model, optimizer)
     assert before["hooks"] == after["hooks"]
@@ -356,7 +356,7 @@ def test_lalr_scales_q_and_k_inside_a_fused_projection_and_leaves_v(axis: int, l
     separate = attention_of(model, parts, axis)
     optimizer = torch.optim.AdamW(separate.parameters(), lr=0.1, weight_decay=0.1)
     LALR(tau=0.3).apply(target)
-    qkeel.apply("lalr:tau=0.3", separate, optimizer)
+    qkeel.apply(separate, "lalr:tau=0.3", optimizer)
     generator = torch.Generator().manual_seed(5)
     for _ in range(10):
         g = torch.randn(36, WIDTH, generator=generator, dtype=torch.float64)
@@ -447,7 +447,7 @@ def parts(weight: str, *, held: bool) -> tuple[nn.Module, torch.optim.Optimizer]
 @pytest.mark.parametrize("remedy", ["lalr", "qk_lr:factor=0", "frozen_qk", "qk_weight_decay", "spectral_cap:cap=100"])
 def test_a_weight_that_is_unfrozen_later_is_not_left_out_in_silence(remedy: str) -> None:
     model, optimizer = parts("q_proj.weight", held=False)
-    handle = qkeel.apply(remedy, model, optimizer)
+    handle = qkeel.apply(model, remedy, optimizer)
     grads = [*gradients(model, 3)]
     step_by(model, optimizer, grads[0])
     model.q_proj.weight.requires_grad_(True)
@@ -456,7 +456,7 @@ def test_a_weight_that_is_unfrozen_later_is_not_left_out_in_silence(remedy: str)
         step_by(model, optimizer, grads[1])
     before = copy.deepcopy(model.state_dict())
     handle.remove()
-    qkeel.apply(remedy, model, optimizer)
+    qkeel.apply(model, remedy, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error", QkeelWarning)
         step_by(model, optimizer, grads[2])
@@ -466,7 +466,7 @@ def test_a_weight_that_is_unfrozen_later_is_not_left_out_in_silence(remedy: str)
 @pytest.mark.parametrize("remedy", ["lalr", "qk_lr:factor=0", "frozen_qk", "qk_weight_decay"])
 def test_a_frozen_weight_that_the_optimizer_holds_may_be_unfrozen(remedy: str) -> None:
     model, optimizer = parts("q_proj.weight", held=True)
-    qkeel.apply(remedy, model, optimizer)
+    qkeel.apply(model, remedy, optimizer)
     grads = [*gradients(model, 2)]
     model.q_proj.weight.requires_grad_(True)
     for one in grads:
@@ -478,7 +478,7 @@ def test_weights_that_were_frozen_later_are_not_clipped_unless_asked() -> None:
     for option, refused in (("", True), (",frozen=scale", False)):
         model = attention()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        qkeel.apply(f"qk_clip:threshold=0.001{option}", model, optimizer)
+        qkeel.apply(model, f"qk_clip:threshold=0.001{option}", optimizer)
         model.q_proj.weight.requires_grad_(False)
         before = model.q_proj.weight.detach().clone()
         model(x).square().mean().backward()
@@ -497,10 +497,10 @@ def test_weights_that_were_frozen_later_are_not_clipped_unless_asked() -> None:
 def test_a_cap_never_changes_frozen_weights_and_is_refused_if_they_are_over_it() -> None:
     model, optimizer = parts("q_proj.weight", held=True)
     with pytest.raises(RefusedError, match=r"q_proj.weight is frozen with a singular value over 0.001"):
-        qkeel.apply("spectral_cap:cap=0.001", model, optimizer)
+        qkeel.apply(model, "spectral_cap:cap=0.001", optimizer)
     model = attention()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    qkeel.apply("spectral_cap:cap=0.001", model, optimizer)
+    qkeel.apply(model, "spectral_cap:cap=0.001", optimizer)
     model.q_proj.weight.requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
     for p in model.parameters():
@@ -513,7 +513,7 @@ def test_a_cap_never_changes_frozen_weights_and_is_refused_if_they_are_over_it()
 def test_a_frozen_weight_that_momentum_still_moves_is_capped() -> None:
     model = attention()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.99)
-    qkeel.apply("spectral_cap:cap=0.5", model, optimizer)
+    qkeel.apply(model, "spectral_cap:cap=0.5", optimizer)
     for i, grads in enumerate(gradients(model, 5)):
         step_by(model, optimizer, grads)
         model.q_proj.weight.requires_grad_(i < 1)
@@ -528,10 +528,10 @@ def test_a_weight_that_was_capped_and_is_frozen_can_be_capped_again(seed: int) -
     with torch.no_grad():
         model.q_proj.weight.normal_()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with qkeel.apply("spectral_cap:cap=0.5", model, optimizer):
+    with qkeel.apply(model, "spectral_cap:cap=0.5", optimizer):
         step_by(model, optimizer, next(gradients(model, 1)))
     model.q_proj.weight.requires_grad_(False)
-    qkeel.apply("spectral_cap:cap=0.5", model, optimizer)
+    qkeel.apply(model, "spectral_cap:cap=0.5", optimizer)
 
 
 STATES = ["lalr", "lalr:norm=spectral", "qk_clip:threshold=0.5,steps=matched", "qk_lr", "softcap"]
@@ -544,7 +544,7 @@ def test_the_state_of_another_remedy_is_refused(saved: str, loaded: str) -> None
     for remedy in (saved, loaded):
         model = attention()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handles.append((qkeel.apply(remedy, model, optimizer), model, optimizer))
+        handles.append((qkeel.apply(model, remedy, optimizer), model, optimizer))
     if saved == loaded:
         handles[1][0].load(handles[0][0].state())
         return
@@ -555,10 +555,10 @@ def test_the_state_of_another_remedy_is_refused(saved: str, loaded: str) -> None
 def test_the_state_from_before_the_first_pass_can_be_loaded() -> None:
     model = FAMILIES["llama"].model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = qkeel.apply("lalr", model, optimizer).state()
+    state = qkeel.apply(model, "lalr", optimizer).state()
     assert state == {}
     other = FAMILIES["llama"].model()
-    handle = qkeel.apply("lalr", other, torch.optim.SGD(other.parameters(), lr=0.1))
+    handle = qkeel.apply(other, "lalr", torch.optim.SGD(other.parameters(), lr=0.1))
     handle.load(state)
     run(other, batch())
     assert handle.state()

@@ -60,7 +60,7 @@ def test_spectral_cap_bounds_every_head_or_matrix_after_a_step_and_leaves_the_re
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     q0, k0, v0 = (m.weight.detach().clone() for m in (q, k, v))
     cap = singular(q0[:4]) / 2
-    qkeel.apply(f"spectral_cap:per={per}", model, optimizer, cap=cap)
+    qkeel.apply(model, f"spectral_cap:per={per}", optimizer, cap=cap)
     train(model, optimizer, 1)
     if per == "head":
         assert singular(q.weight[:4]) == pytest.approx(cap, rel=1e-5)
@@ -75,7 +75,7 @@ def test_spectral_cap_bounds_every_head_or_matrix_after_a_step_and_leaves_the_re
 def test_spectral_cap_of_a_step_that_a_grad_scaler_skipped_changes_nothing() -> None:
     model = decoder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
-    qkeel.apply("spectral_cap:cap=0.01", model, optimizer)
+    qkeel.apply(model, "spectral_cap:cap=0.01", optimizer)
     old = model.blocks[0].attention.q_proj.weight.detach().clone()
     optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
     train(model, optimizer, 1)
@@ -91,7 +91,7 @@ def test_spectral_cap_caps_fused_columns_of_a_foreign_model_per_head() -> None:
     old = weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     cap = 0.5 * singular(old[:, :4])
-    qkeel.apply("spectral_cap", model, optimizer, example=tokens(), cap=cap)
+    qkeel.apply(model, "spectral_cap", optimizer, batch=tokens(), cap=cap)
     model(tokens()).logits.sum().backward()
     optimizer.step()
     assert all(singular(weight[:, 4 * h : 4 * h + 4]) <= cap * (1 + 1e-5) for h in range(8))
@@ -102,13 +102,13 @@ def test_spectral_cap_caps_fused_columns_of_a_foreign_model_per_head() -> None:
 def test_spectral_cap_is_refused_where_the_stored_weight_does_not_size_the_logit(other: str) -> None:
     model = decoder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with qkeel.apply(other, model, optimizer), pytest.raises(RefusedError, match=r"spectral_cap at blocks.0"):
-        qkeel.apply("spectral_cap", model, optimizer)
+    with qkeel.apply(model, other, optimizer), pytest.raises(RefusedError, match=r"spectral_cap at blocks.0"):
+        qkeel.apply(model, "spectral_cap", optimizer)
     for cap in (0.0, -1.0, float("nan")):
         with pytest.raises(InvalidValueError, match="above 0"):
-            qkeel.apply("spectral_cap", model, optimizer, cap=cap)
+            qkeel.apply(model, "spectral_cap", optimizer, cap=cap)
     with pytest.raises(UnknownNameError, match="Did you mean 'head'"):
-        qkeel.apply("spectral_cap:per=heads", model, optimizer)
+        qkeel.apply(model, "spectral_cap:per=heads", optimizer)
 
 
 @pytest.mark.parametrize("order", ["swin", "peri"])
@@ -119,7 +119,7 @@ def test_a_reordered_own_model_computes_what_one_built_in_that_order_computes(or
             block.attention_norm.weight.uniform_(0.5, 1.5)
             block.mlp_norm.weight.uniform_(0.5, 1.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    qkeel.apply(f"{order}_norm", model, optimizer)
+    qkeel.apply(model, f"{order}_norm", optimizer)
     built.load_state_dict(model.state_dict())  # the same names
     assert torch.equal(model(tokens()), built(tokens()))
     train(model, optimizer, 2)
@@ -157,7 +157,7 @@ def test_a_reordered_llama_computes_the_formula_and_is_restored_bit_for_bit(orde
             x = by_hand(block, x, position, order)
         want = model.lm_head(inner.norm(x))  # type: ignore[operator]
     before, out = snapshot(model, optimizer), model(tokens()).logits
-    handle = qkeel.apply(f"{order}_norm", model, optimizer, example=tokens())
+    handle = qkeel.apply(model, f"{order}_norm", optimizer, batch=tokens())
     assert torch.allclose(model(tokens()).logits, want, atol=1e-6)
     twins = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
     assert all(torch.equal(twin(tokens()).logits, model(tokens()).logits) for twin in twins)
@@ -173,27 +173,27 @@ def test_a_reordered_llama_computes_the_formula_and_is_restored_bit_for_bit(orde
 
 @pytest.mark.parametrize("remedy", ["swin_norm", "peri_norm"])
 def test_blocks_are_recognised_by_what_they_compute_not_by_their_names(remedy: str) -> None:
-    with qkeel.apply(remedy, neox(parallel=False), example=tokens()):
+    with qkeel.apply(neox(parallel=False), remedy, batch=tokens()):
         pass
     gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=4, num_key_value_heads=2))
     for model in (neox(parallel=True), gemma):
         with pytest.raises(
             RefusedError, match=rf"{remedy} at .*layers.0.*expected a block that computes x \+ A\(N₁\(x\)\)"
         ):
-            qkeel.apply(remedy, model, example=tokens())
+            qkeel.apply(model, remedy, batch=tokens())
     with pytest.raises(
         RefusedError, match=r"blocks.0.attention: it re-orders pre-norm blocks, but blocks.0 is post-norm"
     ):
-        qkeel.apply(remedy, decoder(norm_order="post"))
-    with pytest.raises(RefusedError, match="example=batch"):
-        qkeel.apply(remedy, attention())
+        qkeel.apply(decoder(norm_order="post"), remedy)
+    with pytest.raises(RefusedError, match="batch=batch"):
+        qkeel.apply(attention(), remedy)
 
 
 def test_final_softcap_caps_the_logits_of_any_model_and_of_its_copies() -> None:
     for model, given in ((decoder(), None), (llama(tie_word_embeddings=True), tokens())):
         plain = model(tokens())
         out = plain if given is None else plain.logits
-        with qkeel.apply("final_softcap:cap=0.05", model, example=given):
+        with qkeel.apply(model, "final_softcap:cap=0.05", batch=given):
             capped = [m(tokens()) for m in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)))]
         for one in capped:
             logits = one if given is None else one.logits
@@ -214,12 +214,12 @@ def test_what_makes_the_final_logits_is_observed_or_named() -> None:
             return 2 * self.inner(x)
 
     with pytest.raises(RefusedError, match=r"has none\. Name the module"):
-        qkeel.apply("final_softcap", Odd(), example=tokens())
+        qkeel.apply(Odd(), "final_softcap", batch=tokens())
     with pytest.raises(RefusedError, match="Pass an example batch"):
-        qkeel.apply("z_loss", Odd())
+        qkeel.apply(Odd(), "z_loss")
     with pytest.raises(RefusedError, match=r"no module 'inner.hed'"):
-        qkeel.apply("z_loss:module=inner.hed", Odd())
-    with qkeel.apply("final_softcap:cap=0.05,module=inner.head", model := Odd()):
+        qkeel.apply(Odd(), "z_loss:module=inner.hed")
+    with qkeel.apply(model := Odd(), "final_softcap:cap=0.05,module=inner.head"):
         assert model(tokens()).abs().max() <= 0.1
     assert loss(model, tokens()).isfinite()
 

@@ -19,7 +19,7 @@ def trained(model: Sum, remedy: str, lr: float) -> dict[str, torch.Tensor]:
     """Ten steps of descent under a remedy; the weights before them."""
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    with qkeel.apply(remedy, model, optimizer, example=batch()):
+    with qkeel.apply(model, remedy, optimizer, batch=batch()):
         for _ in range(STEPS):
             optimizer.zero_grad()
             model(batch()).sum().backward()
@@ -46,7 +46,7 @@ def test_qk_lr_at_zero_moves_no_weight_of_the_logit() -> None:
         model = made(name)
         # Sites that are given are checked against the weights, some of them of three dimensions.
         sites = qkeel.find_sites(model, batch())
-        qkeel.apply("qk_lr:factor=0", model, torch.optim.SGD(model.parameters()), sites=sites).remove()
+        qkeel.apply(model, "qk_lr:factor=0", torch.optim.SGD(model.parameters()), sites=sites).remove()
         before = trained(model, "qk_lr:factor=0", lr=1e-3)
         moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
         assert moved == {"v.weight"}
@@ -96,7 +96,7 @@ def test_lalr_steps_a_weight_by_the_largest_of_its_partners_over_all_products() 
         slices = {s.parameter: s for s in (*site.query, *site.key)}
         start = partners(model, name)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-        with qkeel.apply("lalr:tau=1", model, optimizer, example=batch().double()):
+        with qkeel.apply(model, "lalr:tau=1", optimizer, batch=batch().double()):
             with torch.no_grad():
                 for head, factor in zip(model.k1.weight.chunk(4), (1.0, 3.0, 9.0, 0.5)):  # type: ignore[union-attr]
                     head.mul_(factor)
@@ -123,7 +123,7 @@ def test_a_norm_acts_on_every_product_or_is_refused() -> None:
     for name in SUMS:
         model = made(name)
         try:
-            qkeel.apply("qk_norm", model, example=batch())
+            qkeel.apply(model, "qk_norm", batch=batch())
         except RefusedError as error:
             refused[name] = str(error)
             continue
@@ -146,4 +146,4 @@ def test_a_part_that_is_not_known_is_refused(name: str, remedy: str) -> None:
     model = unknown(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(RefusedError, match=remedy):
-        qkeel.apply(remedy, model, optimizer, example=batch())
+        qkeel.apply(model, remedy, optimizer, batch=batch())

@@ -60,7 +60,7 @@ def test_the_gradient_is_that_of_the_loss_with_the_term_written_out(way: str) ->
     model, (loss, term) = decoder().double(), WAYS[way]
     want = gradients(model, lambda z: loss(z, targets()) + term(z))
     plain = gradients(model, lambda z: loss(z, targets()))
-    with qkeel.apply("z_loss", model, coefficient=C):
+    with qkeel.apply(model, "z_loss", coefficient=C):
         got = gradients(model, lambda z: loss(z, targets()))
     scale = max(float(w.abs().max()) for w in want)
     assert all((g - w).abs().max() <= 1e-12 * scale for g, w in zip(got, want, strict=True))
@@ -72,7 +72,7 @@ def test_a_token_that_is_all_but_certain_counts_fully() -> None:
     z = torch.zeros(2, 5)
     z[:, 0] = 40.0
     head = nn.Identity()
-    with qkeel.apply("z_loss:module=head", holder := nn.ModuleDict({"a": decoder(), "head": head}), coefficient=C):
+    with qkeel.apply(holder := nn.ModuleDict({"a": decoder(), "head": head}), "z_loss:module=head", coefficient=C):
         given = z.clone().requires_grad_()
         cross_entropy(holder["head"](given), torch.zeros(2, dtype=torch.long)).backward()
     wanted = z.clone().requires_grad_()
@@ -87,7 +87,7 @@ def test_low_precision_logits_get_the_gradient_to_their_rounding(dtype: torch.dt
     model = decoder().to(dtype)
     exact = copy.deepcopy(model).double()
     want = gradients(exact, lambda z: cross_entropy(z, targets()) + z_loss(z, C))
-    with qkeel.apply("z_loss", model, coefficient=C):
+    with qkeel.apply(model, "z_loss", coefficient=C):
         got = gradients(model, lambda z: cross_entropy(z.float(), targets()))
     plain = gradients(model, lambda z: cross_entropy(z.float(), targets()) + z_loss(z, C))
     for g, p, w in zip(got, plain, want, strict=True):
@@ -98,7 +98,7 @@ def test_low_precision_logits_get_the_gradient_to_their_rounding(dtype: torch.dt
 def test_the_forward_pass_stays_bit_for_bit_and_evaluation_costs_nothing() -> None:
     model = decoder()
     out = model(tokens())
-    with qkeel.apply("z_loss", model, coefficient=C):
+    with qkeel.apply(model, "z_loss", coefficient=C):
         assert torch.equal(model(tokens()), out)
         assert "AddGradient" in type(model(tokens()).grad_fn).__name__
         with torch.no_grad():
@@ -113,10 +113,10 @@ def test_a_loss_that_is_no_cross_entropy_is_refused_and_counted_by_the_mean_if_a
         return cross_entropy(z, targets(), label_smoothing=0.3)
 
     model = decoder().double()
-    with qkeel.apply("z_loss", model), pytest.raises(RefusedError, match="weight=mean"):
+    with qkeel.apply(model, "z_loss"), pytest.raises(RefusedError, match="weight=mean"):
         gradients(model, smooth)
     want = gradients(model, lambda z: smooth(z) + z_loss(z, C))
-    with qkeel.apply("z_loss:weight=mean", model, coefficient=C):
+    with qkeel.apply(model, "z_loss:weight=mean", coefficient=C):
         got = gradients(model, smooth)
     assert all(torch.allclose(g, w, rtol=0, atol=1e-13) for g, w in zip(got, want, strict=True))
 
@@ -138,13 +138,13 @@ def test_a_transformers_model_that_computes_its_own_loss_trains_on_it() -> None:
         return [p.grad.clone() for p in model.parameters()]
 
     want = total(term=True)
-    with qkeel.apply("z_loss", model, example=tokens(), coefficient=C):
+    with qkeel.apply(model, "z_loss", batch=tokens(), coefficient=C):
         got = total(term=False)
     assert all(torch.allclose(g, w, rtol=0, atol=1e-6) for g, w in zip(got, want, strict=True))
 
 
 def test_bad_options_name_what_is_right() -> None:
     with pytest.raises(InvalidValueError, match="at least 0"):
-        qkeel.apply("z_loss:coefficient=-1", decoder())
+        qkeel.apply(decoder(), "z_loss:coefficient=-1")
     with pytest.raises(UnknownNameError, match="Did you mean 'mean'"):
-        qkeel.apply("z_loss:weight=means", decoder())
+        qkeel.apply(decoder(), "z_loss:weight=means")

@@ -102,7 +102,7 @@ def _ragged(values: np.ndarray) -> np.ndarray:
 def alarms(one: Sample, names: tuple[str, ...]) -> list[Alarm]:
     """Two alarms with places, trends and remedies."""
     place = {"step": one.step, "layer": names[len(names) // 3], "head": 5}
-    hold = 'qkeel.apply("qk_clip:threshold=15,steps=matched", model, optimizer)'
+    hold = 'qkeel.apply(model, "qk_clip:threshold=15,steps=matched", optimizer)'
     trend = "it was 3.85 at step 0, and it grows by a factor of 1.5 each time the training length doubles"
     kimi = "Kimi K2, arXiv 2507.20534, section 2.1: the threshold of QK-Clip"
     notice = Alarm(

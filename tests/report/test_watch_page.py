@@ -105,7 +105,7 @@ def test_an_alarm_leads_the_page_with_a_red_light_a_plain_sentence_and_one_fix_t
     assert "Above 1,000, the softmax gives nearly all the weight to one key" in found.why
     html = page(run, tmp_path)
     header = html[html.index("<header") : html.index("</header>")]
-    line = "qkeel.apply(&quot;qk_clip:threshold=15,steps=matched&quot;, model, optimizer)"
+    line = "qkeel.apply(model, &quot;qk_clip:threshold=15,steps=matched&quot;, optimizer)"
     assert header.count(line) == 1
     assert header.count('class="copy"') == 1
     assert ">Copy fix</button>" in header
@@ -125,7 +125,7 @@ def test_alarms_of_one_cause_are_one_card_with_one_fix(tmp_path: Path):
 
 def test_a_run_that_a_command_watched_is_fixed_by_that_command(tmp_path: Path):
     run = read_watched([make_watch(tmp_path / "run")])[0]
-    line = 'qkeel.apply("qk_clip:threshold=15,steps=matched", model, optimizer)'
+    line = 'qkeel.apply(model, "qk_clip:threshold=15,steps=matched", optimizer)'
     assert fix(run) == [line]
     started = dataclasses.replace(run, env={"watcher": "qkeel watch --every 5 -- python train.py --lr 0.1"})
     again = "qkeel watch --every 5 --apply qk_clip:threshold=15,steps=matched -- python train.py --lr 0.1"

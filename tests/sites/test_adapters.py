@@ -102,7 +102,7 @@ BASE, A, B = "q_proj.base_layer.weight", "q_proj.lora_A.default.weight", "q_proj
 @pytest.mark.parametrize("random", [True, False])
 def test_both_projections_wrapped_give_every_pair_of_ways_even_before_the_first_step(random: bool) -> None:
     model = adapted(llama(), "q_proj", "k_proj", random=random)
-    (site,) = find_sites(model, input_ids=IDS)
+    (site,) = find_sites(model, {"input_ids": IDS})
     assert len(site.terms) == 4
     assert ways(site, "query") == [[BASE], [A, B]]
     assert ways(site, "key") == [[n.replace("q_", "k_") for n in way] for way in ([BASE], [A, B])]
@@ -118,7 +118,7 @@ def test_both_projections_wrapped_give_every_pair_of_ways_even_before_the_first_
 
 def test_one_wrapped_projection_leaves_the_other_plain() -> None:
     model = adapted(llama(), "q_proj")
-    (site,) = find_sites(model, input_ids=IDS)
+    (site,) = find_sites(model, {"input_ids": IDS})
     assert ways(site, "query") == [[BASE], [A, B]]
     assert ways(site, "key") == [["k_proj.weight"]]
     check_by_differences(model, site)
@@ -126,7 +126,7 @@ def test_one_wrapped_projection_leaves_the_other_plain() -> None:
 
 def test_a_wrapped_fused_projection_has_rows_for_q_and_for_k_in_base_and_adapter() -> None:
     model = adapted(gpt2(), "c_attn", fan_in_fan_out=True)
-    (site,) = find_sites(model, input_ids=IDS)
+    (site,) = find_sites(model, {"input_ids": IDS})
     assert len(site.terms) == 4
     key = {p.parameter.rsplit("c_attn.")[-1]: p for p in site.key}
     assert (key["base_layer.weight"].axis, key["lora_B.default.weight"].axis) == (1, 0)
@@ -149,18 +149,18 @@ def test_of_several_adapters_those_that_are_active_count() -> None:
     ]
     for change, expected in states:
         change()
-        (site,) = find_sites(model, input_ids=IDS)
+        (site,) = find_sites(model, {"input_ids": IDS})
         assert ways(site, "query") == sorted(expected)
 
 
 def test_a_merged_adapter_is_part_of_the_base_weight() -> None:
     model = adapted(llama(), "q_proj")
     model.merge_adapter()
-    (site,) = find_sites(model, input_ids=IDS)
+    (site,) = find_sites(model, {"input_ids": IDS})
     assert ways(site, "query") == [[BASE]]
     check_by_differences(model, site)
     model.unmerge_adapter()
-    (site,) = find_sites(model.merge_and_unload(), input_ids=IDS)
+    (site,) = find_sites(model.merge_and_unload(), {"input_ids": IDS})
     assert ways(site, "query") == [["q_proj.weight"]]
 
 
@@ -168,7 +168,7 @@ def test_frozen_weights_stay_frozen_and_untouched() -> None:
     model = adapted(llama(), "q_proj")
     frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
     before = {n: t.clone() for n, t in model.state_dict().items()}
-    find_sites(model, input_ids=IDS)
+    find_sites(model, {"input_ids": IDS})
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == frozen
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name

@@ -93,7 +93,7 @@ def test_statistics_and_sites_are_the_same_under_every_name(name: str) -> None:
             torch.testing.assert_close(getattr(stats, field), getattr(plain[site], field), rtol=1e-4, atol=1e-5)
         assert stats.n_pairs.tolist() == [36 + 15] * 4  # 8 and 5 tokens, causal
         assert len(stats.key_norm) == 2
-    sites = find_sites(model, input_ids=IDS, attention_mask=KEEP)
+    sites = find_sites(model, {"input_ids": IDS, "attention_mask": KEEP})
     assert [s.name for s in sites] == list(found)
     for site in sites:
         assert torch.equal(site.terms[0].query[0].index, torch.arange(32).view(4, 8)), site.why

@@ -32,7 +32,7 @@ def test_what_is_no_module_is_refused() -> None:
 def test_a_foreign_model_without_an_example_is_told_how_its_forward_is_called() -> None:
     with pytest.raises(
         RefusedError,
-        match=r"pass an example batch, find_sites\(model, ...\), with the arguments of forward\(x: .*Tensor.*, scale",
+        match=r"qkeel.find_sites\(model, batch\), with a batch of the arguments of forward\(x: .*Tensor.*, scale",
     ):
         find_sites(Plain())
 
@@ -53,15 +53,15 @@ def test_an_example_on_another_device_is_refused_before_anything_runs() -> None:
 
 
 def test_a_number_may_be_anywhere() -> None:
-    assert len(find_sites(Plain(), torch.ones(1, 3, 16), scale=torch.tensor(0.5))) == 1
+    assert len(find_sites(Plain(), {"x": torch.ones(1, 3, 16), "scale": torch.tensor(0.5)})) == 1
 
 
 def test_a_missing_or_misshapen_argument_is_reported_with_the_forwards_arguments() -> None:
     for example, cause in (((torch.ones(1, 3, 5),), "RuntimeError: mat1 and mat2"), ((None,), "TypeError")):
         with pytest.raises(InvalidValueError, match=rf"(?s)forward pass of Plain .*{cause}.*its forward takes \(x"):
-            find_sites(Plain(), *example)
+            find_sites(Plain(), example)
     with pytest.raises(InvalidValueError, match="missing 1 required positional argument: 'x'"):
-        find_sites(Plain(), scale=1.0)
+        find_sites(Plain(), {"scale": 1.0})
 
 
 def test_after_an_example_that_fails_the_model_is_as_it_was() -> None:
@@ -152,4 +152,4 @@ def test_an_example_of_the_wrong_type_gets_one_error() -> None:
         find_sites(Plain(), "a text")
     for example in (3, "a text"):
         with pytest.raises(InvalidTypeError, match=r"expected the example as a tensor, a tuple .* got "):
-            apply("softcap:cap=3", Plain(), example=example)
+            apply(Plain(), "softcap:cap=3", batch=example)

@@ -83,7 +83,7 @@ def test_qk_clip_scales_them_so_that_the_largest_logit_is_the_threshold(build: t
     before = largest()
     threshold = float(before.mean())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    qkeel.apply(f"qk_clip:threshold={threshold}", model, optimizer, example=x)
+    qkeel.apply(model, f"qk_clip:threshold={threshold}", optimizer, batch=x)
     model(x).sum().backward()
     optimizer.step()
     torch.testing.assert_close(largest(), before.clamp_max(threshold))

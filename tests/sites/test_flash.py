@@ -376,7 +376,7 @@ def test_what_transformers_wrappers_call_is_seen_padded_or_not(monkeypatch: pyte
         assert mode.bound is not None
         top = float(stats.max_logit.max())
         assert top <= float(mode.bound) <= top + math.log(3)
-        assert len(find_sites(model, x, given)) == 1
+        assert len(find_sites(model, (x, given))) == 1
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's own, inside its CPU path

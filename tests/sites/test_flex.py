@@ -403,7 +403,7 @@ def test_qk_clip_needs_no_pass_of_its_own_where_flex_attention_returns_maxima(
             before = float(block.q.weight.norm())
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         site = find_sites(model, x)
-        apply("qk_clip", model, optimizer, sites=site, threshold=1.0)
+        apply(model, "qk_clip", optimizer, sites=site, threshold=1.0)
         graphs = []
         for _ in range(3):
             model(x).square().mean().backward()

@@ -59,7 +59,7 @@ def test_every_kind_of_buffer_is_what_it_was_after_a_probe(kind: str) -> None:
     assert site.terms
     assert model.held is held
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    qkeel.apply("lalr", model, optimizer, example=x).remove()
+    qkeel.apply(model, "lalr", optimizer, batch=x).remove()
     if kind != "meta":
         assert torch.equal(values(model.held), values(before))
     with qkeel.watch(model, optimizer) as monitor:

@@ -299,7 +299,7 @@ def test_a_layout_that_only_the_shape_shows_is_reported_once_as_a_guess() -> Non
             return (q @ k.mT).softmax(-1) @ k
 
     model, q = Given(), torch.randn(H, H, T, D)
-    (site,) = find_sites(model, q, q)
+    (site,) = find_sites(model, (q, q))
     assert site.terms == ()
     assert "do not show which dimension holds the heads" in site.why
     for sites in ([], [site]):
@@ -308,7 +308,7 @@ def test_a_layout_that_only_the_shape_shows_is_reported_once_as_a_guess() -> Non
             with pytest.warns(UserWarning, match="the heads of the model itself are a guess") as seen:
                 [model(q, q) for _ in range(2)]
             assert len(seen) == 1
-    (certain,) = find_sites(model, q[:2], q[:2])
+    (certain,) = find_sites(model, (q[:2], q[:2]))
     assert certain.layout is not None
     assert certain.layout.guess == ""
 
@@ -327,7 +327,7 @@ def test_a_changed_softmax_has_the_heads_of_its_layout(attend: Attend) -> None:
     x = torch.randn(*((2, H) if "windows" in attend.__name__ else (3,)), T, 32)
     model = Heads(attend)
     y = model(x)
-    handle = qkeel.apply(["softcap:cap=2", "sink"], model, example=x)
+    handle = qkeel.apply(model, ["softcap:cap=2", "sink"], batch=x)
     with torch.no_grad():
         model.get_parameter("sink").copy_(torch.tensor([-2.0, 0.0, 1.0, 3.0]).view(H, 1, 1))
     q, k, v = (p(x).unflatten(-1, (H, D)).transpose(-3, -2) for p in (model.q, model.k, model.v))
@@ -351,6 +351,6 @@ def test_parameters_of_heads_are_refused_where_the_heads_are_a_guess_and_a_cap_i
     with pytest.raises(
         RefusedError, match="which dimension holds the heads, and each head would need a separate parameter"
     ):
-        qkeel.apply("sink", model, example=(q, q))
-    qkeel.apply("softcap:cap=2", model, example=(q, q))
+        qkeel.apply(model, "sink", batch=(q, q))
+    qkeel.apply(model, "softcap:cap=2", batch=(q, q))
     torch.testing.assert_close(model(q, q), (2 * torch.tanh(q @ q.mT / 2)).softmax(-1) @ q)

@@ -199,9 +199,9 @@ def test_a_remedy_for_all_attention_is_refused_unless_it_may_be_partial() -> Non
     optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
     for remedy in ("lalr", "softcap:cap=5", "qk_norm"):
         with pytest.raises(RefusedError, match=rf"{remedy[:4]}.*1 of 2 attention .*odd: its scores .*partial=True"):
-            apply(remedy, m, optimizer, example=x())
-        apply(remedy, m, optimizer, example=x(), partial=True).remove()
-    apply("z_loss", m, optimizer, example=x()).remove()  # has nothing to do with attention
+            apply(m, remedy, optimizer, batch=x())
+        apply(m, remedy, optimizer, batch=x(), partial=True).remove()
+    apply(m, "z_loss", optimizer, batch=x()).remove()  # has nothing to do with attention
 
 
 def test_a_monitor_says_once_what_it_does_not_watch_and_its_pages_do_too(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_what_find_sites_sees_in_a_script_the_tap_the_monitor_and_the_clip_see_t
         optimizer.step()
         assert sorted(monitor.read()) == ["odd", "plain"]
     before = m.odd.q.weight.clone()
-    with apply("qk_clip:threshold=0.001", m, optimizer, example=x()):
+    with apply(m, "qk_clip:threshold=0.001", optimizer, batch=x()):
         m(x()).sum().backward()
         optimizer.step()
     assert not torch.equal(m.odd.q.weight, before)
@@ -254,7 +254,7 @@ def test_a_monitor_and_a_clip_that_see_no_call_say_so_once() -> None:
     optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with watch(m, optimizer), apply("qk_clip", m, optimizer, example=x()):
+        with watch(m, optimizer), apply(m, "qk_clip", optimizer, batch=x()):
             for attends in (True, False, False):
                 m.attends = attends
                 m(x()).sum().backward()

@@ -251,7 +251,7 @@ def test_cross_attention_reads_keys_from_elsewhere() -> None:
     expected = -torch.special.xlogy(weights, weights).sum(-1).mean((0, 2))
     torch.testing.assert_close(stats.entropy, expected)
     assert stats.n_pairs.tolist() == [3 * 5 + 3 * 3] * 4
-    (site,) = find_sites(module, x, context, context)
+    (site,) = find_sites(module, (x, context, context))
     assert site.query[0].parameter == site.key[0].parameter == "in_proj_weight"
     assert site.key[0].index.flatten().tolist() == list(range(16, 32))
 

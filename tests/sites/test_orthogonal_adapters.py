@@ -52,4 +52,4 @@ def test_rows_of_both_matrices_are_confirmed_and_nothing_is_changed() -> None:
 @pytest.mark.parametrize("remedy", ["lalr:tau=0.1", "qk_clip:threshold=0.1"])
 def test_remedies_on_steps_take_it(remedy: str) -> None:
     model = adapted()
-    qkeel.apply(remedy, model, torch.optim.AdamW(model.parameters()), example=batch(0)).remove()
+    qkeel.apply(model, remedy, torch.optim.AdamW(model.parameters()), batch=batch(0)).remove()

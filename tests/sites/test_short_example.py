@@ -49,7 +49,7 @@ def tokens() -> Tensor:
 
 def kept(model: Heads, *more: Tensor) -> list[tuple[int, ...]]:
     """The shapes of the passes of a search of which something is kept; all sites it finds are confirmed."""
-    assert all(site.verified for site in find_sites(model, tokens(), *more))
+    assert all(site.verified for site in find_sites(model, (tokens(), *more)))
     return [shape for shape, graph in model.passes() if graph]
 
 

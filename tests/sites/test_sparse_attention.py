@@ -165,7 +165,7 @@ def test_remedies_act_on_attention_beside_an_indexer_as_on_any_other() -> None:
     model, x = built("dsa, written out")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [p.detach().clone() for p in (model.a.iq.weight, model.a.ik.weight)]  # type: ignore[union-attr]
-    handle = qkeel.apply("qk_clip:threshold=0.1", model, optimizer, example=x)
+    handle = qkeel.apply(model, "qk_clip:threshold=0.1", optimizer, batch=x)
     model(x).square().mean().backward()
     model.a.iq.weight.grad = model.a.ik.weight.grad = None  # type: ignore[union-attr]
     optimizer.step()

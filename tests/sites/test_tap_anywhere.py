@@ -70,7 +70,7 @@ def batch(step: int) -> Tensor:
 def test_the_tap_and_the_probe_name_the_same_sites(name: str) -> None:
     model = MODELS[name][0]()
     ids = batch(0)
-    sites = find_sites(model, input_ids=ids, labels=ids)
+    sites = find_sites(model, {"input_ids": ids, "labels": ids})
     with Tap(model) as tap:
         model(input_ids=ids, labels=ids)
         stats = tap.read()
@@ -105,7 +105,7 @@ def test_a_latent_key_is_told_apart_from_the_rotated_one() -> None:
         first_k_dense_replace=2,
     )
     model = transformers.DeepseekV3ForCausalLM(config)
-    site = find_sites(model, input_ids=batch(0))[0]
+    site = find_sites(model, {"input_ids": batch(0)})[0]
     nope, rope = site.terms
     (up,), (down,) = nope.key, rope.key
     assert up.parameter.endswith("kv_b_proj.weight")
@@ -118,7 +118,7 @@ def test_a_latent_key_is_told_apart_from_the_rotated_one() -> None:
 
 def test_a_norm_over_all_heads_together_does_not_mix_them() -> None:
     model = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES, num_key_value_heads=2))
-    site = find_sites(model, input_ids=batch(0))[0]
+    site = find_sites(model, {"input_ids": batch(0)})[0]
     assert site.normed
     assert torch.equal(site.query[0].index, torch.arange(32).view(4, 8))
     assert torch.equal(site.key[0].index, torch.arange(16).view(2, 8))

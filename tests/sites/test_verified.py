@@ -168,7 +168,7 @@ def test_weights_that_do_not_make_the_logits_alone_are_not_changed_per_head(name
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = {n: t.clone() for n, t in model.state_dict().items()}
     with pytest.raises(RefusedError, match=why):
-        apply(remedy, model, optimizer, example=x())
+        apply(model, remedy, optimizer, batch=x())
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
@@ -185,7 +185,7 @@ def test_of_a_sum_of_products_every_term_is_needed_and_changed() -> None:
     assert "changed the logits of heads" in planted(model, terms=(site.terms[0], wrong))
     assert planted(model, terms=tuple(crossed)) == ""  # the same rows, and only heads are told apart
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with apply("qk_clip:threshold=0.001", model, optimizer, example=x()):
+    with apply(model, "qk_clip:threshold=0.001", optimizer, batch=x()):
         before = {n: p.clone() for n, p in model.named_parameters()}
         model(x()).sum().backward()
         optimizer.step()
@@ -206,7 +206,7 @@ def test_a_gate_that_scores_are_added_to_in_place_is_told() -> None:
 
 def test_a_remedy_on_the_call_needs_no_weights() -> None:
     model = Parts(talking)
-    with apply("softcap:cap=3", model, example=x()):
+    with apply(model, "softcap:cap=3", batch=x()):
         assert model(x()).isfinite().all()
 
 

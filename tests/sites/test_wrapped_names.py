@@ -52,7 +52,7 @@ def trained(what: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], int]
     sites = qkeel.find_sites(model, batch(0))
     model = wrapped(model, what)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    qkeel.apply("lalr:tau=0.1+qk_clip:threshold=0.2", model, optimizer, sites=sites)
+    qkeel.apply(model, "lalr:tau=0.1+qk_clip:threshold=0.2", optimizer, sites=sites)
     monitor = qkeel.watch(model, optimizer, every=1, rules=[], sites=sites)
     for step in range(3):
         F.cross_entropy(model(batch(step)).flatten(0, 1), batch(step).roll(-1, 1).flatten()).backward()
@@ -139,7 +139,7 @@ def test_attention_under_fully_shard_on_one_process_is_verified_and_clipped() ->
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     sites = qkeel.find_sites(model, x)
     assert [(site.name, site.verified) for site in sites] == [("0", True), ("1", True)]
-    qkeel.apply("qk_clip:threshold=0.01", model, optimizer, sites=sites)
+    qkeel.apply(model, "qk_clip:threshold=0.01", optimizer, sites=sites)
     with qkeel.watch(model, optimizer, rules=[], every=1) as monitor:
         for _ in range(2):
             model(x).sum().backward()
@@ -153,7 +153,7 @@ def test_norms_reach_a_fused_projection_under_fully_shard_and_are_searched_for_a
     # Each norm is a part of fully_shard of its own between q and its weights: gradients through it must not free it.
     model, x = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.apply("qk_norm", model, optimizer, example=x), qkeel.watch(model, optimizer, rules=[]) as monitor:
+    with qkeel.apply(model, "qk_norm", optimizer, batch=x), qkeel.watch(model, optimizer, rules=[]) as monitor:
         model(x).sum().backward()
         optimizer.step()
         assert [(site.name, site.verified) for site in qkeel.find_sites(model, x)] == [("0", True), ("1", True)]
@@ -164,7 +164,7 @@ def test_norms_reach_a_fused_projection_under_fully_shard_and_are_searched_for_a
 @pytest.mark.usefixtures("one_process")
 def test_a_search_between_passes_leaves_their_gradients_to_the_last() -> None:
     model, x = sharded()
-    qkeel.apply("qk_norm", model, torch.optim.SGD(model.parameters(), lr=0.0), example=x)
+    qkeel.apply(model, "qk_norm", torch.optim.SGD(model.parameters(), lr=0.0), batch=x)
     for last in (False, True):
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -82,13 +82,13 @@ def _apply(work: Work, remedy: str, sites: Sites, *, alone: bool, lr: float) -> 
     optimizer = SGD(model.parameters(), lr=lr)
     args, kwargs = work.example
     if not alone:
-        return model, qkeel.apply(remedy, model, optimizer, example=kwargs or args), optimizer
+        return model, qkeel.apply(model, remedy, optimizer, batch=kwargs or args), optimizer
     (one,) = parse(remedy)
     own = [dataclasses.replace(s, module=model.get_submodule(s.name.partition("#")[0])) for s in sites]
     for site in own:
         if (refusal := one.supports(site)) is not None:
             raise RefusedError(f"{one.name}: {refusal}")
-    target = Target(model=model, optimizer=optimizer, sites=own, example=work.example)
+    target = Target(model=model, optimizer=optimizer, sites=own, batch=work.example)
     check_weights(target, one.name, per_head=one.on_steps)
     return model, one.apply(target), optimizer
 

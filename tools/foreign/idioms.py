@@ -1339,7 +1339,7 @@ def idiom(plan: Plan, seed: int = 0) -> Subject:
 def silent(odd: nn.Module) -> str:
     """What is wrong about a special attention beside a plain one: neither a site nor reported; "" if nothing is."""
     s = subject(odd)
-    sites = qkeel.find_sites(s.model, *s.example[0])
+    sites = qkeel.find_sites(s.model, s.example[0])
     seen = [site.name for site in sites] + [missed.module for missed in sites.missed]
     if not any(name.startswith("odd") for name in seen):
         return "neither a site nor missed"
@@ -1349,7 +1349,7 @@ def silent(odd: nn.Module) -> str:
 def called_attention(odd: nn.Module) -> str:
     """What looks alike and is taken for attention: by which name; "" if it is not."""
     s = subject(odd)
-    sites = qkeel.find_sites(s.model, *s.example[0])
+    sites = qkeel.find_sites(s.model, s.example[0])
     odd_ones = [str(site) for site in sites if site.name.startswith("odd")]
     return "; ".join([*odd_ones, *(str(m) for m in sites.missed)])
 
@@ -1359,7 +1359,7 @@ def judge(plan: Plan, seed: int = 0, questions: Iterable[str] = QUESTIONS) -> li
     about a site whose module is reported is said."""
     s = idiom(plan, seed)
     found = judged(s, questions).found
-    sites = qkeel.find_sites(s.model, *s.example[0])
+    sites = qkeel.find_sites(s.model, s.example[0])
     reported = [str(m) for m in sites.missed if m.module.startswith("odd")]
     if not reported and not any(site.name.startswith("odd") for site in sites):
         return [*found, Finding(question="sites", verdict="wrong", said="neither a site nor missed", site=MODEL)]

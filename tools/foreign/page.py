@@ -10,7 +10,8 @@ from tools.foreign.target import Target
 
 _INTRODUCTION = """# Foreign packages
 
-Attention of packages that know nothing of qkeel, built tiny with random weights by `make foreign`, which writes this
+Attention of packages that know nothing of qkeel, built tiny with random weights by `python -m tools.foreign.census`,
+which writes this
 page. The reference imports nothing of qkeel: it takes the input of every softmax operator of a forward pass, with SDPA
 sent through torch's unfused path, and computes with T×T logits in float64. Of each model is asked:
 
@@ -38,7 +39,8 @@ each module alone, since some may take it and others need not.
 
 `python -m tools.foreign.generator` asks the same of attention at random: layouts × groups of keys × norms × products ×
 biases × mixtures of heads × caps × masks × softmaxes, 2,000 cases from seeds, of which most have one or two parts that
-are not plain; `make foreign` runs it too. `python -m tools.foreign.idioms` draws attention in the idioms of the
+are not plain; `python -m tools.foreign.census` runs it too. `python -m tools.foreign.idioms` draws attention in the
+idioms of the
 literature: ways of scoring × of normalising × of combining × orders of dimensions, attentions of a shape of their own,
 and what looks alike (routers, gates, classifiers, losses, linear attention), which must not be called attention.
 """

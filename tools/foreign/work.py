@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-import qkeel
 from qkeel.heads.site import HeadSlice
 from qkeel.sites import AttentionSite
+from qkeel.sites.find import found_sites
 from tools.foreign.reference import Call, Example, tensors
 
 Verdict = Literal["right", "reported", "wrong"]
@@ -62,7 +62,7 @@ class Work:
             self.exact.double()
             self.example, self.other = doubled(subject.example), doubled(subject.other)
         self.calls = subject.truth(self.exact, self.example)
-        self.sites = qkeel.find_sites(self.exact, *self.example[0], **self.example[1])
+        self.sites = found_sites(self.exact, *self.example)[0]
         self.missed = list(getattr(self.sites, "missed", ()))
         self.places, self.unclaimed = claimed(self.sites, self.calls)
 

@@ -1,1 +1,1 @@
-"""Training programs of others, unedited, plain and under `qkeel watch`: `make programs` writes their page."""
+"""Training programs of others, unedited, plain and under `qkeel watch`."""

@@ -1,4 +1,4 @@
-"""`make programs`: runs the programs of the table, and writes the page.
+"""`python -m tools.programs`: runs the programs of the table, and writes the page.
 
 A program runs plain, under `qkeel watch`, at a hot rate under `qkeel watch`, and there with `--autopilot`. Results are
 kept, so that a part can be run at a time.
@@ -27,7 +27,8 @@ SHIMS = Path(__file__).parent / "shims"
 _INTRODUCTION = """# Training programs
 
 Training programs of others were run as they are, without a changed line, plain and under `qkeel watch`; then at a
-rate that is too high, under `qkeel watch` and with `--autopilot`. `make programs` runs them and writes this page. It
+rate that is too high, under `qkeel watch` and with `--autopilot`. `python -m tools.programs` runs them and writes this
+page. It
 takes checkouts of the repositories from the folder that `QKEEL_PROGRAMS` names.
 
 - *losses*: how many losses went backward in the plain run, and whether the watched run had the same ones, to the bit.

@@ -1,4 +1,4 @@
-"""`make suites`: runs peers' own tests, and writes the table of outcomes.
+"""`python -m tools.suites`: runs peers' own tests, and writes the table of outcomes.
 
 --only replaces these parts of the page. --kept FOLDER keeps the outcomes of transformers' tests there: a call whose
 time is over, or that names other families, leaves them to the next call, which runs the tests that are left.
@@ -37,7 +37,8 @@ LEFT_OUT = (
 
 _INTRODUCTION = """# Peers' own tests
 
-`make suites` runs the tests of other projects with qkeel in them and writes this page. A test counts as *the same*
+`python -m tools.suites` runs the tests of other projects with qkeel in them and writes this page. A test counts as
+*the same*
 where it has the outcome that it has without qkeel, on the same machine in the same run.
 
 - transformers: its modelling tests, from a checkout that `QKEEL_TRANSFORMERS` names (an sdist has the common tests

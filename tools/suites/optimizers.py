@@ -86,7 +86,7 @@ def _trained(make: Callable[..., Any], options: dict[str, Any], remedy: str | No
     options = {**options, "lr": 0 * rate if clips else rate}  # a tensor stays one
     optimizer = make(weights, **options)
     work = f"qk_clip:threshold={threshold}" if clips else remedy
-    handle = None if work is None else qkeel.apply(work, model, optimizer, example=x)
+    handle = None if work is None else qkeel.apply(model, work, optimizer, batch=x)
 
     def closure() -> Tensor:
         optimizer.zero_grad()

@@ -42,7 +42,7 @@ def compare(entry: Entry, implementation: str) -> Result:
     """Find the sites and compare the entropies; the reference is the same model, eager, returning its weights."""
     model = build(entry, implementation)
     batch = entry.maker(model)
-    sites = find_sites(model, **batch)
+    sites = find_sites(model, batch)
     seen = entropies(model, batch, {site.name: site.layout for site in sites if site.layout is not None})
     reference = build(entry, "eager")
     reference.load_state_dict(model.state_dict())

@@ -67,7 +67,7 @@ def page(parts: dict[str, Part]) -> str:
 
 
 _INTRODUCTION = f"""Architectures of transformers {__version__}, built tiny from their configuration classes with random
-weights and run on one example batch by `make zoo`, which writes this page.
+weights and run on one example batch by `python -m tools.zoo.census`, which writes this page.
 
 - *layers*: attentions that exist. Their weights are what the model returns with `output_attentions=True`, what its
   attention modules hand to the layer around them, and what `F.multi_head_attention_forward` returns per head. Where

@@ -21,8 +21,9 @@ from qkeel.autopilot.policy import (
     Refused,
     SiteFacts,
     active_actions,
-    policy,
 )
+from qkeel.autopilot.policy import policy as known_policy
+from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import DamagedFileError, InvalidTypeError, InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.handle import Handle, State
 from qkeel.heads.site import AttentionSite
@@ -142,24 +143,25 @@ FIELDS = ("max_logit", "entropy")  # the per-head fields that a policy may read
 MOST_PLANNED = 20_000  # schedules with more steps are not stored with the start event
 
 
-def begun(named: str, runner: PolicyRunner, planned: PlannedRates | None) -> Row:
+def begun(spec: str, runner: PolicyRunner, planned: PlannedRates | None) -> Row:
     """The first event of an autopilot, which contains what a replay needs in addition to the records."""
     known = planned is not None and planned.steps <= MOST_PLANNED
     alone = [f"{s.name}: {s.unknown}" for s in runner.sites if s.unknown] + list(runner.missed)
     unverified = f". It does not act on unverified attention: {'; '.join(alone)}" if alone else ""
     return {
         "event": "autopilot",
-        "policy": named,
+        "policy": spec,
         "sites": [{"name": s.name, "n_heads": s.n_heads, "unknown": s.unknown} for s in runner.sites],
         "missed": list(runner.missed),
         "refusals": [{"action": r.action, "site": r.site, "reason": r.reason} for r in runner.refused],
         "clock": planned.clock.tolist() if planned is not None and known else None,
-        "text": f"autopilot with the policy {named}" + unverified,
+        "text": f"autopilot with the policy {spec}" + unverified,
     }
 
 
+@accepts_earlier_calls("replay(run, policy)", renamed={"named": "policy"})
 def replay(
-    run: str | Path | History, named: str | Policy = "ladder", *, planned: PlannedRates | None = None
+    run: str | Path | History, policy: str | Policy = "ladder", *, planned: PlannedRates | None = None
 ) -> list[Decision | DecisionEffect]:
     """Returns the decisions of a policy on the records of a run, and the effects it would observe, in order.
 
@@ -169,7 +171,7 @@ def replay(
 
     Args:
         run: the directory or the history of a watched or trained run.
-        named: the policy.
+        policy: the policy.
         planned: the learning rates of the whole run; by default, those recorded by an autopilot.
 
     Raises:
@@ -181,7 +183,7 @@ def replay(
     >>> [(found.step, found.action.value) for found in replay(history)][:2]
     [(0, 'watch_closer'), (1, 'qk_clip')]
     """
-    chosen = policy(named)
+    chosen = known_policy(policy)
     if isinstance(run, History):
         return _replayed(run, PolicyRunner(chosen, _sites(run)), (), planned)
     place = RunDirectory(Path(run))

@@ -43,7 +43,7 @@ _NEEDS_SITES = (Action.CLIP, Action.RATES, Action.NORM)
 def state(pilot: Autopilot) -> State:
     """The state of an autopilot: its records, its decisions, and the state of the active remedies."""
     found: State = {f"monitor/{name}": value for name, value in pilot.monitor.state().items()}
-    about: Row = {"policy": pilot.named, "begun": pilot.runner is not None}
+    about: Row = {"policy": pilot.spec, "begun": pilot.runner is not None}
     if (coming := pilot.next_sample(lag=0)) is not None:
         found |= {f"coming/{name}": torch.from_numpy(x.copy()) for name, x in coming.heads.items()}
         about["coming"] = {"step": coming.step, "values": dict(coming.values), "layers": coming.layers}
@@ -83,8 +83,8 @@ def load(pilot: Autopilot, state: State) -> None:
         named, begun = about["policy"], about["begun"]
     except (KeyError, ValueError, AttributeError) as error:
         raise InvalidValueError(f"expected the result of an autopilot's state_dict(), got {list(state)[:5]}") from error
-    if named != pilot.named:
-        raise InvalidValueError(f"expected the state of the policy {pilot.named}, got the state of {named}")
+    if named != pilot.spec:
+        raise InvalidValueError(f"expected the state of the policy {pilot.spec}, got the state of {named}")
     if begun:
         _take_up(pilot, about, state)
     pilot.monitor.load(under("monitor/", state))
@@ -147,8 +147,8 @@ class Autopilot(Handle):
     action, training is bit-identical to that of a watched run.
     """
 
-    def __init__(self, monitor: Monitor, optimizers: Sequence[Optimizer], policy: Policy, named: str, batch: object):
-        self.monitor, self.policy, self.named = monitor, policy, named
+    def __init__(self, monitor: Monitor, optimizers: Sequence[Optimizer], policy: Policy, spec: str, batch: object):
+        self.monitor, self.policy, self.spec = monitor, policy, spec
         self.optimizers, self.batch = list(optimizers), batch
         self.events: list[Row] = []
         self.warns = True  # whether each decision raises a warning, as alarms do
@@ -344,7 +344,7 @@ class Autopilot(Handle):
         assert self.actuator is not None
         for action, site, reason in self.actuator.try_all():
             known.refuse(Refused(step=-1, action=str(action), site=site, reason=reason))
-        start = begun(self.named, known, self.recording.planned)
+        start = begun(self.spec, known, self.recording.planned)
         if dist.rank() == 0 and (missed or any(site.unknown for site in facts)):
             caution(str(start["text"]))
         self._note({**start, "step": sample.step})

@@ -533,30 +533,30 @@ class _Step:
 POLICIES: dict[str, type[Policy]] = {"ladder": Ladder}
 
 
-def policy(named: str | Policy, *, parameters: bool = True) -> Policy:
+def policy(spec: str | Policy, *, parameters: bool = True) -> Policy:
     """Returns the policy that a string specifies, or the given policy itself.
 
     Args:
-        named: a string such as "ladder:threshold=50", or a Policy.
+        spec: a string such as "ladder:threshold=50", or a Policy.
         parameters: if False, policies that may add parameters are rejected.
 
     Raises:
         UnknownNameError: the policy or an option does not exist.
-        InvalidTypeError: `named` is neither a string nor a Policy.
+        InvalidTypeError: `spec` is neither a string nor a Policy.
         InvalidValueError: the ladder may add parameters although `parameters` is False.
 
     >>> policy("ladder:threshold=50").threshold
     50.0
     """
-    found = named
-    if isinstance(named, str):
-        terms = parse(named)
+    found = spec
+    if isinstance(spec, str):
+        terms = parse(spec)
         if len(terms) != 1:
-            raise InvalidValueError(f"expected one policy, got {len(terms)} in {named!r}")
+            raise InvalidValueError(f"expected one policy, got {len(terms)} in {spec!r}")
         name = terms[0].name
         found = build(f"policy {name!r}", lookup("policy", POLICIES, name), terms[0].options)
     if not isinstance(found, Policy):
-        raise InvalidTypeError(f"expected the name of a policy or a Policy, got {type(named).__name__}")
+        raise InvalidTypeError(f"expected the name of a policy or a Policy, got {type(spec).__name__}")
     if not parameters and isinstance(found, Ladder) and found.allow_new_parameters:
         raise InvalidValueError(
             "expected a policy without allow_new_parameters, because the checkpoints of this trainer cannot store "

@@ -572,7 +572,7 @@ def _by_group(seen: Tensor, g: int) -> Tensor:
 
 # Statistics from row logsumexps: bounds on the largest logit at no cost, the maximum and the entropy at little cost.
 
-Price = Literal["bracket", "max", "entropy", "entropy:sample=16", "entropy:sample=32"]
+StatsLevel = Literal["bracket", "max", "entropy", "entropy:sample=16", "entropy:sample=32"]
 
 GUIDED_ROWS = 4  # rows per sequence and head whose logits are computed to find and certify the maximum
 
@@ -618,7 +618,7 @@ def _no_fused_call(call: AttentionCall) -> str:
 
 
 @torch.no_grad()
-def exact_bracket(call: AttentionCall, why: str, price: Price = "entropy") -> LogitBracket:
+def exact_bracket(call: AttentionCall, why: str, price: StatsLevel = "entropy") -> LogitBracket:
     """Returns the exact largest logit and entropy per head, computed in a separate pass, for calls without a
     logsumexp."""
     rate = sample_rate(price)
@@ -662,7 +662,7 @@ _FUSED: dict[SDPBackend, tuple[Callable[..., Any], tuple[object, ...]]] = {
 }
 
 
-def bracket(call: AttentionCall, lse: PerRow, price: Price) -> LogitBracket:
+def bracket(call: AttentionCall, lse: PerRow, price: StatsLevel) -> LogitBracket:
     """Returns bounds on the largest logit per head from lse [b h t].
 
     lse_i - ln n_i <= max_j z_ij <= lse_i, where row i sees n_i keys. At the price "max", the maximum is searched for in
@@ -684,7 +684,7 @@ def bracket(call: AttentionCall, lse: PerRow, price: Price) -> LogitBracket:
 
 
 @torch.no_grad()
-def _bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
+def _bracket(call: AttentionCall, lse: Tensor, price: StatsLevel) -> LogitBracket:
     out = None if call.query_mask is None else ~call.query_mask[:, None]
     if out is not None:
         lse = lse.masked_fill(out, -torch.inf)

@@ -15,7 +15,7 @@ from qkeel.options import Bound, Count, Json, Natural, NotNegative, Positive, Sh
 # Command-line flags, TOML recipes and config.json are views of these frozen dataclasses. The strings below the fields
 # are the help texts of the flags.
 
-Given = Annotated[int | None, Bound(1, included=True)]  # None if it is not given
+OptionalSize = Annotated[int | None, Bound(1, included=True)]  # None if it is not given
 
 
 @final
@@ -29,9 +29,9 @@ class ModelConfig:
     """Number of blocks."""
     n_heads: Count = 4
     """Number of query heads per layer."""
-    n_kv_heads: Given = None
+    n_kv_heads: OptionalSize = None
     """Number of key and value heads per layer; n_heads if not given."""
-    head_dim: Given = None
+    head_dim: OptionalSize = None
     """Width of one head; d_model / n_heads if not given."""
     attention: str = "baseline"
     """The attention formula: the name of a preset, with options if needed, as in 'gemma2:cap=30'."""
@@ -86,7 +86,7 @@ class DataConfig:
     """Number of tokens per sequence."""
     batch: Count = 8
     """Number of sequences per step."""
-    vocab_size: Given = None
+    vocab_size: OptionalSize = None
     """Number of token ids; by default 256 for bytes, 1024 for bpe, and the largest token id + 1 for .bin."""
     tokens: Literal["bytes", "bpe"] = "bytes"
     """Single bytes, or byte pairs learned from the training part of the text; losses are in nats per byte for both."""

@@ -69,7 +69,7 @@ Wanted = Literal[True, "max", "entropy", "entropy:sample=16", "entropy:sample=32
 Extra = Literal["gates", "updates", "residual", "chosen"]
 
 
-def wanted(stats: Wanted | str) -> tuple[Wanted, frozenset[Extra]]:
+def wanted(stats: bool | str) -> tuple[Wanted, frozenset[Extra]]:
     """Returns the statistics that a string requests, and the additional ones joined to it by `+`, as in "all+gates" or
     "max+gates".
 

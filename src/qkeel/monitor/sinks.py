@@ -15,6 +15,7 @@ from typing import final
 
 import numpy as np
 
+from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, RunDirectoryError, unknown
 from qkeel.frames import Foreign, Frame, heads_frame, steps_frame
 from qkeel.frames.tables import Markup, tag
@@ -352,11 +353,12 @@ class Run:
         return tag("div", {}, tag("p", {}, repr(self)), Markup(self.steps._repr_html_()))
 
 
-def load(run: str | Path) -> Run:
+@accepts_earlier_calls("qkeel.load(path)", renamed={"run": "path"})
+def load(path: str | Path) -> Run:
     """Reads a run directory as tables; `load(path).heads.to_pandas()` has one row per step, layer and head.
 
     Args:
-        run: a directory written by `qkeel.watch`, `qkeel watch` or `qkeel run`; the run may be unfinished.
+        path: a directory written by `qkeel.watch`, `qkeel watch` or `qkeel run`; the run may be unfinished.
 
     Raises: RunDirectoryError if the directory does not contain a run; DamagedFileError when a file is read that has
         changed since it was written.
@@ -366,7 +368,7 @@ def load(run: str | Path) -> Run:
     >>> load(".")
     <Run .: GPT, 0 records, started>
     """
-    return Run(Path(run))
+    return Run(Path(path))
 
 
 def _steps(records: Sequence[JSONObject]) -> Frame:

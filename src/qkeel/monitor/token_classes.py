@@ -254,7 +254,7 @@ def blocks_of(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:
 # The class of each token in a pass, such as image or text; the statistics are split by class.
 
 Ids = range | int | Sequence[int] | Tensor
-GivenClasses = Mapping[str, Ids] | str | Tensor | Callable[..., Tensor | None]
+ClassSource = Mapping[str, Ids] | str | Tensor | Callable[..., Tensor | None]
 _WHAT = (
     "expected classes as a dict of token ids by class name, the name of an argument of the forward, a function of its "
     "arguments, a tensor [b t] of class numbers, or a qkeel.monitor.Classes created from one of these, with names"
@@ -267,7 +267,7 @@ class Classes:
     """The source of the class [b t] of each token in a pass: 0, 1, … in the order of `names`, or -1 for no class.
 
     Args:
-        given: one of the following: a dict of token ids by class, `{"text": range(256), "image": range(256, 512)}`,
+        source: one of the following: a dict of token ids by class, `{"text": range(256), "image": range(256, 512)}`,
             with every id in exactly one class, which is applied to the ids in `input_ids` or else in the forward's
             first integer tensor [b t]; the name of a forward argument that contains classes or is true for class 1; a
             function of the forward's arguments that returns the classes, or None for a pass that should not be split;
@@ -280,36 +280,36 @@ class Classes:
     cache), the queries are the last tokens of the sequence.
     """
 
-    given: GivenClasses
+    source: ClassSource
     names: tuple[str, ...] = ()
     forward: tuple[str, ...] = ()  # the names of the forward's positional arguments
 
     def __post_init__(self) -> None:
-        if isinstance(self.given, Tensor):
-            check_classes(_shaped(self.given), len(self.names) or 1 << 31)
-        if isinstance(self.given, Mapping):
-            object.__setattr__(self, "names", tuple(self.given))
-        elif not isinstance(self.given, (str, Tensor)) and not callable(self.given):
-            raise InvalidTypeError(f"{_WHAT}; got {type(self.given).__name__}")
+        if isinstance(self.source, Tensor):
+            check_classes(_shaped(self.source), len(self.names) or 1 << 31)
+        if isinstance(self.source, Mapping):
+            object.__setattr__(self, "names", tuple(self.source))
+        elif not isinstance(self.source, (str, Tensor)) and not callable(self.source):
+            raise InvalidTypeError(f"{_WHAT}; got {type(self.source).__name__}")
         names = tuple(self.names)
         object.__setattr__(self, "names", names)
-        if (names or isinstance(self.given, Mapping)) and (len(names) < 2 or len(set(names)) < len(names)):
+        if (names or isinstance(self.source, Mapping)) and (len(names) < 2 or len(set(names)) < len(names)):
             raise InvalidValueError(f"expected the names of at least two classes, without repetition, got {names}")
         for name in names:
             if not isinstance(name, str) or not name.strip() or any(c in name for c in "/\t\n>"):
                 raise InvalidValueError(f"expected a class name of letters, without / or >, got {name!r}")
-        if isinstance(self.given, Mapping):
-            _lookup(self.given)
+        if isinstance(self.source, Mapping):
+            _lookup(self.source)
 
     @classmethod
-    def on(cls, model: nn.Module, given: GivenClasses | Classes) -> Classes:
-        """Returns the given source, checked against the forward of a model.
+    def on(cls, model: nn.Module, source: ClassSource | Classes) -> Classes:
+        """Returns the source, checked against the forward of a model.
 
         Raises: InvalidTypeError or InvalidValueError for an invalid source; InvalidValueError if the forward does not
             have such an argument.
         """
-        own = given if isinstance(given, Classes) else cls(given)
-        return cls(own.given, own.names, positional(model, "classes", own.given))
+        own = source if isinstance(source, Classes) else cls(source)
+        return cls(own.source, own.names, positional(model, "classes", own.source))
 
     def of(
         self, args: tuple[object, ...], kwargs: Mapping[str, object], counted: Tensor | None = None
@@ -318,13 +318,13 @@ class Classes:
 
         counted: the query rows that count; other rows may contain ids without a class.
 
-        Raises: InvalidTypeError, InvalidValueError or ShapeError if the given classes have an unexpected form, or if an
-            id does not belong to a class.
+        Raises: InvalidTypeError, InvalidValueError or ShapeError if the classes have an unexpected form, or if an id
+            does not belong to a class.
         """
-        if isinstance(self.given, Mapping):
+        if isinstance(self.source, Mapping):
             named = {**dict(zip(self.forward, args)), **kwargs}
-            return _classes_of(_lookup(self.given), _ids([*named.values(), *args], named.get("input_ids")), counted)
-        found = from_pass(self.given, self.forward, args, kwargs)
+            return _classes_of(_lookup(self.source), _ids([*named.values(), *args], named.get("input_ids")), counted)
+        found = from_pass(self.source, self.forward, args, kwargs)
         if found is None:
             return None
         found = _shaped(found)
@@ -340,10 +340,10 @@ def _shaped(classes: object) -> Tensor:
     return classes if classes.ndim == 2 else classes[None]
 
 
-def _lookup(given: Mapping[str, Ids]) -> Tensor:
+def _lookup(source: Mapping[str, Ids]) -> Tensor:
     """The class of each id up to the largest id, or -1 for ids without a class."""
     tensors = []
-    for name, ids in given.items():
+    for name, ids in source.items():
         tensors.append(_numbers(ids))
         if not tensors[-1].numel() or int(tensors[-1].min()) < 0:
             raise InvalidValueError(
@@ -351,10 +351,10 @@ def _lookup(given: Mapping[str, Ids]) -> Tensor:
                 f"numbers, got {ids!r}"
             )
     table = torch.full((int(torch.cat(tensors).max()) + 1,), -1)
-    for number, (name, ids) in enumerate(zip(given, tensors)):
+    for number, (name, ids) in enumerate(zip(source, tensors)):
         taken = ids[table[ids] >= 0]
         if len(taken):
-            other = list(given)[int(table[taken[0]])]
+            other = list(source)[int(table[taken[0]])]
             raise InvalidValueError(
                 f"expected each token id in only one class, got {int(taken[0])} in both {other!r} and {name!r}"
             )

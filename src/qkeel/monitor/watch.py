@@ -16,12 +16,12 @@ from qkeel.dist.sharding import Layout
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.monitor.cadence import Cadence, cadence
 from qkeel.monitor.history import PlannedRates
-from qkeel.monitor.measure import Wanted, wanted
+from qkeel.monitor.measure import wanted
 from qkeel.monitor.monitor import Monitor, watched
 from qkeel.monitor.rules import Rule
 from qkeel.monitor.sinks import RunDirectorySink, Sink
 from qkeel.monitor.sinks import sinks as named_sinks
-from qkeel.monitor.token_classes import Classes, GivenClasses, MaskSource, QueryMaskSource
+from qkeel.monitor.token_classes import Classes, ClassSource, MaskSource, QueryMaskSource
 from qkeel.sites.find import named_models, sites_of_each
 
 K = TypeVar("K")
@@ -33,11 +33,11 @@ def watch(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     every: int | Cadence = 1,
-    stats: Wanted | str = True,
+    stats: bool | str = True,
     sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
     rules: Rule | Sequence[Rule] | None = None,
     query_mask: MaskSource | None = None,
-    classes: GivenClasses | Classes | None = None,
+    classes: ClassSource | Classes | None = None,
     probe_batch: object = None,
     planned: PlannedRates | None = None,
     sites: object = None,

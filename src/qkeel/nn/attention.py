@@ -27,7 +27,19 @@ from qkeel.spec import AttentionCall, AttentionSpec, preset
 from qkeel.spec.call import Visibility
 from qkeel.spec.presets import attention_spec, scale_advice
 from qkeel.spec.rope import counted
-from qkeel.spec.slot import GivenMask, GivenPosQ, HeadTensor, Hidden, Keys, Params, PosK, PosQ, Queries, Tokens, Values
+from qkeel.spec.slot import (
+    AttentionMask,
+    HeadTensor,
+    Hidden,
+    Keys,
+    Params,
+    PosK,
+    PosQ,
+    Queries,
+    QueryPositions,
+    Tokens,
+    Values,
+)
 
 # Caches: what attention needs to know of earlier tokens, one cache per attention module.
 
@@ -58,7 +70,7 @@ class Cache:
         """The number of bytes that each token of one sequence takes; 0 before the first token."""
         return sum(x[0, :, :1].numel() * x.element_size() for x in self._held)
 
-    def next_positions(self, like: HeadTensor, pos: GivenPosQ | None = None) -> PosQ:
+    def next_positions(self, like: HeadTensor, pos: QueryPositions | None = None) -> PosQ:
         """Returns the positions [b|1 t] of the next tokens, of which `like` is [b h t d]: `pos`, after validation, or
         the positions that follow those of the cached tokens."""
         b, t = like.shape[0], like.shape[2]
@@ -71,7 +83,7 @@ class Cache:
             raise ShapeError(f"expected pos of shape [{b} {t}] or [{t}], got {tuple(pos.shape)}")
         return rows
 
-    def check_positions(self, pos: GivenPosQ | None, mask: GivenMask | None) -> None:
+    def check_positions(self, pos: QueryPositions | None, mask: AttentionMask | None) -> None:
         """Raises InvalidValueError if positions are given without the mask that they need."""
         if mask is None and (pos is not None or self.pos is not None):
             raise InvalidValueError(
@@ -238,7 +250,7 @@ class SpecModule(nn.Module):
         return KVCache(max_length)
 
     def attend_self(
-        self, cache: KVCache | None, qkv: QKV, *, causal: bool, mask: GivenMask | None, pos: GivenPosQ | None
+        self, cache: KVCache | None, qkv: QKV, *, causal: bool, mask: AttentionMask | None, pos: QueryPositions | None
     ) -> Hidden:
         """Attends to the keys and values [b g t d] of the same tokens and, with a cache, of all tokens before them;
         returns [b t h·e]."""
@@ -348,7 +360,7 @@ class Attention(SpecModule):
         cache: KVCache | None = ...,
         context: Float[Tensor, "b s m"] | None = ...,
         causal: bool | None = ...,
-        mask: GivenMask | None = ...,
+        mask: AttentionMask | None = ...,
         pos: Tokens | None = ...,
         pos_context: PosK | None = ...,
         stats: Literal[False] = ...,
@@ -361,7 +373,7 @@ class Attention(SpecModule):
         cache: KVCache | None = ...,
         context: Float[Tensor, "b s m"] | None = ...,
         causal: bool | None = ...,
-        mask: GivenMask | None = ...,
+        mask: AttentionMask | None = ...,
         pos: Tokens | None = ...,
         pos_context: PosK | None = ...,
         stats: Literal[True],
@@ -373,7 +385,7 @@ class Attention(SpecModule):
         cache: KVCache | None = None,
         context: Float[Tensor, "b s m"] | None = None,
         causal: bool | None = None,
-        mask: GivenMask | None = None,
+        mask: AttentionMask | None = None,
         pos: Tokens | None = None,
         pos_context: PosK | None = None,
         stats: bool = False,
@@ -508,7 +520,7 @@ class GAU(SpecModule):
         *,
         cache: KVCache | None = None,
         causal: bool = True,
-        mask: GivenMask | None = None,
+        mask: AttentionMask | None = None,
         pos: Tokens | None = None,
     ) -> Hidden:
         """Maps x [b t m] at positions pos [b t] to [b t m]. `cache` holds keys and values of the tokens before x."""
@@ -570,8 +582,8 @@ class GAUBlock(nn.Module):
         x: Hidden,
         *,
         cache: KVCache | None = None,
-        mask: GivenMask | None = None,
-        pos: GivenPosQ | None = None,
+        mask: AttentionMask | None = None,
+        pos: QueryPositions | None = None,
         causal: bool = True,
     ) -> Hidden:
         """Maps x [b t m] to [b t m]."""

@@ -20,7 +20,7 @@ from qkeel.functional.logits import deepnorm
 from qkeel.nn.attention import GAU, Attention, Cache, GAUBlock, check_dropout, check_heads
 from qkeel.nn.mla import MLA, LatentSizes
 from qkeel.spec import AttentionSpec, preset
-from qkeel.spec.slot import GivenMask, GivenPosQ, Hidden
+from qkeel.spec.slot import AttentionMask, Hidden, QueryPositions
 
 # Transformer blocks: attention and MLP branches with norms in different places.
 
@@ -107,8 +107,8 @@ class Block(nn.Module):
         x: Hidden,
         *,
         cache: Cache | None = None,
-        mask: GivenMask | None = None,
-        pos: GivenPosQ | None = None,
+        mask: AttentionMask | None = None,
+        pos: QueryPositions | None = None,
         causal: bool = True,
         context: Float[Tensor, "b s m"] | None = None,
     ) -> Hidden:
@@ -222,8 +222,8 @@ class Decoder(nn.Module):
         tokens: Int[Tensor, "b t"],
         *,
         caches: Sequence[Cache] | None = None,
-        mask: GivenMask | None = None,
-        pos: GivenPosQ | None = None,
+        mask: AttentionMask | None = None,
+        pos: QueryPositions | None = None,
     ) -> Float[Tensor, "b t vocab"]:
         """Maps tokens [b t] (int64) to logits over the vocabulary [b t vocab]."""
         if tokens.ndim != 2:

@@ -23,7 +23,7 @@ from qkeel.nn.attention import LatentCache, SpecModule, check_input
 from qkeel.spec import AttentionSpec, Rope
 from qkeel.spec.call import AttentionCall, Visibility
 from qkeel.spec.norm import Norm
-from qkeel.spec.slot import GivenMask, GivenPosQ, HeadTensor, Hidden, Params, PosQ, Queries, Tokens
+from qkeel.spec.slot import AttentionMask, HeadTensor, Hidden, Params, PosQ, Queries, QueryPositions, Tokens
 
 # Attention over a latent cache. It forms no key or value of a head; the up-projections are applied to the query and to
 # the output instead.
@@ -238,7 +238,7 @@ class MLA(SpecModule):
         *,
         cache: LatentCache | None = None,
         causal: bool = True,
-        mask: GivenMask | None = None,
+        mask: AttentionMask | None = None,
         pos: Tokens | None = None,
     ) -> Hidden:
         """Maps x [b t m] at positions pos [b t] to [b t m]. `cache` holds the latents of the tokens before x."""
@@ -267,7 +267,13 @@ class MLA(SpecModule):
         return torch.cat([shared.expand(-1, self.n_heads, -1, -1), self._heads(self.k_up(latent))], dim=-1)
 
     def _cached(
-        self, cache: LatentCache, new: NewTokens, *, causal: bool, mask: GivenMask | None, pos: GivenPosQ | None
+        self,
+        cache: LatentCache,
+        new: NewTokens,
+        *,
+        causal: bool,
+        mask: AttentionMask | None,
+        pos: QueryPositions | None,
     ) -> Tensor:
         """Attends from new queries to all tokens so far and returns [b t h·e]."""
         self._check(cache, mask, pos)
@@ -291,7 +297,7 @@ class MLA(SpecModule):
         return out.transpose(1, 2).flatten(2)
 
     def _remember(
-        self, cache: LatentCache, q: Tensor, latent: Tensor, shared: Tensor, pos: GivenPosQ | None
+        self, cache: LatentCache, q: Tensor, latent: Tensor, shared: Tensor, pos: QueryPositions | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Caches new tokens; returns encoded q, all cached tokens, inverse sizes, and the positions of q if given."""
         norm, at = key_norm(self.spec), cache.next_positions(q, pos)
@@ -318,7 +324,7 @@ class MLA(SpecModule):
         assert isinstance(layer, nn.Linear)
         return layer.weight.unflatten(0, (self.n_heads, -1))
 
-    def _check(self, cache: object, mask: GivenMask | None, pos: GivenPosQ | None) -> None:
+    def _check(self, cache: object, mask: AttentionMask | None, pos: QueryPositions | None) -> None:
         if not isinstance(cache, LatentCache):
             raise InvalidTypeError(
                 f"expected a qkeel.nn.LatentCache, got {type(cache).__name__}; new_cache() creates one"

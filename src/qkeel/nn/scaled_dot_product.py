@@ -20,14 +20,14 @@ from qkeel.patching.modes import Kwargs
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.logits import Fixed
-from qkeel.spec.slot import GivenMask, Outputs, PerRow
+from qkeel.spec.slot import AttentionMask, Outputs, PerRow
 
 
 def scaled_dot_product_attention(
     query: Float[Tensor, "*batch t d"],
     key: Float[Tensor, "*keys s d"],
     value: Float[Tensor, "*keys s e"],
-    attn_mask: GivenMask | None = None,
+    attn_mask: AttentionMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,

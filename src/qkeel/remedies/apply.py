@@ -441,12 +441,12 @@ def _apply(
         shown, known = of_each(batch, [*models], "batches"), sites_of_each(sites, models)
         bare: list[tuple[Target, Sites | None]] = []
         for name, one in models.items():
-            example = ((), {}) if shown[name] is None else arguments(shown[name])
+            shown_arguments = ((), {}) if shown[name] is None else arguments(shown[name])
             target = Target(
                 model=unwrapped(one),
                 optimizer=optimizer,
                 sites=[],
-                example=example,
+                batch=shown_arguments,
                 train_length=train_length,
                 later=later,
             )
@@ -495,7 +495,7 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
             elif remedy is not found[-1] or active_remedies(bare.model):
                 sites, trace = _sites(remedy, bare)
             elif trace is not None and not remedy.changes_spec:
-                run_once(bare.model, *bare.example)
+                run_once(bare.model, *bare.batch)
             _check_others(remedy, sites)
         except BaseException:
             inner.remove()
@@ -594,7 +594,7 @@ def _unmark(modules: Sequence[weakref.ref[nn.Module]], remedy: Remedy) -> None:
 
 def _sites(remedy: Remedy, bare: Target) -> tuple[Sites, ModelTrace | None]:
     """Returns the sites of a model, and the trace of the pass that revealed them, if there was one."""
-    args, kwargs = bare.example
+    args, kwargs = bare.batch
     try:
         return found_sites(bare.model, args, kwargs)
     except RefusedError as error:

@@ -34,20 +34,20 @@ class Target:
     model: nn.Module  #: the whole model
     optimizer: Optimizer | None  #: the model's optimizer, if given
     sites: list[AttentionSite]  #: the model's attention, as far as it is known
-    example: Arguments = ((), {})  #: arguments of a forward pass that reveals the sites; empty for qkeel's own modules
+    batch: Arguments = ((), {})  #: arguments of a forward pass that reveals the sites; empty for qkeel's own modules
     train_length: int | None = None  #: tokens per training sequence, for formulas that need it
     later: Sequence[Optimizer] = ()  #: optimizers that were created after `apply` was called with that optimizer
     trace: ModelTrace | None = None  #: the pass that revealed the sites; None if all are qkeel's own, or were given
 
     def seen(self) -> ModelTrace:
-        """Returns the trace of the pass that revealed the sites, or else the trace of a pass on the example."""
-        args, kwargs = self.example
+        """Returns the trace of the pass that revealed the sites, or else the trace of a pass on the batch."""
+        args, kwargs = self.batch
         return self.trace or seen(self.model, args, kwargs)
 
     def short(self) -> Arguments:
-        """Returns the arguments of a pass that reveals the sites, using as small a part of the example as possible."""
+        """Returns the arguments of a pass that reveals the sites, using as small a part of the batch as possible."""
         if self.trace is None:
-            return self.example
+            return self.batch
         args, kwargs = self.trace.given
         return args, dict(kwargs)
 
@@ -68,8 +68,8 @@ class Target:
         return self.optimizer
 
     def returned(self) -> object:
-        """Returns the model's output for the example, from a pass that leaves the model unchanged."""
-        args, kwargs = self.example
+        """Returns the model's output for the batch, from a pass that leaves the model unchanged."""
+        args, kwargs = self.batch
         with torch.no_grad(), undisturbed(self.model):
             return self.model(*copied(args), **copied(kwargs))
 

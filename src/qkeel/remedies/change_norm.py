@@ -95,7 +95,7 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
     own = [(name, m) for name, m in target.model.named_modules() if isinstance(m, Block)]
     blocks = {id(branch): (name, m) for name, m in own for branch in (m.attention, m.cross_attention) if branch}
     foreign = [site for site in target.sites if id(site.module) not in blocks]
-    seen = _observed(target, foreign) if foreign and any(target.example) else {}
+    seen = _observed(target, foreign) if foreign and any(target.batch) else {}
     branches: dict[tuple[str, str], Branch] = {}
     for site in target.sites:
         around = blocks.get(id(site.module))

@@ -394,7 +394,7 @@ def _passes(target: Target, changed_modules: Modules) -> Passes:
     for calls in changed_modules:
         calls.seen = []
     try:
-        run_once(target.model, *target.example)
+        run_once(target.model, *target.batch)
     except InvalidValueError as error:
         raise (error.__cause__ if isinstance(error.__cause__, RefusedError) else error) from None
     finally:
@@ -448,7 +448,7 @@ def refuse_added_scores(remedy: str, target: Target, sites: list[AttentionSite])
     """Raises RefusedError if a factor on q·k would also scale a term that is added to it.
 
     Written-out attention passes only the sum to the softmax, and this sum may include a bias or a cap."""
-    written = biased(target.model, target.example[0], target.example[1]) if sites else set()
+    written = biased(target.model, target.batch[0], target.batch[1]) if sites else set()
     for site in sites:
         changed_before = any(isinstance(s, ChangedCalls) for s in forwards_of(site.module))
         # The model's own cap is applied before the new scale; a cap that qkeel added is applied after it.

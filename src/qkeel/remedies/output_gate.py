@@ -166,7 +166,7 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
     if not site.terms:
         raise RefusedError(f"output_gate at {place}: it is not known which weights produce its heads ({site.why})")
     query, head = site.terms[0].query[-1], site.n_heads - 1
-    trace = target.trace or traced(target.model, *target.example, expected=True)
+    trace = target.trace or traced(target.model, *target.batch, expected=True)
     weight = target.parameter(query.parameter)
     turned = {memory_place(weight): _turned(weight, query, head)}
     own, done = trace.calls[site.name][0].captured.frame, trace.calls[site.name][0].until

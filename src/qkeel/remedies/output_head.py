@@ -46,7 +46,7 @@ def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
             ) from error
     if isinstance(target.model, Decoder):
         return target.model.head
-    if not any(target.example):
+    if not any(target.batch):
         raise RefusedError(
             f"{remedy} changes the module that computes the final logits. Pass a batch from which the module can be "
             f"detected, apply(model, {remedy!r}, batch=batch), or the module's name, apply(model, {remedy!r}, "

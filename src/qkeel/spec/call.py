@@ -19,9 +19,8 @@ from qkeel.functional.norms import unrounded
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.rope import counted
 from qkeel.spec.slot import (
-    GivenMask,
-    GivenPosK,
-    GivenPosQ,
+    AttentionMask,
+    KeyPositions,
     Keys,
     Logits,
     Mask,
@@ -30,6 +29,7 @@ from qkeel.spec.slot import (
     PosQ,
     Queries,
     QueryMask,
+    QueryPositions,
     Values,
     Visible,
 )
@@ -150,9 +150,9 @@ class Visibility:
     """Determines which keys each query sees, by a `causal` flag, a `mask` and the positions; see `qkeel.attention`."""
 
     causal: bool = True
-    mask: GivenMask | None = None
-    pos_q: GivenPosQ | None = None
-    pos_k: GivenPosK | None = None
+    mask: AttentionMask | None = None
+    pos_q: QueryPositions | None = None
+    pos_k: KeyPositions | None = None
 
     def call(
         self, spec: AttentionSpec, q: Queries, k: Keys, v: Values, params: Params | None = None, dropout: float = 0.0
@@ -227,9 +227,9 @@ def make_call(
     *,
     params: Params | None = None,
     causal: bool = True,
-    mask: GivenMask | None = None,
-    pos_q: GivenPosQ | None = None,
-    pos_k: GivenPosK | None = None,
+    mask: AttentionMask | None = None,
+    pos_q: QueryPositions | None = None,
+    pos_k: KeyPositions | None = None,
     dropout: float = 0.0,
 ) -> AttentionCall:
     """Returns the validated call of raw q, k and v under `spec`; see `qkeel.attention` for the arguments."""
@@ -292,7 +292,7 @@ def _positions(name: str, pos: Tensor, q: Tensor, n: int) -> Tensor:
     return full
 
 
-def _mask(mask: GivenMask | None, q: Tensor, s: int) -> Tensor | None:
+def _mask(mask: AttentionMask | None, q: Tensor, s: int) -> Tensor | None:
     if mask is None:
         return None
     _check_tensor("mask", mask)

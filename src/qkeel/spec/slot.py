@@ -29,9 +29,9 @@ Hidden = Float[Tensor, "b t m"]
 Tokens = Real[Tensor, "b t"]
 QueryMask = Bool[Tensor, "b t"]
 # Tensors as passed by callers, before `Visibility.call` converts them to the shapes above.
-GivenMask = Shaped[Tensor, "..."]  # bool or float, broadcasting to [b h t s], or [b s]
-GivenPosQ = Real[Tensor, "*b t"]
-GivenPosK = Real[Tensor, "*b s"]
+AttentionMask = Shaped[Tensor, "..."]  # bool or float, broadcasting to [b h t s], or [b s]
+QueryPositions = Real[Tensor, "*b t"]
+KeyPositions = Real[Tensor, "*b s"]
 
 
 # The interface that the object in every slot implements.

@@ -176,8 +176,8 @@ def results() -> dict[str, Any]:
 
 
 def test_the_page_says_what_the_committed_results_say() -> None:
-    assert page(results()) == PAGE.read_text(encoding="utf-8"), "run make claims"
-    assert site_page(results()) == SITE.read_text(encoding="utf-8"), "run make claims"
+    assert page(results()) == PAGE.read_text(encoding="utf-8"), "run python -m experiments.claims"
+    assert site_page(results()) == SITE.read_text(encoding="utf-8"), "run python -m experiments.claims"
 
 
 def test_a_short_source_is_names_and_year() -> None:

@@ -34,7 +34,7 @@ class Clip(transformers.TrainerCallback):
         self.sites = sites
 
     def on_train_begin(self, *args: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
-        qkeel.apply(CLIP, model, optimizer, sites=self.sites)
+        qkeel.apply(model, CLIP, optimizer, sites=self.sites)
 
 
 def shard(trainer: transformers.Trainer) -> None:

@@ -31,7 +31,7 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-5)
 
     def on_fit_start(self) -> None:
-        qkeel.apply(CLIP, self.model, self.trainer.optimizers[0], sites=self.sites)
+        qkeel.apply(self.model, CLIP, self.trainer.optimizers[0], sites=self.sites)
 
 
 def train(variant: str, folder: Path) -> Outcome:

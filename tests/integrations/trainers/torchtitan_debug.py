@@ -132,7 +132,7 @@ def train(variant: str, folder: Path) -> Outcome:
         qkeel.dist.local(p).data.copy_(weights[name.replace("_checkpoint_wrapped_module.", "")].detach()[spans])
     monitor = None if variant == "defaults_alone" else qkeel.watch(model, optimizer, rules=[], sites=sites)
     if not variant.startswith("defaults"):
-        qkeel.apply(CLIP, model, optimizer, sites=sites)
+        qkeel.apply(model, CLIP, optimizer, sites=sites)
     trainer.train()
     found = outcome(model, monitor)
     trainer.close()

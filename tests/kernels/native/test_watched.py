@@ -214,7 +214,7 @@ def test_qk_clip_takes_its_maxima_from_the_kernel(passes: list[str]) -> None:
             model(x)
             (stats,) = monitor.read().values()
         before = model.get_parameter("0.q_proj.weight").detach().clone()
-        with qkeel.apply(f"qk_clip:threshold={float(stats.max_logit.median())}", model, optimizer, example=x):
+        with qkeel.apply(model, f"qk_clip:threshold={float(stats.max_logit.median())}", optimizer, batch=x):
             passes.clear()
             model(x).sum().backward()
             optimizer.step()

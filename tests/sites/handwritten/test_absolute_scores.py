@@ -50,7 +50,7 @@ def test_a_remedy_that_scales_weights_is_told_that_scores_are_taken_absolute() -
     (site,) = qkeel.find_sites(model, x)
     assert "absolute" in site.why
     with pytest.raises(qkeel.errors.RefusedError, match="absolute"):
-        qkeel.apply("lalr:tau=0.1", model, torch.optim.SGD(model.parameters(), lr=0.1), example=x)
+        qkeel.apply(model, "lalr:tau=0.1", torch.optim.SGD(model.parameters(), lr=0.1), batch=x)
 
 
 class HiddenBefore(SignedAttention):

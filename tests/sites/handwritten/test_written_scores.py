@@ -70,7 +70,7 @@ def test_pairs_that_are_hidden_in_a_part_of_the_scores_are_left_out(change: Chan
 def test_a_cap_leaves_them_hidden() -> None:
     model, x = Pieces(added), torch.randn(2, T, M)
     y = model(x)
-    handle = qkeel.apply("softcap:cap=0.5", model, example=x)
+    handle = qkeel.apply(model, "softcap:cap=0.5", batch=x)
     q, k, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (model.q, model.k, model.v))
     z = (0.5 * torch.tanh(2 * (q @ k.mT) * D**-0.5)).masked_fill(~SEEN, -torch.inf)
     torch.testing.assert_close(model(x), (z.softmax(-1) @ v).transpose(1, 2).flatten(2))

@@ -75,7 +75,7 @@ def test_a_norm_behind_a_convolution_is_one_and_its_rows_are_known(of: object, t
     assert (site.verified, site.normed, site.query[0].parameter) == (True, True, "query.0.weight")
     for remedy in ("lalr", "qk_clip"):
         with pytest.raises(RefusedError, match="a norm"):
-            apply(remedy, model, torch.optim.SGD(model.parameters(), lr=0.1), example=image())
+            apply(model, remedy, torch.optim.SGD(model.parameters(), lr=0.1), batch=image())
 
 
 def test_heads_that_a_convolution_mixes_before_the_product_have_its_rows() -> None:
@@ -117,7 +117,7 @@ def test_a_place_that_is_not_projected_is_told() -> None:
 
 def test_a_norm_of_channels_makes_the_output_independent_of_the_size_of_the_weights() -> None:
     model = made(nn.Conv2d(C, H * D, 1))
-    apply("qk_norm", model, example=image())
+    apply(model, "qk_norm", batch=image())
     with torch.no_grad():
         before = model(image())
         for p in (*model.query.parameters(), *model.key.parameters()):
@@ -139,7 +139,7 @@ def test_a_clip_scales_output_channels_in_any_memory_format(form: torch.memory_f
     softmax(model, (image(),))
     top = logits[0].amax((0, 2, 3))
     threshold = float(top.max()) / 2
-    with apply(f"qk_clip:threshold={threshold}", model, optimizer, example=image()):
+    with apply(model, f"qk_clip:threshold={threshold}", optimizer, batch=image()):
         F.mse_loss(out := model(image()), torch.zeros_like(out)).backward()
         optimizer.step()
     softmax(model, (image(),))

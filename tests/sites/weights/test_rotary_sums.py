@@ -60,7 +60,7 @@ def test_a_clip_halves_the_logits_behind_such_a_rotation() -> None:
         model(x)
     before = monitor.read()["1"].max_logit
     threshold = float(before.max()) / 2
-    handle = qkeel.apply(f"qk_clip:threshold={threshold}", model, optimizer, example=x)
+    handle = qkeel.apply(model, f"qk_clip:threshold={threshold}", optimizer, batch=x)
     model(x).square().mean().backward()
     optimizer.step()
     handle.remove()

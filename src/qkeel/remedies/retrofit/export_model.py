@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import DataError, InvalidTypeError, RefusedError, RunDirectoryError, check_known, reported
 from qkeel.functional.norms import widest
 from qkeel.patching.forward import unwrapped
@@ -359,17 +360,21 @@ SHARD = 5_000_000_000  # largest file size in bytes
 _WEIGHTS = (".safetensors", ".index.json", ".py", ".gguf", ".h5", ".msgpack", *PICKLES)
 
 
-def convert(checkpoint: str | Path, to: str, out: str | Path, *, norm_eps: float | None = None) -> Path:
-    """Converts a Hugging Face checkpoint with q/k norms to the architecture `to`.
+_EARLIER = {"to": "architecture", "out": "path"}
 
-    Weights are memory-mapped and written file by file, and nothing is unpickled or run. `out` is written atomically, by
-    a single rename, so that it is either complete or absent. Other small files (tokenizer, generation config) are
+
+@accepts_earlier_calls("convert(checkpoint, architecture, path)", renamed=_EARLIER)
+def convert(checkpoint: str | Path, architecture: str, path: str | Path, *, norm_eps: float | None = None) -> Path:
+    """Converts a Hugging Face checkpoint with q/k norms to another architecture.
+
+    Weights are memory-mapped and written file by file, and nothing is unpickled or run. `path` is written atomically,
+    by a single rename, so that it is either complete or absent. Other small files (tokenizer, generation config) are
     copied.
 
     Args:
         checkpoint: a folder with config.json and safetensors files.
-        to: "qwen3", "olmo2" or "gemma3".
-        out: the folder to write.
+        architecture: "qwen3", "olmo2" or "gemma3".
+        path: the folder to write.
         norm_eps: the eps of the q/k norms, if it differs from the config's rms_norm_eps.
 
     Returns:
@@ -378,7 +383,7 @@ def convert(checkpoint: str | Path, to: str, out: str | Path, *, norm_eps: float
     Raises:
         RefusedError: the model computes something that the architecture does not. The message says what it is.
         DataError: the checkpoint is missing, incomplete or damaged.
-        RunDirectoryError: `out` is not empty or not writable.
+        RunDirectoryError: `path` is not empty or not writable.
 
     Example:
         >>> convert("missing", "qwen3", "out")
@@ -393,21 +398,22 @@ def convert(checkpoint: str | Path, to: str, out: str | Path, *, norm_eps: float
     found = open_checkpoint(source)
     if not found.config:
         raise DataError(f"{source} has no config.json, which describes what the tensors mean; restore the file")
-    planned = plan(to, found.config, {n: t.shape for n, t in found.tensors.items()}, norm_eps=norm_eps)
-    with _whole(Path(out), source) as part:
+    planned = plan(architecture, found.config, {n: t.shape for n, t in found.tensors.items()}, norm_eps=norm_eps)
+    with _whole(Path(path), source) as part:
         _copy_rest(source, part)
         files = dict.fromkeys(t.file for t in found.tensors.values())
         _write(part, planned, ((file.name, _stored(found, file)) for file in files))
-    return Path(out)
+    return Path(path)
 
 
-def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None = None) -> Path:
-    """Writes a transformers model to which `qk_norm` was applied as a checkpoint of the architecture `to`.
+@accepts_earlier_calls("qkeel.export(model, architecture, path)", renamed=_EARLIER)
+def export(model: nn.Module, architecture: str, path: str | Path, *, norm_eps: float | None = None) -> Path:
+    """Writes a transformers model to which `qk_norm` was applied as a checkpoint of another architecture.
 
     Args:
         model: a transformers model with its `config`.
-        to: as for `convert`.
-        out: as for `convert`.
+        architecture: as for `convert`.
+        path: as for `convert`.
         norm_eps: the eps of the q/k norms. By default it is read from the norms that `qk_norm` added.
 
     The model's generation config is written too. The tokenizer is not part of the model: save it in the same directory
@@ -428,18 +434,19 @@ def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None
     to_dict = getattr(getattr(plain, "config", None), "to_dict", None)
     if to_dict is None:
         raise RefusedError(
-            f"expected a transformers model, with a config, to export as {to}; this {type(plain).__name__} has none"
+            f"expected a transformers model, with a config, to export as {architecture}; this "
+            f"{type(plain).__name__} has none"
         )
     config: dict[str, Any] = to_dict()
     strange = active_remedies(plain) - _HARMLESS
     if strange:
         raise RefusedError(
-            f"{', '.join(sorted(strange))} is active on this model, and the files of {to} would not record it; "
-            "remove() its handle, or fold() what can be folded, first"
+            f"{', '.join(sorted(strange))} is active on this model, and the files of {architecture} would not record "
+            "it; remove() its handle, or fold() what can be folded, first"
         )
     tied = bool(config.get("tie_word_embeddings"))  # loading then rebuilds the head from the embedding
     weights = {n: x for n, x in plain.state_dict().items() if not (tied and n == "lm_head.weight")}
-    found = _gains(plain, to)
+    found = _gains(plain, architecture)
     weights = {n: x for n, x in weights.items() if not n.endswith("self_attn.q_norm.logit_scale")}
     weights |= {name: gain for name, (gain, _) in found.items()}
     if norm_eps is None and found:
@@ -447,15 +454,15 @@ def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None
     dtypes = {x.dtype for x in weights.values() if x.is_floating_point()}
     if len(dtypes) == 1:
         config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
-    planned = plan(to, config, {n: tuple(x.shape) for n, x in weights.items()}, norm_eps=norm_eps)
-    with _whole(Path(out), None) as part:
+    planned = plan(architecture, config, {n: tuple(x.shape) for n, x in weights.items()}, norm_eps=norm_eps)
+    with _whole(Path(path), None) as part:
         shards = list(_shards(weights))
         files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
         _write(part, planned, ((f, {n: weights[n].detach().cpu() for n in own}) for f, own in zip(files, shards)))
         generation = getattr(plain, "generation_config", None)
         if generation is not None:
             generation.save_pretrained(part)
-    return Path(out)
+    return Path(path)
 
 
 # Remedies that do not change the forward pass, or that can be recognised by the names and shapes of the weights.
