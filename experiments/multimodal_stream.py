@@ -23,8 +23,8 @@ import qkeel
 from qkeel.lab.build_run import resolve
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.config import with_values
-from qkeel.lab.studies.grids import CHAMELEON_34B, MULTIMODAL_BASE, mixed
-from qkeel.lab.training import TrainingBackend, train_step
+from qkeel.lab.studies import CHAMELEON_34B, MULTIMODAL_BASE, mixed
+from qkeel.lab.train import train_step
 from qkeel.metrics import paired_effect
 
 ROOT = Path(__file__).parents[1]
@@ -43,10 +43,9 @@ def train(remedy: str, mix: str, lr: float, seed: int, steps: int = MULTIMODAL_B
     """One run: by measured step the largest logit, and the size and channel ratio of what leaves the last block."""
     base = with_values(MULTIMODAL_BASE, steps=steps, seed=seed, remedy=REMEDIES[remedy], optim={"lr": lr})
     state = RunState(resolve(mixed(base, mix)))
-    backend = TrainingBackend([state])
     with qkeel.watch(state.model, state.optimizer, every=EVERY, stats="max+residual", rules=()) as monitor:
         for step in range(steps):
-            train_step(backend, [step])
+            train_step(state, step)
     history = monitor.history  # with the end, which is measured when watching ends
     last = [history.values[f"{name}/{history.layers[-1]}"] for name in (RMS, RATIO)]
     logits = np.nanmax(history.heads["max_logit"], axis=(1, 2))

@@ -110,14 +110,6 @@ PAGES = (
         ),
         rows=(0, 910),
     ),
-    Picture(
-        "precision",
-        "How large a logit may be in bf16",
-        "The page shows the error of attention in each number format, for logits of increasing size.",
-        ("qkeel study precision --out runs/precision",),
-        page="runs/precision/report.html",
-        rows=(0, 1040),
-    ),
 )
 # What a reader sees before scrolling, on the page of a picture above or on the first page of the docs.
 SCREEN = (0, 800)

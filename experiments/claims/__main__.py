@@ -101,7 +101,7 @@ def run(name: str, options: argparse.Namespace, before: Mapping[str, Any]) -> di
     first = max(0, whole_seeds(before.get("rows", ())) - 1) if options.keep else 0
     plan = plan_of(name, range(first, options.seeds or STUDIES[name].seeds), options.steps)
     out = options.out / name
-    result = run_plan(plan, out, Execution(workers=options.jobs, stack="auto", command="python -m experiments.claims"))
+    result = run_plan(plan, out, Execution(workers=options.jobs, command="python -m experiments.claims"))
     for failure in result.failures:
         print(f"{failure.directory}: {failure.error}", file=sys.stderr)
     done = [row for row in result.table if row["status"] == "done" and row["seed"] >= first]

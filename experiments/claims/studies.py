@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qkeel.lab.plan import FULL_GRID
-from qkeel.lab.studies.grids import FORMS, continued
+from qkeel.lab.studies import FORMS, continued
 
 SEEDS = 16  # of a study whose runs are cheap; the dear ones name a smaller number
 # SHA-256 of the texts that runs read, by source: as lab.data.corpus cuts them in CPython 3.11.7.

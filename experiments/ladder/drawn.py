@@ -31,8 +31,8 @@ from experiments.autopilot_page import share_interval
 from experiments.ladder.rows import RESULTS, Row, append, number, read
 from experiments.ladder.run import Stop, check_text, step_aside
 from qkeel.errors import DataError, RefusedError
+from qkeel.lab import run
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
-from qkeel.lab.train_runs import run
 from qkeel.metrics import exact_interval
 from qkeel.records import read_json, write_json, write_text
 from qkeel.records.run_directory import made_on

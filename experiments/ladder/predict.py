@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments.ladder.plan import FIRST_SEED, LEVEL, QUESTIONS, RUNGS, Question
 from experiments.ladder.rows import Row, values
-from qkeel.lab.recommendation import evidence, expected_logit, predict, summed_rates
+from experiments.predictions.law import evidence, expected_logit, predict, summed_rates
 
 WIDE = 10.0  # standard deviation of a: nothing is known of it
 LEAST = 0.003  # nats: no seeds are trusted to agree better than this

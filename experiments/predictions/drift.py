@@ -17,13 +17,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.studies.drift import DRIFT, HELD_OUT, variant
+from qkeel.errors import QkeelError
+from qkeel.lab import Grid, PlannedRun, RunConfig, RunDirectory, product, run
 from qkeel.lab.checkpoint import identity
-from qkeel.lab.config import RunConfig
-from qkeel.lab.plan import Grid, PlannedRun, product
-from qkeel.lab.studies import find_study
-from qkeel.lab.studies.grids import variant
-from qkeel.lab.train_runs import train_runs
-from qkeel.records import RunDirectory
 
 KEY = ("remedy", "width", "depth", "heads", "head_dim", "batch", "context", "schedule", "steps", "lr", "seed")
 COLUMNS = (
@@ -47,18 +44,17 @@ def planned(part: str, base: RunConfig, seeds: Sequence[int]) -> Sequence[Planne
     if part in GAINS:
         sizes, lrs, own = GAINS[part]
         grid = Grid(remedies=REMEDIES, lrs=lrs, seeds=tuple(seeds or own))
-        return [run for size in sizes for run in product(variant(base, (*size, 16)), grid, str(size))]
-    study = find_study("drift")
-    study = study.instead["held_out"] if part == "test" else study
-    return study.plan("drift", base, dataclasses.replace(study.grid, seeds=tuple(seeds) or study.grid.seeds)).runs
+        return [cell for size in sizes for cell in product(variant(base, (*size, 16)), grid, str(size))]
+    study = HELD_OUT if part == "test" else DRIFT
+    return study.plan(base, dataclasses.replace(study.grid, seeds=tuple(seeds) or study.grid.seeds)).runs
 
 
 def cells(part: str, seeds: Sequence[int]) -> list[list[RunConfig]]:
-    """Returns the runs of a part in units that train as one, one seed after the other."""
-    base = dataclasses.replace(find_study("drift").base or RunConfig(), device="cpu", dtype="fp32")
+    """Returns the runs of a part in units of a seed, size and remedy, one seed after the other."""
+    base = dataclasses.replace(RunConfig(), device="cpu", dtype="fp32")
     units: dict[tuple[int, str, str], list[RunConfig]] = {}
-    for run in planned(part, base, seeds):
-        units.setdefault((run.config.seed, run.role, run.config.remedy), []).append(run.config)
+    for cell in planned(part, base, seeds):
+        units.setdefault((cell.config.seed, cell.role, cell.config.remedy), []).append(cell.config)
     ordered = sorted(units, key=lambda unit: (unit[0], unit[2] != "none"))
     return [units[unit] for unit in ordered]
 
@@ -81,18 +77,17 @@ def done(out: Path) -> set[tuple[str, ...]]:
 
 
 def train(job: tuple[str, list[RunConfig], str]) -> int:
-    """Trains the runs of a unit as one stack and appends their rows."""
+    """Trains the runs of a unit and appends their rows."""
     part, configs, out = job
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        places = [Path(folder, str(i)) for i in range(len(configs))]
-        errors = train_runs(configs, places)
-        rows = [
-            row(part, config, RunDirectory(place)) for config, place, error in zip(configs, places, errors) if not error
-        ]
+        for number, config in enumerate(configs):
+            try:
+                rows.append(row(part, config, run(config, Path(folder, str(number)))))
+            except QkeelError as error:
+                print("failed:", error, flush=True)
     with Path(out, f"rows-{os.getpid()}.csv").open("a", newline="") as text:
         csv.writer(text, lineterminator="\n").writerows(rows)
-    for error in filter(None, errors):
-        print("failed:", error, flush=True)
     return len(rows)
 
 

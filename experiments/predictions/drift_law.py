@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.predictions.law import EVIDENCE, FIRST_STEP, band, monomials, sizes, summed_rates
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
-from qkeel.lab.recommendation import EVIDENCE, FIRST_STEP, band, monomials, sizes, summed_rates
 from qkeel.records import read_json
 
 HERE = Path(__file__).parents[1] / "results"

@@ -18,9 +18,9 @@ import numpy as np
 from benchmarks.charts import COLOURS, Axes, picture, span
 
 from experiments.predictions.drift_law import FIT, TEST, Points, Row, read_rows, recipe, size_of
+from experiments.predictions.law import Expected, evidence, expected_logit, summed_rates
+from experiments.studies.drift import HELD_OUT
 from qkeel.lab.config import RunConfig
-from qkeel.lab.recommendation import Expected, evidence, expected_logit, summed_rates
-from qkeel.lab.studies import find_study
 from qkeel.metrics import PairedEffect, paired_effect
 
 PAGE = Path(__file__).parents[1] / "notes" / "results" / "drift-law.md"
@@ -145,7 +145,7 @@ def law_text() -> str:
             "",
             f"The plain power law: `ln z = {a:+.3f} {p:+.3f}·ln Σ lr {q:+.3f}·ln N`, N = 12 · blocks · width².",
             "Wortsman's quadratic has three coefficients at each rate; all are in",
-            "`src/qkeel/lab/advice/evidence.json`.",
+            "`experiments/predictions/evidence.json`.",
             "",
             "| form | root mean square error of ln z on width 128 and on 4 blocks, each left out |",
             "|---|---|",
@@ -156,10 +156,7 @@ def law_text() -> str:
 
 def predictions() -> str:
     """Returns the table of what is predicted of each cell of the test, from the frozen table alone."""
-    study = find_study("drift").instead["held_out"]
-    configs = {
-        run.role + str(run.config.optim.lr): run for run in study.plan("drift", None, None).runs if run.name == "none"
-    }
+    configs = {run.role + str(run.config.optim.lr): run for run in HELD_OUT.plan(None, None).runs if run.name == "none"}
     lines = ["| cell | rate | largest logit at the end | power law | Wortsman's quadratic |", "|---|---|---|---|---|"]
     for run in configs.values():
         z, other = at_end(run.config), rivals(run.config)

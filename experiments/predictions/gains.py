@@ -23,8 +23,8 @@ import numpy as np
 from experiments.predictions.drift import GAINS
 from experiments.predictions.drift_law import FIT, HEAD, LEVEL, Points, Row, choose, fit, read_rows
 from experiments.predictions.drift_verdict import COVERED, written
+from experiments.predictions.law import EVIDENCE, band, evidence, predict
 from qkeel.lab.config import RunConfig
-from qkeel.lab.recommendation import EVIDENCE, band, evidence, predict
 from qkeel.metrics import paired_effect
 from qkeel.records import read_json
 

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from experiments.claims.studies import CORPORA
+from experiments.studies import ONE_OF_EACH
+from experiments.studies.edge import EDGE, EDGE_LRS
+from experiments.studies.pairs import write_pairs
+from experiments.studies.transfer import TRANSFER, TRANSFER_LRS
 from qkeel.errors import DataError
-from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
+from qkeel.lab import Grid, RunConfig, make_plan, run_plan
 from qkeel.lab.checkpoint import computed_with
-from qkeel.lab.plan import ONE_OF_EACH
-from qkeel.lab.studies import find_study, grids
 from qkeel.lab.text import load
-from qkeel.records import read_json
 
 Row = dict[str, Any]
 COLUMNS = ("val_loss", "init_loss", "max_abs_logit", "end_entropy", "collapsed", "cpu_seconds")
@@ -32,7 +33,8 @@ SIZES: Mapping[tuple[str, int], Sequence[int]] = {
     ("standard", 1): (64,),
     ("standard", 4): (64,),
 }
-AT_ONCE = 8  # seeds of the transfer study that train as one stack
+AT_ONCE = 8  # seeds of a unit of the transfer study
+STUDIES = {"edge": EDGE, "transfer": TRANSFER}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Unit:
 def edge_units(seeds: Sequence[int], steps: int, widths: Sequence[int]) -> list[Unit]:
     """The units of the edge of chaos, seeds outermost: what is done when the time is over is balanced."""
     return [
-        Unit("edge", remedy, grids.EDGE_LRS, (seed,), "standard", 2, width, steps)
+        Unit("edge", remedy, EDGE_LRS, (seed,), "standard", 2, width, steps)
         for seed in seeds
         for remedy in ONE_OF_EACH
         for width in sorted(widths, reverse=True)
@@ -67,7 +69,7 @@ def edge_units(seeds: Sequence[int], steps: int, widths: Sequence[int]) -> list[
 def tuning_units(seeds: Sequence[int], steps: int, widths: Sequence[int]) -> list[Unit]:
     """The units that rates are chosen by, the widest first."""
     return [
-        Unit("transfer", remedy, grids.TRANSFER_LRS, tuple(seeds), *how, width, steps)
+        Unit("transfer", remedy, TRANSFER_LRS, tuple(seeds), *how, width, steps)
         for width in sorted(widths, reverse=True)
         for how, known in SIZES.items()
         if width in known
@@ -103,18 +105,18 @@ def left(units: Sequence[Unit], rows: Sequence[Row]) -> list[Unit]:
 
 def do(unit: Unit) -> list[Row]:
     """Runs one unit in a directory of its own, which is removed again; returns its rows."""
-    base = find_study(unit.study).base or RunConfig()
+    base = STUDIES[unit.study].base or RunConfig()
     model = dataclasses.replace(
         base.model, d_model=unit.d_model, n_layers=unit.n_layers, parametrisation=unit.parametrisation
     )
     base = dataclasses.replace(base, model=model, device="cpu", steps=unit.steps, checkpoint_every=0)
-    plan = make_plan(unit.study, base, Grid(remedies=[unit.remedy], lrs=unit.lrs, seeds=unit.seeds))
+    plan = make_plan(STUDIES[unit.study], base, Grid(remedies=[unit.remedy], lrs=unit.lrs, seeds=unit.seeds))
     out = Path(tempfile.mkdtemp())
     try:
-        result = run_plan(plan, out, Execution(stack=32))
+        result = run_plan(plan, out)
         if result.failures:
             raise RuntimeError(f"{unit}: {result.failures[0].error}")
-        pairs = read_json(out / "chaos.json")["pairs"] if unit.study == "edge" else []
+        pairs = write_pairs(out) if unit.study == "edge" else []
         return list(rows_of(unit, result.table, {(pair["lr"], pair["seed"]): pair for pair in pairs}))
     finally:
         shutil.rmtree(out)
@@ -153,7 +155,7 @@ def asked(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("study", choices=["edge", "transfer"])
     parser.add_argument("--out", type=Path, required=True, help="file of rows, one JSON object a line")
     parser.add_argument("--seeds", type=int, nargs="*", help="seeds [those of the study]")
-    parser.add_argument("--tuning-seeds", type=int, nargs="*", default=grids.TRANSFER_GRID.tuning_seeds)
+    parser.add_argument("--tuning-seeds", type=int, nargs="*", default=TRANSFER.grid.tuning_seeds)
     parser.add_argument("--widths", type=int, nargs="*", help="widths [those of the study]")
     parser.add_argument("--steps", type=int, default=RunConfig().steps)
     parser.add_argument("--jobs", type=int, default=2, help="processes at once [2]")
@@ -168,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "the predictions are of the text of the claims, see experiments/notes/claims.md; this is another one"
         )
     print(json.dumps(computed_with(dataclasses.replace(RunConfig(), device="cpu"))))
-    grid = find_study(options.study).grid
+    grid = STUDIES[options.study].grid
     seeds, widths = options.seeds or list(grid.seeds), options.widths or grid.d_model
     if options.study == "edge":
         run(edge_units(seeds, options.steps, widths), options.out, options.jobs)

@@ -1,6 +1,6 @@
 """Mutants of every room against its direct tests: `python -m tests.mutation`.
 
-    python -m tests.mutation --seeds 11 --out FILE.json [--rooms functional spec] [--root CHECKOUT]
+    python -m tests.mutation --seed 11 --out FILE.json [--rooms functional spec] [--root CHECKOUT]
     python -m tests.mutation --table BEFORE.json [AFTER.json]
 
 The tests of a folder are traced once: a mutant is run against the tests that execute its line, and is alive at once
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -20,91 +19,73 @@ from typing import Any
 
 from .lines import Lines
 from .mutants import Mutant, mutants, sample
-from .run import verdict, warm
-from .targets import ROOMS, Room
-
-
-def drawn(root: Path, room: Room, seeds: list[int], count: int) -> list[tuple[int, Mutant]]:
-    """Returns the mutants that the seeds draw from a room, each once, with the seed that drew it first."""
-    files = sorted({path for pattern in room.files for path in root.glob(pattern)})
-    every = [m for f in files for m in mutants(str(f.relative_to(root)), f.read_text(encoding="utf-8"))]
-    found: dict[str, tuple[int, Mutant]] = {}
-    for seed in seeds:
-        for mutant in sample([m for m in every if m.key not in found], seed, count):
-            found[mutant.key] = (seed, mutant)
-    return list(found.values())
+from .run import failing, warm
+from .targets import FORMULAS, ROOMS, mutated_files
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation")
     parser.add_argument("--root", type=Path, default=Path.cwd())
     parser.add_argument("--rooms", nargs="+", default=list(ROOMS), choices=list(ROOMS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[11])
-    parser.add_argument("--count", type=int, help="mutants per room and seed, for as many as the room has")
-    parser.add_argument("--lines", type=Path, help="a folder for what was traced, FILE-lines where there is --out")
-    parser.add_argument(
-        "--out", type=Path, default="mutation.json", help="a file with one row per mutant; one that is there goes on"
-    )
+    parser.add_argument("--seed", type=int, default=11)
+    parser.add_argument("--most", type=float, default=20.0, help="seconds of tests for one mutant, the quickest")
+    parser.add_argument("--out", type=Path, default="mutation.json", help="a row per mutant; one that is there goes on")
     parser.add_argument("--table", type=Path, nargs="+", help="prints the shares of such files and runs nothing")
     args = parser.parse_args()
     if args.table:
         print(table([json.loads(path.read_text(encoding="utf-8")) for path in args.table]))
         return
     root, out = args.root.resolve(), args.out.resolve()
-    os.chdir(root)
     warm(root)
     rows: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else []
-    for name in args.rooms:
-        room = ROOMS[name]
-        chosen = drawn(root, room, args.seeds, args.count or room.count)
-        lines = Lines(root, room, args.lines or out.with_name(f"{out.stem}-lines"))
-        print(f"{name}: {len(lines.seconds)} tests; these fail without a mutant and are left out: {lines.failed}")
-        while True:
-            done = {row["key"] for row in rows if row["room"] == name}
-            for seed, mutant in chosen:
+    for room in args.rooms:
+        lines = Lines(root, room, out.with_name(f"{out.stem}-lines"))
+        print(f"{room}: left out, for they fail when traced: {lines.failed}", flush=True)
+        wrong = [""]
+        rows = [row for row in rows if row["room"] != room or row["by"] or not row["left"] or row["most"] >= args.most]
+        while wrong:
+            done = {row["key"] for row in rows if row["room"] == room}
+            for mutant in drawn(root, room, args.seed):
                 if mutant.key not in done:
-                    rows.append(_row(root, name, seed, mutant, lines))
+                    start = time.monotonic()
+                    *parts, left = lines.tests_of(mutant, args.most)
+                    by = next(filter(None, (failing(root, tests, mutant) for tests in parts)), [""])[0]
+                    end = {
+                        "by": by,
+                        "most": args.most,
+                        "left": len(left),
+                        "seconds": round(time.monotonic() - start, 1),
+                    }
+                    rows.append({"room": room, "seed": args.seed, **asdict(mutant), **end})
                     print(*rows[-1].values(), flush=True)
-                    _write(out, rows)
+                    text = ",\n".join(json.dumps(row) for row in rows)
+                    out.write_text(f"[\n{text}\n]\n", encoding="utf-8")
             # A test that fails alone without a mutant, too, has killed none.
-            killers = {row["by"] for row in rows if row["room"] == name and row["by"].startswith("tests/")}
-            _, failing = verdict(root, None, sorted(killers))
-            if not failing:
-                break
-            lines.leave_out(failing)
-            rows = [row for row in rows if row["room"] != name or row["by"] not in failing]
-        print(table([rows]), flush=True)
+            wrong = failing(root, sorted({row["by"] for row in rows if row["room"] == room and "tests/" in row["by"]}))
+            for test in wrong:
+                lines.tests.pop(test, None)
+            rows = [row for row in rows if row["room"] != room or row["by"] not in wrong]
+    print(table([rows]))
+
+
+def drawn(root: Path, room: str, seed: int) -> list[Mutant]:
+    """Returns the mutants that a seed draws from a room."""
+    files = mutated_files(root, room)
+    every = [m for file in files for m in mutants(str(file.relative_to(root)), file.read_text(encoding="utf-8"))]
+    return sample(list({mutant.key: mutant for mutant in every}.values()), seed, 40 if room in FORMULAS else 20)
 
 
 def table(runs: list[list[dict[str, Any]]]) -> str:
-    """The share of killed mutants by room, for each run and for the mutants that all of them have."""
-    keys = [{row["key"] for row in rows} for rows in runs]
-    common = set.intersection(*keys)
-    columns = [(rows, keys[i]) for i, rows in enumerate(runs)] + [(rows, common) for rows in runs[1:] and runs]
+    """Killed of drawn by room in each run, and in each run of those that all runs drew."""
+    common = set.intersection(*({row["key"] for row in rows} for rows in runs))
     lines = []
-    for name in [*ROOMS, ""]:
-        cells = [name or "together"]
-        for rows, kept in columns:
-            results = [row["result"] != "survived" for row in rows if name in ("", row["room"]) and row["key"] in kept]
-            share = f" ({100 * sum(results) / len(results):.0f} %)" if results else ""
-            cells.append(f"{sum(results)} of {len(results)}{share}")
+    for room in [*ROOMS, "together"]:
+        cells = [room]
+        for rows in [*runs, *([row for row in rows if row["key"] in common] for rows in runs)]:
+            killed = [bool(row["by"]) for row in rows if room in (row["room"], "together")]
+            cells.append(f"{sum(killed)} of {len(killed)} ({100 * sum(killed) / max(len(killed), 1):.0f} %)")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _row(root: Path, room: str, seed: int, mutant: Mutant, lines: Lines) -> dict[str, Any]:
-    """One line of the results: the mutant, what became of it, by which test and in how many seconds."""
-    start = time.monotonic()
-    result, by = "survived", [""]
-    for tests in lines.tests_of(mutant):
-        if result == "survived":
-            result, by = verdict(root, mutant, tests)
-    seconds = round(time.monotonic() - start, 1)
-    return {"room": room, "seed": seed, **asdict(mutant), "result": result, "by": "".join(by[:1]), "seconds": seconds}
-
-
-def _write(out: Path, rows: list[dict[str, Any]]) -> None:
-    out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,30 +8,19 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
+OPPOSITES: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
     ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.Pow: ast.Mult,
     ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-    ast.MatMult: ast.Mult,
     ast.And: ast.Or,
-    ast.Or: ast.And,
     ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
     ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
     ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
     ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
 }
+OPERATORS = OPPOSITES | {after: before for before, after in OPPOSITES.items()}
+OPERATORS |= {ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.MatMult: ast.Mult}
 EXTREMES = {
     "min": "max",
     "amin": "amax",

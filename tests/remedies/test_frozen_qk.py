@@ -13,7 +13,6 @@ import qkeel
 from qkeel.lab import RunConfig, run
 from qkeel.lab.checkpoint import RunState, read_checkpoint
 from qkeel.lab.config import OptimConfig
-from qkeel.lab.train_runs import train_runs
 from qkeel.nn import Decoder
 from qkeel.records import RunDirectory
 
@@ -108,7 +107,8 @@ def test_in_a_stack_of_runs_q_and_k_stay_bit_for_bit(tmp_path: Path) -> None:
         for lr in (0.01, 0.3)
     ]
     folders = [tmp_path / str(i) for i in range(2)]
-    assert train_runs(configs, folders) == [None, None]
+    for config, folder in zip(configs, folders):
+        run(config, folder)
     start = RunState(configs[0]).model
     for folder in folders:
         tensors = read_checkpoint(RunDirectory(folder)).tensors

@@ -430,7 +430,6 @@ def test_the_settings_of_step_remedies_where_nothing_is_said_are_those_of_the_do
     assert (clip.threshold, clip.groups, clip.frozen) == (100.0, "query", "refuse")  # type: ignore[attr-defined]
     assert (rate.factor, decay.decay, cap.cap, cap.per) == (0.1, 0.1, 4.0, "head")  # type: ignore[attr-defined]
     assert all(one.on_steps for one in made)  # type: ignore[attr-defined]
-    assert [one.stacks for one in made] == [True] * 4 + [False]
 
 
 # Weights that are frozen or unfrozen after a remedy has been applied.

@@ -239,11 +239,6 @@ def _is_autopilot(text: str) -> bool:
     return any(term.name == AUTOPILOT for term in parse(text))
 
 
-def not_stacked(text: str) -> list[str]:
-    """Returns the names of a run's remedies that work inside its forward pass and therefore rule out stacking."""
-    return [AUTOPILOT] if _is_autopilot(text) else sorted({r.name for r in remedies.parse(text) if not r.stacks})
-
-
 def note(text: str) -> Note:
     """Describes the remedy of a run, with its source.
 
@@ -262,7 +257,7 @@ def rules(text: str) -> list[str]:
     ([], 'qk_lr:')
     """
     named = [] if _is_autopilot(text) else remedies.parse(text)
-    return [f"{one.name}: {one.written_rule()}" for one in named if one.rule]
+    return [f"{remedy.name}: {remedy.written_rule()}" for remedy in named if remedy.rule]
 
 
 def put_on(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Handle:

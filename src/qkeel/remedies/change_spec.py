@@ -197,7 +197,6 @@ class ChangeSpec(Remedy):
     qkeel's own modules have a spec. In any other module the attention call is replaced while the module's forward runs.
     """
 
-    stacks = True
     changes_spec = True
 
     __slots__ = ()

@@ -483,8 +483,6 @@ class StepRemedy(Remedy):
     if_normed: ClassVar[tuple[str, str]] = ("", "")  # the reason and what to do instead
     if_computed: ClassVar[str] = ""
 
-    stacks = True
-
     __slots__ = ()
 
     def holds(self, site: AttentionSite) -> Refusal | None:

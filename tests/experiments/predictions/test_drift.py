@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from experiments.predictions import drift, drift_law, drift_verdict, gains
+from experiments.predictions.law import EVIDENCE
 
 from qkeel.lab.config import ModelConfig, RunConfig
-from qkeel.lab.recommendation import EVIDENCE
 from qkeel.records import read_json
 
 

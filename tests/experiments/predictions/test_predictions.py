@@ -12,13 +12,11 @@ from experiments.predictions import edge_again, edge_of_chaos, transfer, transfe
 from experiments.predictions.__main__ import PAGES
 from experiments.predictions.order import crossing, kendall, over_seeds
 from experiments.predictions.pages import DOCS, HERE
-from experiments.predictions.run import SIZES, compared_units, edge_units, left, tuning_units
+from experiments.predictions.run import SIZES, STUDIES, compared_units, edge_units, left, tuning_units
 from experiments.predictions.table import PLACES, tables_of
+from experiments.studies import ONE_OF_EACH
+from experiments.studies.edge import EDGE_LRS
 from tests.quick import quick
-
-from qkeel.lab.plan import ONE_OF_EACH
-from qkeel.lab.studies import find_study
-from qkeel.lab.studies import grids as edge_of_chaos_study
 
 # The first 16 digits of SHA-256, as they were committed before the runs: the text of a prediction does not change.
 # Their code is in the history, unchanged up to commit c5b7e68e, after which it moved.
@@ -35,7 +33,7 @@ def test_a_page_says_what_the_committed_tables_say(study: str) -> None:
     tables = tables_of(study)
     for name, text in PAGES[study](*tables).items():
         assert (DOCS / name).read_text(encoding="utf-8") == text, "run python -m experiments.predictions"
-    rows, grid = tables[-1][1], find_study(study).grid
+    rows, grid = tables[-1][1], STUDIES[study].grid
     assert {row["remedy"] for row in rows} <= set(grid.remedies)
     assert {row["seed"] for row in rows} <= {*grid.seeds, *grid.tuning_seeds}
 
@@ -98,7 +96,7 @@ def parted(side: float) -> list[dict[str, object]]:
             knee = 0.02 * 2 ** (0.35 * i) * 64 / d_model
             edge = knee * 2 ** (side if remedy in edge_again.HELD else -side)
             for seed in edge_again.SEEDS:
-                for lr in edge_of_chaos_study.EDGE_LRS:
+                for lr in EDGE_LRS:
                     rows.append(
                         {
                             "d_model": d_model,
@@ -162,7 +160,7 @@ def test_verdicts_on_transfer_follow_from_numbers() -> None:
 
 
 def test_units_are_what_the_studies_plan_and_only_what_is_missing_is_done() -> None:
-    grid = find_study("edge").grid
+    grid = STUDIES["edge"].grid
     units = edge_units(grid.seeds, 150, grid.d_model)
     runs = len(grid.remedies) * len(grid.lrs) * len(grid.seeds) * len(grid.d_model)
     assert sum(len(unit.lrs) * len(unit.seeds) for unit in units) == runs

@@ -26,7 +26,7 @@ own = [x for x in given if not x.startswith(left_out) and x not in ("-o", out)]
 sys.exit(subprocess.call([*zig, *own, "-c", "-o", out + ".o"]) or
          subprocess.call(["c++", "-shared", out + ".o", "-o", out, *link]))
 """
-OF_KERNELS = ("attention", "decode", "logit_pass", "operators", "stacked_ops")
+OF_KERNELS = ("attention", "decode", "logit_pass", "operators")
 HERE = Path(__file__).parent
 NO_ZIG = "the compiler for other machines is not installed: pip install 'qkeel[cross]'"
 
