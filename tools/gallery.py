@@ -216,15 +216,17 @@ DEFINITION = ("remedies", "lrs", "seeds", "primary")  # of study.json
 
 def described(study: Path) -> dict[str, object]:
     """What a finished demo was asked and what it found at the rate of its primary comparison."""
-    from qkeel.report.study.collect import collect
-    from qkeel.report.study.compare import primary_gain
+    from qkeel.report.compare import primary_cell
+    from qkeel.report.study_runs import read_study
 
     about = json.loads((study / "study.json").read_text(encoding="utf-8"))
     with open(study / "table.csv", newline="", encoding="utf-8") as file:
         whole = list(csv.DictReader(file))
     lines = [line for line in whole if float(line["lr"]) == about["primary"]["lr"]]
     drifting = {run["run_id"] for run in about["runs"] if run["role"] == "drift"}
-    gain = primary_gain(collect(study))
+    primary = primary_cell(read_study(study))
+    assert primary is not None
+    gain = primary[0].gain
     assert gain is not None
     assert gain.effect is not None
     by = {name: [line for line in lines if line["remedy"] == name] for name in about["remedies"]}
@@ -233,7 +235,7 @@ def described(study: Path) -> dict[str, object]:
         "collapsed": {name: [sum(x["collapsed"] == "true" for x in of), len(of)] for name, of in by.items()},
         "largest_logit": {name: round(max(float(x["max_logit"]) for x in of), 1) for name, of in by.items()},
         "drift": {x["remedy"]: round(float(x["max_logit"]), 1) for x in whole if x["run_id"] in drifting},
-        "gain": {**{x: round(getattr(gain.effect, x), 4) for x in ("mean", "low", "high")}, "seeds": gain.effect.n},
+        "gain": {**{x: round(getattr(gain.effect, x), 4) for x in ("mean", "low", "high")}, "seeds": gain.n},
     }
 
 

@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from scipy.stats import binomtest
 
-from experiments.autopilot_page import share_interval
+from experiments.intervals import exact_interval
 from experiments.ladder.rows import RESULTS, Row, append, number, read
 from experiments.ladder.run import Stop, check_text, step_aside
 from qkeel.errors import DataError, RefusedError
 from qkeel.lab import run
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
-from qkeel.metrics import exact_interval
 from qkeel.records import read_json, write_json, write_text
 from qkeel.records.run_directory import made_on
 
@@ -297,7 +297,7 @@ def goals(found: Mapping[str, Any]) -> Iterator[str]:
         ("untouched", None, "settings that do not collapse are untouched (no goal)"),
     ):
         k, n = found[name]
-        low, high = share_interval(k, n)
+        low, high = binomtest(k, n).proportion_ci()  # exact: Clopper and Pearson 1934
         read_as = "" if goal is None else "yes" if low >= goal else "**no**" if high < goal else "not decided"
         yield f"| {text} | {k} of {n} | {low:.0%} to {high:.0%} | {read_as} |"
     for low_rate, high_rate in BANDS:

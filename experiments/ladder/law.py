@@ -86,7 +86,7 @@ def expected_logit(config: RunConfig, law: Law, summed: float) -> Expected:
 
 # The measurements to which the law was fitted.
 
-EVIDENCE = Path(__file__).with_name("evidence.json")  # written by `python -m experiments.predictions.drift_law`
+EVIDENCE = Path(__file__).with_name("evidence.json")  # fitted at commit c5b7e68e; notes/results/drift-law.md says how
 
 
 @functools.cache
