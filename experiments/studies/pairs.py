@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from experiments.files import read_json, write_json
 from qkeel.lab import Grid, PlannedRun, RunConfig, RunDirectory, product
-from qkeel.metrics import distance, divergence_rate
-from qkeel.records import read_json, write_json
+from qkeel.metrics import slope
 
 UNMOVED, MOVED = "unmoved", "moved"  # roles of the two runs of a pair
 _LOGITS = ("max_logit", "min_logit")
@@ -62,3 +62,43 @@ def _parted(both: Sequence[RunDirectory]) -> dict[str, float | None]:
         "logit_distance": float(apart[-1]),
         "exponent": None if math.isnan(rate) else rate,
     }
+
+
+# How fast two runs diverge that differ only by rounding: a finite-time Lyapunov exponent.
+
+SATURATED = 0.1  # beyond this distance, relative to the size of the compared values, exponential growth saturates
+_LEAST = 3  # points needed to fit a line
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Returns the root mean square difference between two trajectories [steps ...] at each step [steps].
+
+    >>> distance(np.zeros((2, 2)), np.array([[3.0, 3.0], [0.0, 0.0]]))
+    array([3., 0.])
+    """
+    apart = (np.asarray(other, np.float64) - np.asarray(one, np.float64)).reshape(len(one), -1)
+    return np.sqrt(np.square(apart).mean(axis=1))
+
+
+def divergence_rate(steps: Sequence[float], distances: np.ndarray, sizes: np.ndarray) -> float:
+    """Returns the slope of ln distance against steps, per step; NaN with fewer than 3 usable steps.
+
+    The fit uses the steps from the first distance above 0 until a distance exceeds a tenth of the size of the compared
+    values. A positive slope means that the runs diverge exponentially (chaos); its inverse is the number of steps in
+    which the distance grows e-fold.
+
+    Source: Wolf et al. 1985, Determining Lyapunov exponents from a time series, for the quantity.
+
+    >>> round(divergence_rate(range(6), 1e-6 * np.exp(0.5 * np.arange(6)), np.ones(6)), 6)
+    0.5
+    """
+    points = []
+    for step, apart, size in zip(steps, distances, sizes):
+        if not apart <= SATURATED * size:
+            break
+        if apart > 0:
+            points.append((float(step), math.log(apart)))
+    if len(points) < _LEAST:
+        return math.nan
+    line = np.array(points)
+    return slope(line[:, 0], line[:, 1])

@@ -18,7 +18,7 @@ from qkeel.lab.plan import PlannedRun, tuned_plan, tuning_plan
 from qkeel.lab.studies import STUDIES
 from qkeel.records import read_json
 from qkeel.report import write
-from qkeel.report.study.collect import collect
+from qkeel.report.study_runs import read_study
 
 Make = Callable[..., RunConfig]
 
@@ -153,7 +153,7 @@ def test_parts_are_run_recorded_extended_and_shown_apart(tiny: Make, tmp_path: P
     with open(out / "table.csv", newline="") as file:
         lines = list(csv.DictReader(file))
     assert sorted({(r["block"], r["optimizer"]) for r in lines}) == sorted(tuple(p.split(", ")) for p in PARTS)
-    study = collect(out)
+    study = read_study(out)
     assert set(study.parts()) == set(PARTS)
     for name, part in study.parts().items():
         assert [run.config["model"]["block"] for run in part.runs] == [name.split(",")[0]] * 2

@@ -11,7 +11,7 @@ import pytest
 from tests.lab.recorded import numbers, timeless
 
 from qkeel.lab import RunConfig, Watcher, run
-from qkeel.report.study.collect import collect
+from qkeel.report.study_runs import read_study
 
 
 def as_before(place: Path) -> None:
@@ -44,6 +44,6 @@ def test_a_run_of_an_earlier_version_is_read_and_gone_on_with(tiny: Callable[...
     config["data"]["tokens"] = "bytes"
     (tmp_path / "cut" / "config.json").write_text(json.dumps(config))
     run(tiny(), tmp_path / "cut")
-    old, new = (collect(tmp_path / name).runs[0].metrics for name in ("old", "whole"))
+    old, new = (read_study(tmp_path / name).runs[0].metrics for name in ("old", "whole"))
     assert list(map(timeless, old)) == list(map(timeless, new))
     assert numbers(tmp_path / "cut") == numbers(tmp_path / "old") == whole

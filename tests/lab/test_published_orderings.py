@@ -56,6 +56,15 @@ def _each_seed(rows: list[Row], remedy: str, name: str) -> list[float]:
     return values
 
 
+def _gain(rows: list[Row], remedy: str, lr: float) -> float:
+    """How much lower the loss is than without a remedy, averaged over seeds."""
+    mean = {
+        name: statistics.fmean(float(r["val_loss"]) for r in rows if r["remedy"] == name and r["lr"] == lr)
+        for name in ("none", remedy)
+    }
+    return mean["none"] - mean[remedy]
+
+
 def _sensitivity(rows: list[Row], remedy: str) -> float:
     each = [[float(r["val_loss"]) for r in rows if r["remedy"] == remedy and r["seed"] == seed] for seed in SEEDS]
     return statistics.fmean(map(metrics.lr_sensitivity, each))
@@ -68,8 +77,8 @@ def test_the_remedy_holds_logits_that_pass_500_without_it_and_gains_at_a_high_ra
     name, most, gain, little, flatter = REMEDIES[remedy]
     assert min(_each_seed(rows, "none", "max_logit")) >= 500
     assert max(_each_seed(rows, remedy, name)) <= most
-    assert statistics.fmean(metrics.paired_gain(rows, remedy, "none", 0.1)) >= gain
-    assert abs(statistics.fmean(metrics.paired_gain(rows, remedy, "none", 0.01))) <= little
+    assert _gain(rows, remedy, 0.1) >= gain
+    assert abs(_gain(rows, remedy, 0.01)) <= little
     assert not flatter or _sensitivity(rows, remedy) <= 0.8 * _sensitivity(rows, "none")
 
 

@@ -131,7 +131,7 @@ def test_a_run_whose_directory_is_moved_away_stops_at_its_next_write(
             (tmp_path / "r").rename(tmp_path / "away")
 
     missing = os.strerror(errno.ENOENT)
-    with pytest.raises(RunDirectoryError, match=rf"cannot (make|append to|write) .*/r/.*(does not exist|{missing})"):
+    with pytest.raises(RunDirectoryError, match=rf"cannot (create|append to|write) .*/r/.*(does not exist|{missing})"):
         run(config, tmp_path / "r", watcher=Watcher(on_record=move))
     assert steps == [0, 2, 4]
     assert not (tmp_path / "r").exists()

@@ -61,7 +61,7 @@ from qkeel.lab.studies import MULTIMODAL_BASE, STUDIES
 from qkeel.options import annotations
 from qkeel.records.file_formats import read_toml
 from qkeel.report import write
-from qkeel.report.study.collect import BASELINE
+from qkeel.report.study_runs import BASELINE
 
 # Flags as views of the configuration dataclasses: names, types, choices and help come from there.
 
