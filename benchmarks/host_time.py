@@ -47,7 +47,7 @@ from qkeel.errors import QkeelError
 from qkeel.lab.build_run import resolve
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.config import RunConfig
-from qkeel.lab.training import TrainingBackend, train_step
+from qkeel.lab.train import train_step
 from qkeel.monitor import Adaptive, Every, LogSpaced
 from qkeel.nn import Decoder, DecoderConfig
 
@@ -391,12 +391,11 @@ def micro_training(seconds: float) -> dict[str, float | str]:
 
     def train(watched: bool) -> float:
         state = RunState(resolve(RunConfig(device="cpu")))
-        backend = TrainingBackend([state])
         steps = state.config.steps
         begun = time.process_time_ns()
         monitor = qkeel.watch(state.model, state.optimizer, every=1) if watched else None
         for step in range(steps):
-            train_step(backend, [step])
+            train_step(state, step)
         if monitor is not None:
             monitor.close()
         return (time.process_time_ns() - begun) / 1e6

@@ -1,7 +1,6 @@
 """How far each operator is from what the machine can do: its time, and copies and a matrix product, in one run.
 
     python -m benchmarks.roofline                        measures, writes benchmarks/results/roofline-DATE.json
-    python -m benchmarks.charts FILE.json FILE.svg   draws it
 
 An operator is placed by the bytes and floating-point operations that it cannot do without: every tensor read or written
 once, every product that a visible pair needs. What it moves or computes besides shows as distance from the roof.

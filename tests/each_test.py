@@ -91,11 +91,7 @@ def _compiled_kernels() -> tuple[str, ...]:
     from qkeel.kernels.native import logit_pass, operators
 
     sources = [compiled_attention.OPERATORS, compiled_attention.BACKWARD, compiled_attention.DECODE_OPERATORS]
-    sources += [
-        logit_pass.OPERATORS,
-        operators.NORM_ROPE_OPERATORS,
-        operators.STACKED_OPERATORS,
-    ]
+    sources += [logit_pass.OPERATORS, operators.NORM_ROPE_OPERATORS]
     return tuple(source.name for source in sources if source.ready())
 
 

@@ -114,7 +114,6 @@ def row(config: RunConfig, place: RunDirectory) -> dict[str, object]:
         "train_loss": last.get("train_loss"),
         "val_loss": next((line["val_loss"] for line in reversed(lines) if line.get("val_loss") is not None), None),
         "tokens_per_second": last.get("tokens_per_second"),
-        "mfu": last.get("mfu"),
         "max_logit": max((line["max_logit"] for line in lines), default=None),
         "loss": {str(n): line.get("loss_nonrepeat") for n, line in found.items()},
         "accuracy_last": {str(n): line.get("accuracy_last") for n, line in found.items()},

@@ -13,7 +13,8 @@ from typing import Any, Literal
 from experiments.claims.claim import MARGINS, OF_ALL_RATES, Cell, Claim, Margin
 from experiments.claims.studies import CORPORA, SEEDS, STUDIES
 from experiments.claims.table import CLAIMS, EVERY, PUBLISHED, SECTIONS
-from qkeel.metrics import common_level, exact_interval, largest_stable_lr, lr_sensitivity
+from experiments.intervals import common_level, exact_interval, largest_stable_lr
+from qkeel.metrics import lr_sensitivity
 
 Results = Mapping[str, Mapping[str, Any]]  # by study: command, identity, rows
 HERE = Path(__file__).parent

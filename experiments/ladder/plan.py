@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+from qkeel.lab import DataConfig, ModelConfig, OptimConfig, RunConfig
 
 # Arm -> remedy. frozen_qk is the control: q and k at their first values.
 ARMS: Mapping[str, str] = {
@@ -54,7 +54,7 @@ class Rung:
     at 10M and 124M), for their numbers stay in the cache. bf16 would take 0.45, on processors that have it alone, and
     would change the arithmetic from rung to rung: all runs are float32."""
     together: int = 1
-    """Seeds whose runs of one arm train as one stack."""
+    """Seeds of one arm whose runs are done one after the other."""
     checkpoint_every: int = 100
 
     @property
@@ -82,8 +82,8 @@ class Rung:
 
 
 def _data(context: int, batch: int, vocab_size: int | None = None) -> DataConfig:
-    tokens: Literal["bytes", "bpe"] = "bpe" if vocab_size else "bytes"
-    return DataConfig(context=context, batch=batch, windows="once", tokens=tokens, vocab_size=vocab_size)
+    """The data of a rung: bytes, or with a `vocab_size` the byte pairs that `byte_pairs.write_tokens` writes."""
+    return DataConfig(context=context, batch=batch, windows="once", vocab_size=vocab_size)
 
 
 RUNGS: Mapping[str, Rung] = {

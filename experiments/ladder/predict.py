@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from experiments.ladder.law import evidence, expected_logit, predict, summed_rates
 from experiments.ladder.plan import FIRST_SEED, LEVEL, QUESTIONS, RUNGS, Question
 from experiments.ladder.rows import Row, values
-from qkeel.lab.recommendation import evidence, expected_logit, predict, summed_rates
 
 WIDE = 10.0  # standard deviation of a: nothing is known of it
 LEAST = 0.003  # nats: no seeds are trusted to agree better than this

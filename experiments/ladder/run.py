@@ -3,14 +3,14 @@ end.
 
     python -m experiments.ladder.run [--rung 0.13M …] [--seed 5000 …] [--arm none …] [--work FOLDER] [--results FOLDER]
     [--idle]
-    python -m experiments.ladder.run --save-text library.jsonl
-    python -m experiments.ladder.run --device cuda --text library.jsonl
+    python -m experiments.ladder.run --save-text library
+    python -m experiments.ladder.run --device cuda --text library
 
 A run that is in the results is never run again. SIGTERM or SIGINT: checkpoints are written and the process ends;
 started again it goes on there, to the same numbers. Several processes can share a rung if each has its own seeds or
 arms, and its own folders; join their rows with `cat`. Before the first run of a rung, the prediction from the rungs
-below is written next to the results, and never changed. A machine with another Python reads the text from a file that
-`--save-text` writes. On a GPU the arithmetic is float32 as well, without TF32.
+below is written next to the results, and never changed. A machine with another Python reads the text from a folder
+that `--save-text` writes. On a GPU the arithmetic is float32 as well, without TF32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
 import shutil
 import signal
@@ -26,15 +25,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.files import commit, write_json
+from experiments.ladder.byte_pairs import write_tokens
 from experiments.ladder.plan import ARMS, AUTOPILOT, CORPUS, FIRST_SEED, QUESTIONS, RUNGS, Point, Question, units
 from experiments.ladder.predict import predictions
 from experiments.ladder.rows import RESULTS, Row, append, number, point, read
 from qkeel.errors import DataError
-from qkeel.lab.config import RunConfig, with_values
-from qkeel.lab.text import load, read_documents
-from qkeel.lab.train_runs import Watcher, train_runs
-from qkeel.records import RunDirectory, write_json, write_text
-from qkeel.records.run_directory import made_on
+from qkeel.lab import RunConfig, RunDirectory, Watcher
+from qkeel.lab import run as train
+from qkeel.lab.text import heldout, load, read_documents
 
 
 class Stop:
@@ -60,23 +59,24 @@ def step_aside() -> None:
         os.nice(19)
 
 
-def row(of: Point, directory: Path) -> Row:
-    """The line of a finished run."""
+def row(of: Point, directory: Path, per_byte: tuple[float, float] = (1.0, 1.0)) -> Row:
+    """The line of a finished run; `per_byte` are the tokens per byte of the training and of the held-out text."""
     place = RunDirectory(directory)
+    train_factor, heldout_factor = per_byte
     about, found, course = place.env(), place.summary(), list(place.metrics())
     touched = sum(1 for event in place.events() if "resumed" not in str(event.get("event", "")))
     return {
         **dataclasses.asdict(of),
         "steps": found["steps"],
-        **{name: number(found[name]) for name in ("val_loss", "init_loss", "max_abs_logit", "end_entropy")},
-        "bigrams": number(about["counted_bigrams"]),
+        **{name: number(found[name] * heldout_factor) for name in ("val_loss", "init_loss")},
+        **{name: number(found[name]) for name in ("max_abs_logit", "end_entropy")},
+        "bigrams": number(about["counted_bigrams"] * heldout_factor),
         "collapsed": found["collapsed"],
         "diverged": found["steps"] < RUNGS[of.rung].steps or number(found["val_loss"]) is None,
         "logits": [number(line["max_abs_logit"]) for line in course],
-        "losses": [number(line["train_loss"]) for line in course[1:]],
+        "losses": [number(line["train_loss"] * train_factor) for line in course[1:]],
         "acts": touched if of.arm == "autopilot" else 0,
         "cpu_seconds": found["cpu_seconds"],
-        "stacked": about.get("stacked", 1),
         "parameters": about["n_parameters"],
         "commit": about.get("commit", ""),
         "device": about["device"],
@@ -100,6 +100,8 @@ class Share:
     arms: Sequence[str] = ()
     device: str = "cpu"
     text: str = "stdlib"
+    tokens: Path = Path()
+    """Folder of the byte pairs, for rungs with a vocabulary."""
 
     def has(self, of: Point) -> bool:
         """Whether a run is one of them."""
@@ -108,9 +110,10 @@ class Share:
     def config(self, of: Point) -> RunConfig:
         """The configuration of a run. Only a processor's cache gains from parts of a step, and on a GPU a run takes
         less time than a few checkpoints."""
-        found = with_values(of.config, data={"source": self.text})
+        source = self.text if of.config.data.vocab_size is None else str(self.tokens)
+        found = dataclasses.replace(of.config, data=dataclasses.replace(of.config.data, source=source))
         if self.device != "cpu":
-            found = with_values(found, device=self.device, accumulate=1, checkpoint_every=0)
+            found = dataclasses.replace(found, device=self.device, accumulate=1, checkpoint_every=0)
         return found
 
 
@@ -126,6 +129,14 @@ def climb(names: Sequence[str], work: Path, results: Path, stop: Stop, share: Sh
         if unknown := sorted(set(share.seeds).difference(own)):
             raise DataError(f"{name} has the seeds {own[0]} to {own[-1]}, got {', '.join(map(str, unknown))}")
         check_text(rung.name, share.text)
+        factors = (1.0, 1.0)
+        if rung.data.vocab_size:
+            files = write_tokens(share.text, rung.data.vocab_size, work / f"{name}-tokens")
+            share = dataclasses.replace(share, tokens=files.path)
+            data = rung.config(AUTOPILOT, 1.0, 0).data
+            corpus = load(dataclasses.replace(data, source=str(files.path)))
+            targets = heldout(corpus, rung.data.context, RunConfig().eval_sequences)[:, 1:]
+            factors = files.per_byte(corpus.train), files.per_byte(targets)
         done = {point(r) for r in rows}
         predict_before(name, results, begun=bool(rows))
         for unit in units(rung):
@@ -134,22 +145,17 @@ def climb(names: Sequence[str], work: Path, results: Path, stop: Stop, share: Sh
                 continue
             if left[0].arm == AUTOPILOT:
                 predict_autopilot(name, results, begun=any(p.arm == AUTOPILOT for p in done))
-            places = [folder(work, p) for p in left]
-            for path in places:
-                path.mkdir(parents=True, exist_ok=True)
-            try:
-                command = "python -m experiments.ladder.run"
-                errors = train_runs([share.config(p) for p in left], places, command=command, watcher=watcher)
-            except KeyboardInterrupt:
-                print("stopped; started again it goes on", flush=True)
-                return 0
-            finished = [(p, at) for p, at, error in zip(left, places, errors) if error is None]
-            append(name, [row(p, at) for p, at in finished], results)
-            for _, at in finished:
-                shutil.rmtree(at)
-            for error in filter(None, errors):
-                raise error
-            done |= {p for p, _ in finished}
+            for each in left:
+                directory = folder(work, each)
+                directory.mkdir(parents=True, exist_ok=True)
+                try:
+                    train(share.config(each), directory, command="python -m experiments.ladder.run", watcher=watcher)
+                except KeyboardInterrupt:
+                    print("stopped; started again it goes on", flush=True)
+                    return 0
+                append(name, [row(each, directory, factors)], results)
+                shutil.rmtree(directory)
+                done.add(each)
             total = sum(len(u) for u in units(rung))
             print(f"{name}: {len(done)} of {total}", left[0].arm, left[0].seed, flush=True)
             if stop.asked:
@@ -159,18 +165,19 @@ def climb(names: Sequence[str], work: Path, results: Path, stop: Stop, share: Sh
 
 def check_text(name: str, source: str = "stdlib") -> None:
     """Raises DataError where a text is not the plan's."""
-    bytes_alone = dataclasses.replace(RUNGS[name].data, source=source, tokens="bytes", vocab_size=None)
+    bytes_alone = dataclasses.replace(RUNGS[name].data, source=source, vocab_size=None)
     if load(bytes_alone).sha256 != CORPUS:
         raise DataError(
             f"the ladder is trained on the text of SHA-256 {CORPUS[:12]}…, which CPython 3.11.7 has, and {source} is "
-            "another; let that Python write it (--save-text FILE), and read it here with --text FILE"
+            "another; let that Python write it (--save-text FOLDER), and read it here with --text FOLDER"
         )
 
 
-def save_text(path: Path) -> None:
-    """Writes the documents of this Python's library, a JSON object a line, for a machine that has another Python."""
-    lines = (json.dumps({"text": text.decode()}) for text in read_documents("stdlib").texts)
-    write_text(path, "".join(f"{line}\n" for line in lines))
+def save_text(folder: Path) -> None:
+    """Writes the documents of this Python's library, a file each, for a machine that has another Python."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for place, text in enumerate(read_documents("stdlib").texts):  # folders are read in the order of names
+        (folder / f"{place:06}.txt").write_bytes(text)
 
 
 def predict_before(name: str, results: Path, *, begun: bool) -> None:
@@ -197,7 +204,7 @@ def _predict(path: Path, questions: Sequence[Question], name: str, results: Path
             raise DataError(f"{other} is not finished; the prediction of {name} is made of it")
     found = predictions(name, below)
     about = {q.name: [dataclasses.asdict(p) for p in found[q.name]] for q in questions if q.name in found}
-    write_json(path, {"commit": made_on().get("commit", ""), "rows": {n: len(r) for n, r in below.items()}, **about})
+    write_json(path, {"commit": commit(), "rows": {n: len(r) for n, r in below.items()}, **about})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -207,8 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", nargs="*", type=int, default=(), help="these seeds alone; without it every seed")
     parser.add_argument("--arm", nargs="*", choices=list(ARMS), default=(), help="these arms alone")
     parser.add_argument("--device", default="cpu", help="where runs are computed: cpu, or cuda")
-    parser.add_argument("--text", default="stdlib", help="a file that --save-text has written under CPython 3.11.7")
-    parser.add_argument("--save-text", type=Path, help="write this Python's library to a .jsonl file, and run nothing")
+    parser.add_argument("--text", default="stdlib", help="a folder that --save-text has written under CPython 3.11.7")
+    parser.add_argument("--save-text", type=Path, help="write this Python's library to a folder, and run nothing")
     parser.add_argument("--work", type=Path, default=Path("runs/ladder"), help="folder of runs that are under way")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of rows")
     parser.add_argument("--idle", action="store_true", help="run only when no other process wants the processor")

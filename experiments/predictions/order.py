@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from qkeel.metrics import bootstrap_interval
+from experiments.intervals import bootstrap_interval
 
 
 def kendall(x: np.ndarray, y: np.ndarray) -> float:

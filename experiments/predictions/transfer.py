@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.intervals import paired_effects
 from experiments.predictions.order import kendall, over_seeds, verdict
-from qkeel.metrics import paired_effects
 
 Row = Mapping[str, Any]
 Size = tuple[str, int]  # parametrisation and width

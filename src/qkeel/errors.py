@@ -57,6 +57,10 @@ class RunDirectoryError(QkeelError, OSError):
     """A run directory belongs to another run, is damaged, is in use or is not writable."""
 
 
+class RunInUseError(RunDirectoryError):
+    """Another process works in the directory."""
+
+
 class DamagedFileError(RunDirectoryError):
     """A file of a run has changed since it was written; the message names the file and, if possible, the line."""
 

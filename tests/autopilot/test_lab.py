@@ -12,7 +12,6 @@ from qkeel.lab import run
 from qkeel.lab.build_run import canonical
 from qkeel.lab.config import RunConfig
 from qkeel.lab.run_record import Watcher
-from qkeel.lab.stack_models import why_not_stacked
 
 BASE = RunConfig(steps=16, eval_sequences=1, probe_sequences=1, log_every=2, checkpoint_every=0, device="cpu")
 CONFIG = dataclasses.replace(
@@ -42,7 +41,6 @@ def test_a_run_with_an_autopilot_is_recorded_and_resumes_to_the_same_bits(tmp_pa
 
 def test_what_an_autopilot_of_a_run_cannot_be() -> None:
     assert canonical("autopilot:tau=0.10") == "autopilot:tau=0.1"
-    assert "autopilot" in why_not_stacked(CONFIG)
     for error, text in (
         (InvalidValueError, "autopilot+z_loss"),
         (InvalidValueError, "autopilot:allow_new_parameters=true"),

@@ -20,7 +20,6 @@ NOT_RUN = {
     "measure": "the harness that all share",
     "timing": "the clock that all share",
     "watch": "a test of its own, test_watch_runs.py",
-    "charts": "draws results and studies, measures nothing; a test draws the committed results again",
 }
 SLOW = {"transformers_attention"}  # more than three seconds, at toy size
 NEEDS_A_COMPILER = {"native", "attention", "decode", "modules", "transformers_attention"}

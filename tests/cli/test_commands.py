@@ -26,7 +26,6 @@ from qkeel.lab import RunConfig
 from qkeel.lab.executors import Outcome
 from qkeel.lab.plan import PlannedRun
 from qkeel.records import RunDirectory, RunStatus, read_json
-from qkeel.records.run_directory import locked
 from qkeel.remedies import REMEDIES
 
 TINY = shlex.split(
@@ -166,9 +165,7 @@ def test_a_study_writes_table_and_report(tmp_path: Path, capsys: Capture) -> Non
     assert "4 runs, 0 to do" in capsys.readouterr().out
 
 
-def test_the_time_that_is_left_counts_the_steps_of_a_stack_that_ends_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_that_is_left_counts_the_steps_of_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig(steps=10, eval_sequences=1)
     runs = [PlannedRun(config=dataclasses.replace(config, seed=seed)) for seed in range(4)]
     steps, now, console = dict[str, int](), [0.0], make_console()
@@ -186,7 +183,7 @@ def test_the_time_that_is_left_counts_the_steps_of_a_stack_that_ends_at_once(
         view = StudyView(console, runs, tmp_path)
         first, second, *rest = view.runs
         now[0], steps = 60.0, {first: 10, second: 10}
-        assert ended(view, first) == "; about 1 min 00 s left"  # of four, two stacked runs are at their end
+        assert ended(view, first) == "; about 1 min 00 s left"  # of four, two are at their end
         assert ended(view, second, *rest) == ""
         # A study that goes on: three runs had taken 8 of 10 steps when this process started; one has ended since.
         now[0], steps = 0.0, {second: 8, **dict.fromkeys(rest, 8)}
@@ -316,9 +313,8 @@ BAD = [
     (["run", "--recipe", "nowhere.toml"], "nowhere.toml is missing"),
     (["study", "lr", "--remedies", "none", "softcapp"], "Did you mean 'softcap'"),
     (["study", "lr", "--lrs", "-1"], "expected a finite number above 0 for lr"),
-    (["study", "lr", "--shard", "3/2"], "expected a shard i/n"),
     (["study", "lr", "--jobs", "0"], "at least 1 worker"),
-    (["study", "lr", "--stack", "many"], "expected stack to be auto, off or a number"),
+    (["study", "lr", "--executor", "slrum"], "Did you mean 'slurm'"),
     (["explain", "gemma"], "Did you mean 'gemma"),
     (["explain", "gemma2:capp=3"], "Did you mean 'cap'"),
     (["stdy"], 'Did you mean "study"?'),
@@ -403,8 +399,6 @@ def test_directories_that_cannot_be_used_are_one_line_and_exit_code_2(tmp_path: 
     assert "is not complete JSON" in refused(["run", *TINY, "--out", str(place)], capsys)
     (tmp_path / "bad.toml").write_text("steps = ")
     assert "is not valid TOML" in refused(["run", "--recipe", str(tmp_path / "bad.toml")], capsys)
-    with locked(tmp_path / "s" / "lock", "held"):
-        assert "in use by another study" in refused(["study", "lr", *TINY, "--out", str(tmp_path / "s")], capsys)
 
 
 def test_a_full_disk_is_one_line_and_exit_code_2(
@@ -421,12 +415,12 @@ def test_a_full_disk_is_one_line_and_exit_code_2(
 
 
 def test_a_failed_run_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    from qkeel.lab import training
+    from qkeel.lab import train
 
     def broken(run: object, step: int) -> None:
         raise RuntimeError("the machine is on fire")
 
-    monkeypatch.setattr(training, "set_rate", broken)
+    monkeypatch.setattr(train, "set_rate", broken)
     assert main(["run", *TINY, "--out", str(tmp_path / "r")]) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: the run failed: RuntimeError: the machine is on fire; see ")
@@ -468,7 +462,7 @@ def test_an_interrupted_study_keeps_what_is_done(
 ) -> None:
     from qkeel.lab import executors
 
-    real, calls = executors.train_runs, []
+    real, calls = executors.run, []
 
     def interrupted(*args: object, **kwargs: object) -> object:
         calls.append(1)
@@ -476,7 +470,7 @@ def test_an_interrupted_study_keeps_what_is_done(
             raise KeyboardInterrupt
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(executors, "train_runs", interrupted)
+    monkeypatch.setattr(executors, "run", interrupted)
     monkeypatch.setattr(sys, "argv", ["qkeel", "study", "lr", "--again"])
     grid = ["--lrs", "0.1", "--seeds", "0", "--remedies", "none", "qk_norm", "--jobs", "1"]
     assert main(["study", "lr", *grid, *TINY, "--out", str(tmp_path / "s")]) == 130
@@ -489,8 +483,7 @@ def test_an_interrupted_study_keeps_what_is_done(
 def test_the_demo_is_a_study_of_its_own(tmp_path: Path, capsys: Capture) -> None:
     assert main(["demo", *TINY, "--out", str(tmp_path / "d"), "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "74 runs, 74 to do" in out
-    assert out.count("lr 0.03, seed 0, 21 steps") == 2
+    assert "26 runs, 26 to do" in out
 
 
 def test_no_colour_is_written_into_a_pipe(tmp_path: Path, capsys: Capture) -> None:

@@ -34,12 +34,6 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
         "images": (f"run --task vision --images {{}} {TINY} --out r", False),
     },
     "report": {"runs": ("report {} -o page.html", False), "output": ("report study -o {}", True)},
-    "merge": {"parts": ("merge study {} --out s", False), "out": ("merge study --out {}", True)},
-    **{
-        f"study {name}": {"recipe": (f"study {name} --recipe {{}} --data topics --out s --dry-run", False)}
-        for name in ("drift", "edge", "transfer")
-    },
-    "recommend": {"source": ("recommend {}", False)},
     "scan": {"checkpoint": ("scan {}", False)},
     "export": {
         "run": ("export {} --to csv", False),
@@ -53,7 +47,6 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
         "script": (f"watch -- {PYTHON} {{}}", False),
         "out": (f"watch --out {{}} -- {PYTHON} script.py", True),
     },
-    "study precision": {"out": ("study precision --remedies none --head-dim 2 --out {}", True)},
     **{
         command: {
             "out": (f"{command} --data topics {flags} --out {{}}", True),
@@ -63,7 +56,6 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
         for command, flags in {
             "demo": f"--jobs 1 {TINY}",
             "study lr": f"--remedies none --lrs 0.1 {ONE} {TINY}",
-            "study chaos": f"--remedies none --lrs 0.1 {ONE} {TINY}",
             "study translation": f"--remedies none --lrs 0.1 {ONE} {TINY}",
             "study mla": f"--remedies none --lrs 0.1 {ONE} {TINY}",
             "study extrapolation": f"--forms baseline --posthoc none --train-length 8 --test-lengths 8 {ONE} {SMALL}",
@@ -72,7 +64,7 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
     },
 }
 # Other studies are made as the first is, other readers read as the second.
-QUICK = ("study lr", "report", "watch", "merge")
+QUICK = ("study lr", "report", "watch")
 NO_PATHS = ("explain", "presets", "remedies", "check", "figures")
 
 
@@ -90,8 +82,6 @@ OTHERWISE = {
     ("report", "output", "an empty folder"): 2,  # the page is a file
     ("report", "output", "a link to a file elsewhere"): 0,  # the link is replaced, not the file
     ("report", "output", "a file that nobody may read"): 0,  # and so is such a file
-    ("merge", "out", "nothing"): 2,  # the study here is one for reports; tests/lab/test_merge_studies writes
-    ("merge", "out", "an empty folder"): 2,
     ("watch", "out", "a file in a folder that is gone"): 2,  # and so is the script
     ("watch", "script", "a link to a file elsewhere"): 1,  # a script that Python fails on
 }

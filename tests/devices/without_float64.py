@@ -20,7 +20,7 @@ import qkeel
 from qkeel.functional import norms
 from qkeel.lab import Execution, Grid, LongContexts, RunConfig, make_plan, run, run_plan
 from qkeel.lab import build_run as build_model
-from qkeel.lab.studies import STUDIES, find_study
+from qkeel.lab.studies import STUDIES
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.remedies import REMEDIES
 from qkeel.report import write
@@ -86,7 +86,7 @@ def trained() -> Iterator[str]:
 def studied() -> Iterator[str]:
     """Every study of the lab, the demo among them, cut to its first remedies, rate and seed; with its page."""
     for name in STUDIES:
-        study = find_study(name)
+        study = STUDIES[name]
         grid = {axis: values[:1] for axis, values in dataclasses.asdict(study.grid).items()}
         remedies = study.grid.remedies[: 1 if study.contexts else 2]
         base = dataclasses.replace(study.base or TINY, model=TINY.model, steps=3, log_every=1, checkpoint_every=3)

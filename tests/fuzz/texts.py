@@ -71,7 +71,7 @@ _command_FLAGS = [f"--{name.replace('_', '-')}" for name in _ENTRIES]
 _command_OTHERS = ["--recipe", "--json", "--help", "--version", "--out", "-o", "--output", "--to", "--n-heads"]
 _command_OTHERS += ["--remedies", "--lrs"]
 _command_OTHERS += ["--seeds", "--dry-run", "--head-dim", "--every-head", "--tensors-only", "--layout"]
-_command_OTHERS += ["--no-tied", "--", "--shard"]
+_command_OTHERS += ["--no-tied", "--", "--executor"]
 # Commands that train for as long as their flags say are asked for what they are only.
 _command_QUICK = ["config", "explain", "presets", "remedies", "report", "scan", "convert"]
 

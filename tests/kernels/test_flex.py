@@ -115,11 +115,3 @@ def test_a_nan_that_a_maximum_passes_over_is_not_certified(monkeypatch: pytest.M
     assert found.certified is not None
     assert found.certified.tolist() == [False, True]
     assert found.lower.isnan().tolist() == [True, False]
-
-
-def test_a_cpu_is_refused_with_a_way_out() -> None:
-    q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(
-        RefusedError, match="on a GPU only, since elsewhere it materialises the T×T matrix; use impl='auto'"
-    ):
-        qkeel.attention(q, q, q, spec=AttentionSpec(), impl="flex")

@@ -9,7 +9,6 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from qkeel import attention, preset
-from qkeel.errors import UnknownNameError
 from qkeel.kernels import statistics
 from qkeel.kernels.encode import folded
 from qkeel.kernels.statistics import attend_with_logsumexp, bracket, fused_with_logsumexp, logit_stats
@@ -77,15 +76,6 @@ def test_the_bracket_leaves_out_the_rows_that_a_query_mask_does(causal: bool) ->
             assert torch.allclose(found.entropy, exact.entropy, atol=1e-9)
 
 
-def test_entropy_tightens_the_bracket() -> None:
-    call = call_of("baseline", 3.0)
-    pair = attend_with_logsumexp(call)
-    assert pair is not None
-    free, tight = bracket(call, pair[1], "bracket"), bracket(call, pair[1], "entropy")
-    assert (tight.upper - tight.lower <= free.upper - free.lower).all()
-    assert (tight.upper - tight.lower < free.upper - free.lower).any()
-
-
 @pytest.mark.parametrize("stats", PRICES)
 @pytest.mark.parametrize(
     ("spec", "how"),
@@ -146,22 +136,6 @@ def test_gradients_are_those_without_statistics() -> None:
         out, _ = attention(q, k, v, spec=spec, stats=stats)  # type: ignore[call-overload]
         ours = torch.autograd.grad(out.cos().sum(), (q, k, v))
         assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(ours, plain))
-
-
-def test_no_logsumexp_is_had_where_the_fused_call_would_not_do() -> None:
-    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
-    spec = preset("baseline")
-    assert attend_with_logsumexp(make_call(spec, q, k, k)) is None
-    assert attend_with_logsumexp(make_call(spec, k, k, k, mask=torch.ones(5, 5, dtype=torch.bool))) is None
-    assert attend_with_logsumexp(make_call(spec, k, k, k, dropout=0.1)) is None
-    assert attend_with_logsumexp(make_call(spec, k, k, k[..., :4])) is None
-    assert attend_with_logsumexp(make_call(spec, q, k, k, causal=False)) is not None
-
-
-def test_unknown_statistics_name_the_nearest() -> None:
-    q = torch.randn(1, 2, 3, 8)
-    with pytest.raises(UnknownNameError, match="bracket"):
-        attention(q, q, q, spec=preset("baseline"), stats="brakcet")  # type: ignore[call-overload]
 
 
 def fused(kind: str, seen: list[str]) -> Callable[..., tuple[torch.Tensor, ...]]:

@@ -19,13 +19,10 @@ from torch import Tensor
 from torch.overrides import BaseTorchFunctionMode
 
 import qkeel
-from qkeel import reference
 from qkeel.kernels import encode
 from qkeel.kernels.native import operators
 from qkeel.kernels.triton import available
-from qkeel.ops import run as attend
-from qkeel.spec import PI, PRESETS, AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, YaRN
-from qkeel.spec.call import make_call
+from qkeel.spec import PRESETS, AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, YaRN
 from qkeel.spec.norm import NoNorm, Norm
 from qkeel.spec.rope import NoPosition, Position
 from qkeel.spec.slot import Params
@@ -246,13 +243,6 @@ def test_any_number_of_heads_fills_tiles_or_not_and_too_many_for_one_norm_are_le
         assert encode.fused(spec, torch.randn(1, h, 1, d), torch.randn(1, 2, 1, d), pos, pos, {}) is None
 
 
-@in_triton
-def test_x_is_made_again_from_a_result_in_half_precision(door: Door) -> None:
-    for dtype in DTYPES[1:]:
-        for norm in (RMSNorm(), L2Norm(), LayerNorm(gain="none")):
-            check(given(norm, Rope(), 9, 64, dtype, "heads beside each other"), repr(norm))
-
-
 def test_gains_near_zero_and_zero_keep_their_gradients_and_nan_shows(door: Door) -> None:
     door.keeps = True
     for smallest in (0.0, 1e-30, 1e-4, -0.3):
@@ -461,28 +451,6 @@ def test_one_token_has_the_bits_it_has_in_a_whole_sequence(norm: Norm, door: Doo
 
 
 @compiled
-@torch.no_grad()
-def test_places_between_tokens_are_turned_by_their_own_angles(door: Door) -> None:
-    case, pos = given(RMSNorm(), Rope(), 1, 16, torch.float32), torch.tensor([[2.5]])
-    torch.testing.assert_close(fused(case, pos), torchs(*case[:3], pos, pos, case[3]), rtol=1e-5, atol=2e-6)
-    with torch.enable_grad():
-        check(given(RMSNorm(gain="dim"), Rope(stretch=PI(factor=4)), 20, 64, torch.float32), "PI")
-
-
-@compiled
-def test_gains_of_heads_may_be_those_of_a_stack_of_runs(door: Door) -> None:
-    pos = torch.arange(5)[None]
-    q, k, weight = torch.randn(1, 4, 5, 16), torch.randn(1, 4, 5, 16), torch.rand(4, 16) + 0.5
-    spec = AttentionSpec(norm=RMSNorm(gain="dim"), position=Rope())
-    for track in (True, False):
-        with torch.set_grad_enabled(track):
-            wide = dict.fromkeys(("q_norm", "k_norm"), weight[:, None].requires_grad_(track))
-            found = fused((spec, q, k, wide))
-        for mine, true in zip(found, spec.encode(q, k, pos, pos, wide)):
-            torch.testing.assert_close(mine, true)
-
-
-@compiled
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, of make_dual
 def test_past_the_dispatcher_modes_transforms_tangents_and_gradients_are_left_to_the_operators(door: Door) -> None:
     native, x, y = operators.functions(), torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16)
@@ -509,16 +477,11 @@ def test_past_the_dispatcher_modes_transforms_tangents_and_gradients_are_left_to
 
 @compiled
 @torch.no_grad()
-def test_every_preset_gives_the_oracles_output_and_those_with_half_pairs_use_it(door: Door) -> None:
-    pos, used = torch.arange(9)[None], set()
+def test_presets_with_half_pairs_use_it_and_norms_over_a_layer_do_not(door: Door) -> None:
+    pos, q, used = torch.arange(9)[None], torch.randn(2, 4, 9, 16), set()
     for name in PRESETS:
         spec = qkeel.preset(name)
-        q, k, v = torch.randn(2, 4, 9, 16), torch.randn(2, 4, 9, 16), torch.randn(2, 4, 9, 16)
-        params = {n: p + 0.1 * torch.randn(p.shape) for n, p in spec.init_params(4, 4, 16).items()}
-        wide = make_call(spec, q.double(), k.double(), v.double(), params={n: p.double() for n, p in params.items()})
-        truth = reference.attend_call(wide).out
-        assert (attend(make_call(spec, q, k, v, params=params)) - truth).abs().max() <= 2e-6 * (1 + truth.abs().max())
-        if encode.fused(spec, q, k, pos, pos, params) is not None:
+        if encode.fused(spec, q, q, pos, pos, spec.init_params(4, 4, 16)) is not None:
             used.add(name)
     assert {"baseline", "qna", "kna", "cosa", "qwen3", "gemma3", "qwen3_next", "nanochat", "vit22b"} <= used
     assert not used & {"olmo2", "chameleon", "llama4"}

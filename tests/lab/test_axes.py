@@ -14,12 +14,11 @@ import pytest
 from qkeel.cli.app import main
 from qkeel.errors import InvalidValueError, QkeelError, RunDirectoryError
 from qkeel.lab import Execution, Grid, ModelConfig, RunConfig, make_plan, run_plan
-from qkeel.lab.config import SETTINGS
 from qkeel.lab.plan import PlannedRun, tuned_plan, tuning_plan
-from qkeel.lab.studies import STUDIES, find_study, grids
+from qkeel.lab.studies import STUDIES
 from qkeel.records import read_json
 from qkeel.report import write
-from qkeel.report.study.collect import collect
+from qkeel.report.study_runs import read_study
 
 Make = Callable[..., RunConfig]
 
@@ -40,29 +39,6 @@ def test_every_combination_is_a_part_of_its_own_and_one_value_is_that_of_all_run
     alone = Grid(remedies=("none",), lrs=(0.1,), seeds=(0,), d_model=(32,), head_dim=(8,))
     (run,) = make_plan("lr", tiny(), alone).runs
     assert (run.role, run.config.model.d_model, run.config.model.head_dim) == ("grid", 32, 8)
-
-
-def test_the_runs_of_every_study_without_axes_keep_their_names_and_with_them_have_one_each() -> None:
-    for name in STUDIES:
-        study = find_study(name)
-        grid = dataclasses.replace(study.grid, seeds=study.grid.seeds[:2], **dict.fromkeys(SETTINGS, ()))
-        study = dataclasses.replace(study, grid=grid)
-        before = study.runs(study.base or RunConfig(), study.grid)
-        plan = study.plan(name, None, None)
-        assert [(run.config.run_id, run.role) for run in plan.runs] == [(r.config.run_id, r.role) for r in before]
-        axis = next((axis for axis in ("batch", "n_layers") if axis in study.axes), None)
-        if axis is not None:
-            axes = {
-                field: getattr(study.grid, field)
-                for field in ("remedies", "lrs", "seeds", "blocks", "optimizers", "mixes")
-            }
-            more = study.plan(name, None, Grid(**{**axes, axis: (2, 3)}))
-            assert len({run.config.run_id for run in more.runs}) == 2 * len({r.config.run_id for r in before})
-            assert roles(list(more.runs)) == [
-                ", ".join(filter(None, ("" if role == "grid" else role, f"{axis} {value}")))
-                for value in (2, 3)
-                for role in roles(list(before))
-            ]
 
 
 def test_a_command_takes_several_values_and_its_table_names_them(
@@ -90,7 +66,7 @@ def test_a_command_takes_several_values_and_its_table_names_them(
 def test_a_rate_is_the_best_of_the_tuning_seeds_and_the_compared_seeds_have_no_say(tiny: Make, tmp_path: Path) -> None:
     grid = Grid(remedies=("none", "qk_norm"), lrs=(0.001, 0.03, 0.1), seeds=(0, 1), tuning_seeds=(7, 8))
     plan = make_plan("lr", tiny(steps=4), grid)
-    result = run_plan(plan, tmp_path / "a", Execution(stack="auto"))
+    result = run_plan(plan, tmp_path / "a", Execution())
     trial = tuning_plan(plan)
     assert {run.config.seed for run in trial.runs} == {7, 8}
     about = json.loads((tmp_path / "a" / "study.json").read_text())
@@ -101,7 +77,7 @@ def test_a_rate_is_the_best_of_the_tuning_seeds_and_the_compared_seeds_have_no_s
     assert all(choice["border"] == {0.001: "lowest", 0.1: "highest"}.get(choice["lr"], "") for choice in about["tuned"])
     stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
     assert len(stamps) == 2 * 3 * 2 + 2 * 2
-    run_plan(plan, tmp_path / "a", Execution(stack="auto"))  # a second time does nothing
+    run_plan(plan, tmp_path / "a", Execution())  # a second time does nothing
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")} == stamps
     untuned = make_plan("lr", tiny(steps=4), Grid(remedies=("none",), lrs=(0.03,), seeds=(0,)))
     with pytest.raises(RunDirectoryError, match="tune"):
@@ -177,7 +153,7 @@ def test_parts_are_run_recorded_extended_and_shown_apart(tiny: Make, tmp_path: P
     with open(out / "table.csv", newline="") as file:
         lines = list(csv.DictReader(file))
     assert sorted({(r["block"], r["optimizer"]) for r in lines}) == sorted(tuple(p.split(", ")) for p in PARTS)
-    study = collect(out)
+    study = read_study(out)
     assert set(study.parts()) == set(PARTS)
     for name, part in study.parts().items():
         assert [run.config["model"]["block"] for run in part.runs] == [name.split(",")[0]] * 2
@@ -195,14 +171,10 @@ def test_parts_are_run_recorded_extended_and_shown_apart(tiny: Make, tmp_path: P
         assert len(data["parts"][name]["losses"]) == 2
 
 
-def test_default_axes_are_those_of_the_written_source() -> None:
-    assert (grids.MLA_GRID.lrs, grids.MLA_GRID.seeds) == ((0.01, 0.1, 0.3), (0, 1, 2))
-
-
 def test_no_two_runs_of_a_study_have_the_same_title() -> None:
     for name in STUDIES:
-        study = find_study(name)
+        study = STUDIES[name]
         axes = dataclasses.replace(study.grid, seeds=study.grid.seeds[:2])  # a seed stands in a title as any other
-        runs = {run.config.run_id: run for run in study.plan(name, None, axes).runs}
+        runs = {run.config.run_id: run for run in study.plan(None, axes).runs}
         titles = [run.title for run in runs.values()]
         assert len({*titles}) == len(titles), name

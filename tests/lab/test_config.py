@@ -45,6 +45,7 @@ REFUSED: list[tuple[dict[str, object], type[QkeelError], str]] = [
     ({"data": {"source": ""}}, InvalidValueError, "expected the name or path of a corpus"),
     ({"optim": {"beta2": 1.0}}, InvalidValueError, "beta1, beta2 and momentum below 1, got 1.0"),
     ({"optim": {"warmup": 1.5}}, InvalidValueError, "of at least 0 and at most 1 for warmup, got 1.5"),
+    ({"data": {"tokens": "bpe"}}, InvalidValueError, "data.tokens=bpe is gone; write the tokens"),
     ({"optim": {"grad_clip": -1.0}}, InvalidValueError, "of at least 0 for grad_clip"),
 ]
 
@@ -54,6 +55,13 @@ def test_what_a_run_cannot_be_is_refused(values: dict[str, object], kind: type[Q
     with pytest.raises(kind) as error:
         RunConfig.from_dict(values)
     assert message in str(error.value)
+
+
+def test_a_setting_that_is_gone_is_ignored_where_it_said_what_is_done_now() -> None:
+    old = RunConfig().to_dict()
+    old["data"]["tokens"] = "bytes"
+    assert RunConfig.from_dict(old) == RunConfig()
+    assert RunConfig.from_dict(old).run_id == "cf422ce207c8", "as of the version that had the setting"
 
 
 def test_parts_must_be_the_dataclasses() -> None:

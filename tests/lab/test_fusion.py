@@ -15,7 +15,7 @@ from qkeel.errors import DataError, InvalidValueError, UnknownNameError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run, run_plan
 from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, with_values
 from qkeel.lab.images import load_pictures
-from qkeel.lab.studies.grids import MIXES, REGIMES, mixed
+from qkeel.lab.studies import MIXES, mixed
 from qkeel.lab.tasks import BEGIN, CAPTION, IMAGE, NEAR_IMAGE, TEXT, FusedTask
 from qkeel.lab.text import batch, load
 from qkeel.nn import FusedEmbedding
@@ -193,12 +193,6 @@ def test_the_study_has_a_part_for_each_mix_and_its_table_the_modalities(tmp_path
     head = (tmp_path / "s" / "table.csv").read_text().splitlines()[0]
     assert "val_loss/image" in head
     assert head.startswith("remedy,lr,seed,steps,val_loss")
-
-
-def test_the_search_for_a_regime_is_the_fixed_grid_of_162_runs() -> None:
-    runs = make_plan("multimodal", TINY, REGIMES).runs
-    assert len(runs) == 162
-    assert len({r.role for r in runs}) == 18
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from qkeel.errors import DataError, MissingLibraryError
+from qkeel.errors import DataError
 from qkeel.lab.images import grey, load_pictures, patches
 
 Save = Callable[..., Path]
@@ -78,13 +77,6 @@ def test_a_list_of_captions_is_read(save: Save, tmp_path: Path) -> None:
     assert found.pixels.shape == (3, 8, 8, 1)
     assert found.held.sum() == 1
     assert found.classes == ()
-
-
-def test_copies_of_an_image_are_on_one_side(save: Save, tmp_path: Path) -> None:
-    entries = [{"path": save(f"{i}.png", i // 2).name, "text": f"picture {i}"} for i in range(8)]
-    held = load_pictures(listed(tmp_path / "all.jsonl", *entries), 8).held
-    assert (held[::2] == held[1::2]).all()
-    assert 0 < held.sum() < 8
 
 
 def test_folders_are_classes(save: Save, tmp_path: Path) -> None:
@@ -157,11 +149,3 @@ def test_a_bad_list_is_refused(tmp_path: Path, line: str, message: str) -> None:
 def test_a_source_that_is_none_is_refused(source: str, size: int, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         load_pictures(str(tmp_path) if source == "." else source, size)
-
-
-def test_without_pillow_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    (tmp_path / "a.png").write_bytes(b"")
-    source = listed(tmp_path / "all.jsonl", {"path": "a.png", "text": "a"})
-    with pytest.raises(MissingLibraryError, match=r"pip install 'qkeel\[data\]'"):
-        load_pictures(source, 8)

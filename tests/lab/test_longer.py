@@ -20,11 +20,11 @@ from qkeel.lab.build_run import layers, resolve
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.lengths import Range, changed, cosine_ranges, measure, missing, outside, retrieved, stretched, trained_on
 from qkeel.lab.plan import Method
-from qkeel.lab.studies.grids import CONTEXTS, EXTRAPOLATION_BASE, EXTRAPOLATION_GRID, by_position, continued
+from qkeel.lab.studies import CONTEXTS, EXTRAPOLATION_BASE, EXTRAPOLATION_GRID, by_position, continued
 from qkeel.lab.text import VALUES, Corpus, Needles, ask, batch, insert_needles, load, long_texts
-from qkeel.lab.training import TrainingBackend, train_step
+from qkeel.lab.train import train_step
 from qkeel.nn.attention import SpecModule
-from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, read_json
+from qkeel.records import RunDirectory, read_json
 from qkeel.spec import ALiBi, AttentionCall, Fixed, L2Norm, NoPosition, ReRope
 from qkeel.spec.presets import attention_spec
 
@@ -72,15 +72,6 @@ def test_in_the_test_needles_are_spread_evenly_and_all_are_asked_for_at_the_end(
     assert len(orders) > 20  # neither the key nor the question tells the place
 
 
-def test_values_are_even_so_that_a_guess_finds_one_in_eight() -> None:
-    asked = ask(np.repeat(TEXT, 200, 0), NEEDLES, np.random.default_rng(1))
-    keys, values = np.divmod(asked.windows[:, asked.places] - 100, VALUES)
-    counts = np.zeros((4, VALUES))
-    np.add.at(counts, (keys, values), 1)
-    assert counts.min() > 0.11 * 8000
-    assert counts.max() < 0.14 * 8000
-
-
 def test_a_share_of_the_training_texts_has_needles_and_held_out_text_none(tiny: Make) -> None:
     data = config(tiny).data
     corpus, plain = load(data), load(dataclasses.replace(data, needle=0.0))
@@ -90,15 +81,6 @@ def test_a_share_of_the_training_texts_has_needles_and_held_out_text_none(tiny: 
     rest = windows[data.batch // 2 :]
     assert (rest == batch(plain, dataclasses.replace(data, needle=0.0), 0, 0)[data.batch // 2 :]).all()
     assert long_texts(corpus, 64, 4).max() < 256
-
-
-def test_needles_decide_what_a_run_is_and_without_them_their_number_does_not(tiny: Make) -> None:
-    base = tiny()
-    fewer = dataclasses.replace(base, data=dataclasses.replace(base.data, needle_keys=2))
-    assert fewer.run_id == base.run_id
-    assert "needle_keys" not in base.identity()["data"]
-    assert config(tiny, needle_keys=2).run_id != config(tiny).run_id
-    assert config(tiny).identity()["data"]["needle_keys"] == 4
 
 
 @pytest.mark.parametrize("form", ["baseline", "kna_logn", "gemma2", "kna+rerope"])
@@ -144,19 +126,6 @@ def test_found_and_weighed_as_the_oracle_does(tiny: Make, form: str) -> None:
     assert found["needle_bound"] == bounds[by_head.argmax()]
 
 
-def test_the_table_says_what_was_found_where_models_were_trained_with_needles(tiny: Make, tmp_path: Path) -> None:
-    contexts = LongContexts(posthoc=("none", "rerope"), test_lengths=(32, 64), sequences=3)
-    grid = Grid(remedies=("kna",), lrs=(0.1,), seeds=(0,), blocks=("gau",))
-    run_plan(make_plan("extrapolation", config(tiny), grid, contexts), tmp_path / "s", Execution())
-    with open(tmp_path / "s" / "table.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 4
-    for row in rows:
-        assert 0 <= float(row["needle"]) <= 1
-        assert 0 < float(row["needle_weight"]) < 1
-        assert 0 < float(row["needle_bound"]) < 1
-
-
 def test_needles_that_do_not_fit_are_refused(tiny: Make) -> None:
     data = config(tiny).data
     with pytest.raises(InvalidValueError, match="4 needles with 3 questions each need a context of at least 31"):
@@ -170,12 +139,6 @@ def test_needles_that_do_not_fit_are_refused(tiny: Make) -> None:
         dataclasses.replace(data, task="multimodal")
 
 
-def test_tokens_of_a_file_take_needles_too(tiny: Make, tmp_path: Path) -> None:
-    (tmp_path / "t.bin").write_bytes(np.arange(4000, dtype="<u2").tobytes())
-    corpus = load(config(tiny, source=str(tmp_path / "t.bin")).data)
-    assert corpus.needles == Needles(first=4000, keys=4)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_small_model_learns_to_find_needles_and_a_norm_without_gain_loses_them_among_many_keys() -> None:
@@ -185,9 +148,8 @@ def test_a_small_model_learns_to_find_needles_and_a_norm_without_gain_loses_them
     found = {}
     for planned in make_plan("extrapolation", base, grid).runs:
         run = RunState(planned.config)
-        arithmetic = TrainingBackend([run])
         for step in range(run.config.steps):
-            train_step(arithmetic, [step])
+            train_step(run, step)
         model, needles = run.model.eval(), run.task.corpus.needles
         assert needles is not None
         with torch.no_grad():
@@ -224,26 +186,6 @@ def once(tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def done(once: Path, tmp_path: Path) -> Path:
     return shutil.copytree(once, tmp_path / "s")
-
-
-@pytest.mark.slow
-def test_the_table_has_a_row_for_each_run_method_and_length(done: Path) -> None:
-    rows = table(done)
-    assert list(rows[0]) == list(EXTRAPOLATION_COLUMNS)
-    assert ",".join(rows[0]).startswith(
-        "block,form,posthoc,seed,train_length,test_length,accuracy_train,accuracy_nonrepeat,accuracy_repeat,"
-        "accuracy_last,kept_nonrepeat,loss_train,loss_nonrepeat,max_logit,run_id"
-    )
-    assert [(r["block"], r["form"], r["posthoc"], r["train_length"], r["test_length"]) for r in rows] == [
-        ("gau", form, method, "8", length)
-        for form in ("baseline", "kna")
-        for method in ("none", "rerope:window=3")
-        for length in ("16", "32")
-    ]
-    for row in rows:
-        kept = float(row["accuracy_nonrepeat"]) / float(row["accuracy_train"])
-        assert float(row["kept_nonrepeat"]) == pytest.approx(kept, rel=1e-12)
-        assert float(row["max_logit"]) == RunDirectory(done / "runs" / row["run_id"]).summary()["max_logit"]
 
 
 def test_the_numbers_are_those_of_the_weights_token_by_token(done: Path) -> None:
@@ -349,14 +291,6 @@ def test_a_method_is_undone_and_changes_every_layer(tiny: Make) -> None:
         pass
 
 
-def test_a_form_can_be_trained_with_a_clipped_distance_and_is_watched_meanwhile(tiny: Make, tmp_path: Path) -> None:
-    contexts = LongContexts(posthoc=("none",), test_lengths=(16,), sequences=2)
-    result = run_plan(plan(tiny, ("kna+rerope",), contexts), tmp_path / "s", Execution())
-    assert not result.failures  # the watcher once met the bits of masks seen as integers
-    (row,) = table(tmp_path / "s")
-    assert float(row["max_logit"]) != 0
-
-
 def test_long_texts_never_cross_from_one_document_into_the_next() -> None:
     lengths = [5, 40, 9, 33, 32, 100]
     tokens = np.concatenate([np.full(n, i, dtype=np.uint8) for i, n in enumerate(lengths)])
@@ -456,10 +390,3 @@ def test_angles_are_those_of_all_visible_pairs(tiny: Make, form: str, method: st
     assert found.dilution(256)[:, 0].tolist() == pytest.approx(
         [math.exp(c) / (math.exp(c) + 255 * math.exp(0.5)) for c in largest], rel=1e-5
     )
-
-
-def test_texts_of_training_lie_inside_the_range_that_they_made(tiny: Make) -> None:
-    run = RunState(plan(tiny).runs[0].config)
-    model, tokens = run.model, torch.from_numpy(long_texts(run.task.corpus, 32, 3))[:, :-1]
-    with torch.no_grad():
-        assert outside(model, [tokens], cosine_ranges(model, [tokens])).share == 0

@@ -13,7 +13,7 @@ from qkeel.errors import InvalidValueError
 from qkeel.lab import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
 from qkeel.lab.build_run import Muon, build_decoder, build_optimizer, layers, learning_rate, resolve
 from qkeel.lab.checkpoint import RunState
-from qkeel.lab.training import TrainingBackend, set_rate, train_step
+from qkeel.lab.train import set_rate, train_step
 from qkeel.spec import InverseSqrt
 
 
@@ -137,9 +137,8 @@ def changes(parametrisation: str, width: int) -> dict[str, float]:
     )
     run = RunState(resolve(config))
     before = seen(run)
-    arithmetic = TrainingBackend([run])
     for step in range(5):
-        train_step(arithmetic, [step])
+        train_step(run, step)
     after = seen(run)
     return {name: float((after[name] - before[name]).square().mean().sqrt()) for name in before}
 

@@ -14,7 +14,7 @@ import pytest
 
 from qkeel import lab, metrics
 from qkeel.lab.config import with_values
-from qkeel.lab.studies.grids import EXTRAPOLATION_BASE
+from qkeel.lab.studies import EXTRAPOLATION_BASE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -56,6 +56,15 @@ def _each_seed(rows: list[Row], remedy: str, name: str) -> list[float]:
     return values
 
 
+def _gain(rows: list[Row], remedy: str, lr: float) -> float:
+    """How much lower the loss is than without a remedy, averaged over seeds."""
+    mean = {
+        name: statistics.fmean(float(r["val_loss"]) for r in rows if r["remedy"] == name and r["lr"] == lr)
+        for name in ("none", remedy)
+    }
+    return mean["none"] - mean[remedy]
+
+
 def _sensitivity(rows: list[Row], remedy: str) -> float:
     each = [[float(r["val_loss"]) for r in rows if r["remedy"] == remedy and r["seed"] == seed] for seed in SEEDS]
     return statistics.fmean(map(metrics.lr_sensitivity, each))
@@ -68,24 +77,9 @@ def test_the_remedy_holds_logits_that_pass_500_without_it_and_gains_at_a_high_ra
     name, most, gain, little, flatter = REMEDIES[remedy]
     assert min(_each_seed(rows, "none", "max_logit")) >= 500
     assert max(_each_seed(rows, remedy, name)) <= most
-    assert statistics.fmean(metrics.paired_gain(rows, remedy, "none", 0.1)) >= gain
-    assert abs(statistics.fmean(metrics.paired_gain(rows, remedy, "none", 0.01))) <= little
+    assert _gain(rows, remedy, 0.1) >= gain
+    assert abs(_gain(rows, remedy, 0.01)) <= little
     assert not flatter or _sensitivity(rows, remedy) <= 0.8 * _sensitivity(rows, "none")
-
-
-def test_latent_attention_needs_more_than_clipping_at_lr_01(tmp_path: Path) -> None:
-    base = lab.RunConfig(model=lab.ModelConfig(block="mla"))
-    remedies = ["none", "lalr:tau=0.1", "qk_clip:threshold=30"]
-    lab.study("mla", remedies=remedies, lrs=[0.1], seeds=SEEDS, out=tmp_path, base=base, jobs=2)
-    rows = _read(tmp_path)
-    assert min(_each_seed(rows, "none", "max_logit")) >= 1e4
-    assert max(_each_seed(rows, "lalr:tau=0.1", "max_logit")) <= 200
-    for remedy, other, least in (
-        ("lalr:tau=0.1", "none", 0.15),
-        ("lalr:tau=0.1", "qk_clip:threshold=30", 0.08),
-        ("qk_clip:threshold=30", "none", 0.08),
-    ):
-        assert statistics.mean(metrics.paired_gain(rows, remedy, other, 0.1)) >= least, (remedy, other)
 
 
 def lengths(out: Path, forms: list[str], seeds: list[int], steps: int) -> dict[tuple[str, str], list[dict[str, str]]]:
@@ -112,12 +106,3 @@ def test_normed_keys_keep_the_accuracy_in_long_texts_that_others_lose(tmp_path: 
     accuracy = {form: float(own["accuracy_nonrepeat"]) for (form, method), (own,) in table.items() if method == "none"}
     assert 100 * (accuracy["kna"] - accuracy["baseline"]) >= 6
     assert 100 * (accuracy["cosa"] - accuracy["baseline"]) >= 3
-
-
-def test_the_gap_grows_with_training(tmp_path: Path) -> None:
-    table = lengths(tmp_path / "s", ["baseline", "kna_logn"], [0, 1], 1000)
-    kept = {form: [float(row["kept_nonrepeat"]) for row in table[form, "none"]] for form in ("kna_logn", "baseline")}
-    assert statistics.fmean(kept["kna_logn"]) >= 0.95
-    assert max(kept["baseline"]) <= 0.80
-    pairs = zip(table["kna_logn", "none"], table["baseline", "none"], strict=True)
-    assert 100 * min(float(a["accuracy_nonrepeat"]) - float(b["accuracy_nonrepeat"]) for a, b in pairs) >= 9

@@ -1,22 +1,20 @@
 from __future__ import annotations
 
+import collections
 import dataclasses
-import importlib
-import itertools
+import math
 import os
 import re
-import sys
-import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import scipy.stats
 from tests.lab.recorded import table
 
 from qkeel.errors import (
     InvalidTypeError,
     InvalidValueError,
-    QkeelError,
     RefusedError,
     RunDirectoryError,
     UnknownNameError,
@@ -26,23 +24,17 @@ from qkeel.lab import (
     Grid,
     Plan,
     RunConfig,
-    Shard,
     checkpoint,
     execute,
     make_plan,
     run_plan,
-    studies,
     study,
-    training,
+    train,
 )
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.execute import rows
-from qkeel.lab.executors import Job, Outcome, work, work_here
-from qkeel.lab.plan import FULL_GRID, PlannedRun, Study, product
-from qkeel.metrics import paired_gain, planned_power
+from qkeel.lab.executors import Job, Outcome, work
 from qkeel.records import TABLE_COLUMNS, read_json, write_json
-from qkeel.records.run_directory import locked
-from qkeel.report import write
 
 Make = Callable[..., RunConfig]
 GRID = Grid(remedies=["none", "quack:tau=0.1"], lrs=[0.1, 0.01], seeds=[1, 0])
@@ -79,7 +71,6 @@ def test_a_study_is_the_product_in_grid_order(tiny: Make, tmp_path: Path) -> Non
         "seed": 0,
         "role": "grid",
     }
-    assert len(paired_gain(result.table, "lalr:tau=0.1", "none", 0.1)) == 2
 
 
 def test_two_workers_give_the_table_of_one_and_what_is_done_is_skipped(tiny: Make, tmp_path: Path) -> None:
@@ -118,14 +109,14 @@ def test_a_study_takes_more_seeds_but_not_another_length(tiny: Make, tmp_path: P
 def test_a_failed_run_is_listed_and_does_not_stop_the_rest(
     tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = training.set_rate
+    real = train.set_rate
 
     def set_rate(run: RunState, number: int) -> None:
         if run.config.seed == 1 and number == 5:
             raise MemoryError("no memory left")
         real(run, number)
 
-    monkeypatch.setattr(training, "set_rate", set_rate)
+    monkeypatch.setattr(train, "set_rate", set_rate)
     result = run_plan(plan(tiny, FOUR), tmp_path / "s", Execution())
     assert [f.error for f in result.failures] == ["MemoryError: no memory left"] * 2
     assert [r["status"] for r in result.table] == ["done", "failed"] * 2
@@ -173,36 +164,8 @@ def test_a_study_refuses_to_mix_what_was_computed_otherwise(
     write_json(out / "runs" / os.listdir(out / "runs")[0] / "env.json", env)
     refused("cpu: not recorded there")
     config = plan(tiny, more, data=data).runs[1].config
-    (outcome,) = work([Job(config.to_dict(), str(out / "runs" / config.run_id), "")])
+    outcome = work(Job(config.to_dict(), str(out / "runs" / config.run_id), ""))
     assert "cpu: not recorded there" in outcome.error, "a worker on another machine finds out too"
-
-
-def test_two_studies_cannot_have_one_directory_at_once(tiny: Make, tmp_path: Path) -> None:
-    with (
-        locked(tmp_path / "s" / "lock", "held"),
-        pytest.raises(RunDirectoryError, match=rf"in use by another study \(process {os.getpid()}\)"),
-    ):
-        run_plan(plan(tiny), tmp_path / "s", Execution())
-    assert not (tmp_path / "s" / "study.json").exists()
-
-
-def test_shards_share_a_directory_and_the_last_completes_the_table(tiny: Make, tmp_path: Path) -> None:
-    for index in (3, 1, 2):
-        result = run_plan(plan(tiny, FOUR), tmp_path / "s", Execution(shard=Shard(index=index, count=3)))
-    assert [row["status"] for row in result.table] == ["done"] * 4
-    run_plan(plan(tiny, FOUR), tmp_path / "whole", Execution())
-    assert table(tmp_path / "s") == table(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("text", ["0/2", "3/2", "1/0"])
-def test_shards_are_counted_from_one(text: str) -> None:
-    with pytest.raises(InvalidValueError, match="expected a shard i/n"):
-        Shard.parse(text)
-
-
-def test_a_shard_is_two_numbers() -> None:
-    with pytest.raises(InvalidTypeError, match="expected a shard as i/n"):
-        Shard.parse("half")
 
 
 def test_a_directory_of_something_else_is_left_alone(tiny: Make, tmp_path: Path) -> None:
@@ -242,15 +205,14 @@ def test_two_spellings_of_a_remedy_are_one_run(tiny: Make) -> None:
     assert made.grid.remedies == ("lalr:tau=0.1",)
 
 
-def test_the_demo_is_the_grid_and_the_drift_pair() -> None:
+def test_the_demo_has_all_seeds_where_it_decides_and_one_elsewhere() -> None:
     made = make_plan("demo")
-    roles = [run.role for run in made.runs]
-    assert (roles.count("grid"), roles.count("drift")) == (72, 2)
-    at = [(run.config.remedy, run.config.optim.lr) for run in made.runs if run.role == "grid"]
-    assert [at.count(("qk_norm", lr)) for lr in made.grid.lrs] == [2, 8, 2]
+    arms = collections.Counter((run.config.remedy, run.config.optim.lr) for run in made.runs)
+    assert len(made.runs) == 26
+    assert {arm for arm, seeds in arms.items() if seeds > 1} == {("none", 0.1), ("qk_norm", 0.1)}
+    assert len(arms) == 6 * 2
+    assert arms["qk_norm", 0.1] == 8
     assert all(run.config.optim.schedule == "constant" for run in made.runs)
-    drift = [run.config for run in made.runs if run.role == "drift"]
-    assert [(c.remedy, c.optim.lr, c.steps) for c in drift] == [("none", 0.03, 800), ("qk_norm", 0.03, 800)]
 
 
 def test_the_demo_names_the_comparison_that_it_decides_with_power_to_spare(tmp_path: Path) -> None:
@@ -259,7 +221,9 @@ def test_the_demo_names_the_comparison_that_it_decides_with_power_to_spare(tmp_p
     assert (named.remedy, named.baseline, named.lr) == ("qk_norm", "none", 0.1)
     assert named.expected is not None
     assert named.spread is not None
-    assert planned_power(named.expected, named.spread, 8) > 0.95
+    # The power of a t test with eight pairs; 7 degrees of freedom.
+    shift, bound = named.expected / named.spread * math.sqrt(8), scipy.stats.t.ppf(0.975, 7)
+    assert scipy.stats.nct.sf(bound, 7, shift) > 0.95
     shorter = make_plan("demo", RunConfig(steps=3)).primary
     assert shorter == named.without_power()  # of other settings no spread is known
     assert make_plan("demo", grid=Grid(remedies=["none"], lrs=[0.1], seeds=[0])).primary is None
@@ -276,17 +240,12 @@ def test_the_primary_comparison_is_recorded_and_kept_where_more_runs_join(tiny: 
             **{"remedy": "qk_norm", "baseline": "none", "lr": 0.1},
             **{"expected": None, "spread": None, "source": ""},
         }
-        assert [row["primary"] for row in result.table] == [True] * 2 * len(seeds) + [False] * 2  # the longer pair
+        assert [row["primary"] for row in result.table] == [True] * 2 * len(seeds)
     assert "primary" in (out / "table.csv").read_text().splitlines()[0].split(",")
     about = {k: v for k, v in read_json(out / "study.json").items() if k != "primary"}
     write_json(out / "study.json", about)
     with pytest.raises(RunDirectoryError, match="primary: the primary comparison"):
         run_plan(plan, out, Execution())
-
-
-def test_the_full_grid_is_three_decades() -> None:
-    assert len(FULL_GRID) == 7
-    assert FULL_GRID[-1] / FULL_GRID[0] == pytest.approx(1000)
 
 
 def test_the_python_entry_runs_a_study(tiny: Make, tmp_path: Path) -> None:
@@ -303,49 +262,11 @@ def test_a_run_without_result_is_a_row_with_its_name(tmp_path: Path) -> None:
     assert {k: row[k] for k in entry} == entry
 
 
-def test_more_workers_need_joblib_and_say_so(tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "joblib", None)
-    with pytest.raises(QkeelError, match="need joblib"):
-        run_plan(plan(tiny, FOUR), tmp_path / "s", Execution(workers=2))
-    assert not run_plan(plan(tiny, FOUR), tmp_path / "s", Execution()).failures
-    with pytest.raises(InvalidValueError, match="at least 1 worker"):
-        run_plan(plan(tiny), tmp_path / "s", Execution(workers=0))
-
-
-def test_a_killed_worker_does_not_stop_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds: list[list[str]] = []
-
-    class Parallel:
-        """joblib as far as it matters here: job "b" kills its worker, and with it the pool."""
-
-        def __init__(self, **how: object) -> None: ...
-
-        def __call__(self, calls: Iterable[Callable[[], list[Outcome]]]) -> Iterator[list[Outcome]]:
-            rounds.append([])
-            for call in calls:
-                outcomes = call()
-                rounds[-1] += [outcome.directory for outcome in outcomes]
-                if "b" in rounds[-1]:
-                    raise RuntimeError("terminated")
-                yield outcomes
-
-    def delayed(function: object) -> Callable[..., Callable[[], list[Outcome]]]:
-        return lambda unit: lambda: [Outcome(job.directory) for job in unit]
-
-    fake = types.ModuleType("joblib")
-    fake.Parallel, fake.delayed = Parallel, delayed  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "joblib", fake)
-    outcomes = list(itertools.chain(*work_here([[Job({}, name, "")] for name in "abcd"], 2)))
-    assert [(o.directory, bool(o.error)) for o in outcomes] == [("a", False), ("b", True), ("c", False), ("d", False)]
-    assert "worker process died (RuntimeError)" in outcomes[1].error
-    assert rounds == [["a", "b"], ["b"], ["c"], ["d"]]
-
-
 def test_an_error_of_a_job_becomes_its_outcome(tiny: Make, tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "other").write_text("")
     job = Job(tiny().to_dict(), str(tmp_path / "r"), "")
-    ((outcome,),) = work_here([[job]], 1)
+    outcome = work(job)
     assert "not empty" in outcome.error
 
 
@@ -353,37 +274,3 @@ def test_progress_reads_the_last_whole_line(tmp_path: Path) -> None:
     assert execute.last_step(tmp_path) == 0
     (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"ste')
     assert execute.last_step(tmp_path) == 20
-
-
-def test_an_estimate_grows_with_the_runs_and_falls_with_the_workers(tiny: Make) -> None:
-    runs = product(tiny(), Grid(remedies=["none"], lrs=[0.1], seeds=range(8)))
-    assert execute.estimate_seconds([], 2) == 0
-    assert execute.estimate_seconds(runs, 1) > 0
-    assert isinstance(runs[0], PlannedRun)
-
-
-def test_every_study_of_runs_is_a_line_of_the_table() -> None:
-    files = [path.stem for path in Path(studies.__path__[0]).glob("[a-z]*.py")]
-    modules = [importlib.import_module(f"qkeel.lab.studies.{name}") for name in files]
-    found = {id(value) for module in modules for value in vars(module).values() if isinstance(value, Study)}
-    assert found == set(map(id, map(studies.find_study, studies.STUDIES)))
-
-
-def test_files_of_a_run_that_lead_elsewhere_are_refused(tiny: Make, tmp_path: Path) -> None:
-    """A directory from a stranger: going on, and a page, neither write nor read what a link leads to."""
-    theirs = tmp_path / "theirs"
-    theirs.write_text("mine\n")
-    run_plan(plan(tiny, FOUR), tmp_path / "s", Execution())
-    first = sorted((tmp_path / "s" / "runs").iterdir())[0]
-    for name in ("DONE", "metrics.jsonl"):
-        (first / name).unlink()
-    (first / "metrics.jsonl").symlink_to(theirs)
-    again = run_plan(plan(tiny, FOUR), tmp_path / "s", Execution())
-    assert ["it is a link" in failure.error for failure in again.failures] == [True]
-    with pytest.raises(RunDirectoryError, match="it is a link"):
-        write(tmp_path / "s", tmp_path / "page.html")
-    first.rename(tmp_path / "moved")
-    first.symlink_to(tmp_path / "moved")
-    with pytest.raises(RunDirectoryError, match="it is a link"):
-        run_plan(plan(tiny, FOUR), tmp_path / "s", Execution())
-    assert theirs.read_text() == "mine\n"

@@ -16,12 +16,11 @@ from tests.quick import one_in
 
 from qkeel.errors import DataError, InvalidValueError, NonFiniteError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import ModelConfig, RunConfig, Watcher, run
-from qkeel.lab.build_run import build_decoder, resolve, threads
+from qkeel.lab.build_run import resolve, threads
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.run_record import PROBE_FIELDS, remembered
-from qkeel.lab.training import choose_arithmetic, train_step
-from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, disk, read_json, write_json
-from qkeel.spec.presets import attention_spec
+from qkeel.lab.train import train_step
+from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, disk
 
 Make = Callable[..., RunConfig]
 
@@ -132,7 +131,7 @@ def test_a_run_whose_directory_is_moved_away_stops_at_its_next_write(
             (tmp_path / "r").rename(tmp_path / "away")
 
     missing = os.strerror(errno.ENOENT)
-    with pytest.raises(RunDirectoryError, match=rf"cannot (make|append to|write) .*/r/.*(does not exist|{missing})"):
+    with pytest.raises(RunDirectoryError, match=rf"cannot (create|append to|write) .*/r/.*(does not exist|{missing})"):
         run(config, tmp_path / "r", watcher=Watcher(on_record=move))
     assert steps == [0, 2, 4]
     assert not (tmp_path / "r").exists()
@@ -147,10 +146,6 @@ def test_a_finished_run_is_not_run_again(tiny: Make, tmp_path: Path) -> None:
     run(tiny(checkpoint_every=3), tmp_path / "r", watcher=Watcher(on_record=records.append))
     assert not records
     assert (tmp_path / "r" / "metrics.jsonl").read_bytes() == before
-
-
-def test_the_same_run_gives_the_same_numbers(tiny: Make, tmp_path: Path) -> None:
-    assert everything(run(tiny(), tmp_path / "a")) == everything(run(tiny(), tmp_path / "b"))
 
 
 def test_a_run_leaves_the_number_of_threads_as_it_was(tiny: Make, tmp_path: Path) -> None:
@@ -374,27 +369,6 @@ def test_measuring_does_not_change_training(tiny: Make, tmp_path: Path) -> None:
     assert timeless(last[0]) == timeless(last[1])
 
 
-def test_bf16_autocast_trains(tiny: Make, tmp_path: Path) -> None:
-    directory = run(tiny(dtype="bf16"), tmp_path / "bf16")
-    assert math.isfinite(directory.summary()["val_loss"])
-    assert directory.env()["dtype"] == "bf16"
-
-
-def test_a_preset_string_takes_numbers_only() -> None:
-    assert attention_spec("gemma2:cap=30").cap.formula() == attention_spec("gemma2:cap=30.0").cap.formula()
-    with pytest.raises(InvalidValueError, match="expected numbers"):
-        attention_spec("gemma2:cap=high")
-
-
-def test_initial_weights_follow_from_the_seed() -> None:
-    models = []
-    for _ in range(2):
-        model = build_decoder(ModelConfig(d_model=16, n_heads=2), 7)
-        model.init_weights(torch.Generator().manual_seed(5))
-        models.append(model.state_dict())
-    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
-
-
 def test_environment_names_no_folder(tiny: Make, tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_bytes(bytes(range(32, 127)) * 20)
@@ -421,25 +395,16 @@ def test_records_before_the_checkpoint_must_be_whole(
     go_on(lambda lines: [lines[0], lines[1].replace(b'"step"', b'"stop"'), *lines[2:]], "metrics.jsonl, line 2")
 
 
-def test_configuration_files_of_a_run_can_be_read_back(tiny: Make, tmp_path: Path) -> None:
-    run(tiny(), tmp_path / "r")
-    values = read_json(tmp_path / "r" / "config.json")
-    assert RunConfig.from_dict(values).run_id == tiny(dtype="fp32").run_id
-    write_json(tmp_path / "copy.json", values)
-    assert read_json(tmp_path / "copy.json") == values
-
-
 @pytest.mark.parametrize("remedy", ["none", "qk_norm"])
 def test_the_recorded_logit_change_is_that_of_one_step(tiny: Make, tmp_path: Path, remedy: str) -> None:
     config = resolve(tiny(remedy=remedy, log_every=1, steps=2))
     records = run(config, tmp_path / "r").metrics()
     assert records[0]["logit_change"] is None
     state = RunState(config)
-    arithmetic = choose_arithmetic([state])
     with threads(config.threads):
         for step in range(2):
             before = remembered(state.model, state.probed.inputs)
-            train_step(arithmetic, [step])
+            train_step(state, step)
             after = remembered(state.model, state.probed.inputs)
             squares = []
             for pair in zip(before, after):

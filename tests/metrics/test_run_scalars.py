@@ -9,15 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkeel.errors import InvalidValueError
-from qkeel.metrics import (
-    alarm_step,
-    collapsed,
-    growth_exponent,
-    largest_stable_lr,
-    lr_sensitivity,
-    paired_gain,
-    spike_score,
-)
+from qkeel.metrics import alarm_step, collapsed, lr_sensitivity, spike_score
 
 LOSSES = st.lists(st.floats(0.1, 20), min_size=1, max_size=8)
 
@@ -80,36 +72,3 @@ def test_spikes_are_far_above_the_window_before() -> None:
     assert spike_score([*calm, math.inf]) == pytest.approx(1 / 21)
     assert spike_score([9.0, *calm]) == 0  # the first window is never judged
     assert spike_score([]) == 0
-
-
-def test_the_largest_stable_rate_is_below_the_first_that_collapsed() -> None:
-    runs = ((0.1, False), (0.01, False), (0.3, True), (1.0, False), (0.1, False))
-    rows = [{"lr": lr, "collapsed": c} for lr, c in runs]
-    assert largest_stable_lr(rows) == 0.1
-    assert largest_stable_lr([{"lr": 0.1, "collapsed": False}, {"lr": 0.1, "collapsed": True}]) is None
-    assert largest_stable_lr([]) is None
-
-
-def test_gains_are_paired_by_seed_and_positive_when_the_remedy_is_better() -> None:
-    rows = [
-        {"remedy": r, "seed": s, "lr": lr, "val_loss": x}
-        for r, s, lr, x in (
-            ("none", 0, 0.1, 3.0),
-            ("none", 1, 0.1, 4.0),
-            ("qk_norm", 1, 0.1, 3.5),
-            ("qk_norm", 0, 0.1, 3.2),
-            ("qk_norm", 2, 0.1, 1.0),
-            ("qk_norm", 0, 0.3, 0.0),
-        )
-    ]
-    assert paired_gain(rows, "qk_norm", "none", 0.1) == pytest.approx([-0.2, 0.5])
-    assert paired_gain(rows, "qk_norm", "none", 0.3) == []
-
-
-def test_the_exponent_of_a_power_law_is_found_and_few_points_give_none() -> None:
-    steps = [0, 1, 2, 4, 8, 16, 32]
-    values = [5.0, *(3.0 * step**0.25 for step in steps[1:])]
-    assert growth_exponent(steps, values) == pytest.approx(0.25, abs=1e-12)  # step 0 has no logarithm and is left out
-    assert math.isnan(growth_exponent(steps[:6], values[:6]))
-    assert math.isnan(growth_exponent([3] * 7, values))
-    assert growth_exponent([*steps, 64, 128], [*values, math.nan, -1.0]) == pytest.approx(0.25, abs=1e-12)

@@ -17,7 +17,7 @@ import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError, UnknownNameError
 from qkeel.monitor import Approach, Ceiling, EntropyCollapse, History, Outlook, Sample, replay
 from qkeel.records import LAYER_TYPES, RunDirectory
-from qkeel.report.watch_page import read_watched
+from qkeel.report.watched_runs import read_watched
 
 T = 12
 

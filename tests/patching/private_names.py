@@ -280,22 +280,4 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "finding sites on a model with split heads",
         ),
     ),
-    *_rows(
-        "optimizers",
-        (
-            "torch.optim.Adam: _init_group",
-            "to learn and to change which weights the step of Adam and AdamW works on",
-            "steps by head inside fused Adam (lalr is then computed around the step) and one AdamW for stacked runs",
-        ),
-        (
-            "torch.optim.Optimizer: _optimizer_step_pre_hooks, _optimizer_step_post_hooks",
-            "to call an optimizer's hooks where the step of many runs is one operator",
-            "one AdamW for stacked runs",
-        ),
-        (
-            "torch.optim.optimizer: _global_optimizer_pre_hooks, _global_optimizer_post_hooks",
-            "to leave optimizers to torch while hooks of all optimizers are registered",
-            "one AdamW for stacked runs",
-        ),
-    ),
 )

@@ -16,7 +16,8 @@ import qkeel
 from qkeel import apply, find_sites, watch
 from qkeel.errors import RefusedError
 from qkeel.records import RunDirectory
-from qkeel.report.watch_page import findings, read_watched
+from qkeel.report.watch_page import cautions
+from qkeel.report.watched_runs import read_watched
 from qkeel.sites import Tap
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
@@ -221,7 +222,8 @@ def test_a_monitor_says_once_what_it_does_not_watch_and_its_pages_do_too(tmp_pat
     (message,) = [str(warning.message) for warning in said]
     assert message.startswith("1 of 2 attention layers of Model are watched. Not understood: odd: its scores")
     assert RunDirectory(tmp_path / "run").config()["missed"][0]["module"] == "odd"
-    (text,) = [f.text for f in findings(read_watched([tmp_path / "run"])) if "attention layers were watched" in f.text]
+    (run,) = read_watched([tmp_path / "run"])
+    (text,) = [text for text in cautions(run) if "attention layers were watched" in text]
     assert text.startswith("1 of 2 attention layers were watched. Not understood: odd: its scores")
 
 

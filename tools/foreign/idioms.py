@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -113,12 +112,6 @@ def _split(i: Inputs) -> Tensor:
     return i.turned(F.leaky_relu(a[..., None] + c[:, :, None], 0.2))
 
 
-def _concatenated(i: Inputs) -> Tensor:
-    q, k = torch.broadcast_tensors(*i.pairs())
-    hidden = torch.cat([q, k], -1) @ i.own["w"]
-    return hidden.relu() @ i.own["u"]
-
-
 def _synthesized(i: Inputs) -> Tensor:
     """The dense synthesizer: a row of scores from its own token alone."""
     t = i.x.shape[1]
@@ -143,19 +136,6 @@ def _shift_exact(i: Inputs) -> Tensor:
 def _looped(i: Inputs) -> Tensor:
     """One score at a time, for all queries: a column for each key."""
     return i.turned(torch.stack([(i.q * i.k[:, :, s : s + 1]).sum(-1) / 2 for s in range(i.k.shape[2])], -1))
-
-
-def _rolled(i: Inputs) -> Tensor:
-    """One score an offset, put into its place."""
-    t, z = i.q.shape[2], []
-    for offset in range(t):
-        z.append((i.q * i.k.roll(offset, 2)).sum(-1) / 2)
-    place = (torch.arange(t)[:, None] - torch.arange(t)) % t
-    return i.turned(torch.stack(z, -1).gather(-1, place.expand(*i.q.shape[:3], t)))
-
-
-def _outer_sum(i: Inputs) -> Tensor:
-    return sum(i.turned(i.q[..., n, None] * i.k[..., None, :, n]) for n in range(SIZE)) / 2  # type: ignore[return-value]
 
 
 def _named(i: Inputs) -> Tensor:
@@ -192,8 +172,6 @@ SCORING: Mapping[str, Scoring] = {
     "product and sum": (_summed(lambda q, k: q * k / 2), _DOT, {}),
     "inner": (_inner, _DOT, {}),
     "columns": (_looped, _DOT, {}),
-    "offsets": (_rolled, _DOT, {}),
-    "sum of outer products": (_outer_sum, _DOT, {}),
     "complex": (_complex, _DOT, {}),
     "cosine": (_cosine, lambda i: 4 * F.normalize(i.q, dim=-1) @ F.normalize(i.k, dim=-1).mT, {}),
     "normalized": (
@@ -203,7 +181,6 @@ SCORING: Mapping[str, Scoring] = {
     ),
     "over lengths": (_over_lengths, lambda i: 4 * F.cosine_similarity(i.q[:, :, :, None], i.k[:, :, None], dim=-1), {}),
     "distance": (_turned(lambda i: -torch.cdist(i.q, i.k)), lambda i: -_apart(i).pow(2).sum(-1).sqrt(), {}),
-    "city blocks": (_turned(lambda i: -torch.cdist(i.q, i.k, p=1.0) / 2), lambda i: -_apart(i).abs().sum(-1) / 2, {}),
     "squared distance": (_summed(lambda q, k: -(q - k).square() / 4), lambda i: -_apart(i).pow(2).sum(-1) / 4, {}),
     "expanded distance": (_expanded, lambda i: -_apart(i).pow(2).sum(-1) / 4, {}),
     "additive": (
@@ -217,20 +194,6 @@ SCORING: Mapping[str, Scoring] = {
             (i.q * i.own["a"][:, None]).sum(-1)[..., None] + (i.k * i.own["c"][:, None]).sum(-1)[:, :, None], 0.2
         ),
         _PAIR,
-    ),
-    "graph, second": (
-        lambda i: (F.leaky_relu(sum(i.pairs()), 0.2) * i.per_head(i.own["a"])).sum(-1),  # type: ignore[arg-type]
-        lambda i: torch.einsum("bhtsd,hd->bhts", F.leaky_relu(i.q[:, :, :, None] + i.k[:, :, None], 0.2), i.own["a"]),
-        {"a": (HEADS, SIZE)},
-    ),
-    "concatenated": (
-        _concatenated,
-        lambda i: torch.einsum(
-            "bhtse,e->bhts",
-            ((i.q @ i.own["w"][:SIZE])[:, :, :, None] + (i.k @ i.own["w"][SIZE:])[:, :, None]).clamp_min(0),
-            i.own["u"],
-        ),
-        {"w": (2 * SIZE, 6), "u": (6,)},
     ),
     "bilinear": (
         lambda i: torch.einsum(f"btc,hce,bse->{i.order}", i.x, i.own["form"], i.x) / 4,
@@ -258,15 +221,8 @@ SCORING: Mapping[str, Scoring] = {
         lambda i: (i.k @ i.own["a"][..., None]).mT.expand(-1, -1, i.q.shape[2], -1),
         {"a": (HEADS, SIZE)},
     ),
-    "tropical": (lambda i: sum(i.pairs()).amax(-1), lambda i: (i.q[:, :, :, None] + i.k[:, :, None]).amax(-1), {}),  # type: ignore[attr-defined]
-    "polynomial": (_turned(lambda i: (i.q @ i.k.mT / 2 + 1).pow(2) / 2), lambda i: (_DOT(i) + 1) ** 2 / 2, {}),
     "pointer": (_turned(lambda i: 3 * torch.tanh(i.q @ i.k.mT / 2)), lambda i: 3 * _DOT(i).tanh(), {}),
     "distances of position": (_shifted, _shift_exact, {"distances": (13, SIZE)}),
-    "standardized": (
-        _turned(lambda i: (lambda z: z / z.std(-1, keepdim=True))(i.q @ i.k.mT)),
-        lambda i: _DOT(i) / _DOT(i).std(-1, keepdim=True),
-        {},
-    ),
     "activated": (
         _turned(lambda i: F.silu(i.q) @ i.k.tanh().mT),
         lambda i: 2 * _DOT(dataclasses.replace(i, q=i.q * i.q.sigmoid(), k=i.k.tanh())),
@@ -310,11 +266,6 @@ def _exp2(z: Tensor, visible: Tensor, dim: int) -> Tensor:
     return e / e.sum(dim, keepdim=True)
 
 
-def _power(z: Tensor, visible: Tensor, dim: int) -> Tensor:
-    e = torch.pow(math.e, _hidden(z, visible))
-    return e / e.sum(dim, keepdim=True)
-
-
 def _logsumexp(z: Tensor, visible: Tensor, dim: int) -> Tensor:
     z = _hidden(z, visible)
     return (z - z.logsumexp(dim, keepdim=True)).exp()
@@ -340,23 +291,6 @@ def _sparsemax(z: Tensor, visible: Tensor, dim: int) -> Tensor:
     support = (1 + n * order > order.cumsum(-1)).sum(-1, keepdim=True)
     tau = (order.cumsum(-1).gather(-1, support - 1) - 1) / support
     return (z - tau).clamp_min(0).movedim(-1, dim)
-
-
-def _bisected(power: float) -> Callable[[Tensor, Tensor, int], Tensor]:
-    """entmax by bisection: Σ max(z·(α - 1) - τ, 0)^(1/(α - 1)) = 1."""
-
-    def normal(z: Tensor, visible: Tensor, dim: int = -1) -> Tensor:
-        z = z.masked_fill(~visible, -1e4) * (power - 1)
-        low = z.amax(dim, keepdim=True).detach() - 1
-        high = low + 1
-        for _ in range(60):
-            middle = (low + high) / 2
-            above = (z - middle).clamp_min(0).pow(1 / (power - 1)).sum(dim, keepdim=True) >= 1
-            low, high = torch.where(above, middle, low), torch.where(above, high, middle)
-        w = (z - low).clamp_min(0).pow(1 / (power - 1))
-        return w / w.sum(dim, keepdim=True)
-
-    return normal
 
 
 def _top_two(z: Tensor, visible: Tensor, dim: int) -> Tensor:
@@ -390,24 +324,6 @@ def _edges(z: Tensor, visible: Tensor, dim: int) -> Tensor:
     return w.view_as(z).movedim(-1, dim)
 
 
-def _sticks(z: Tensor, visible: Tensor, dim: int) -> Tensor:
-    """Stick-breaking: a key takes its share of what those before it left."""
-    taken = z.masked_fill(~visible, -1e4)
-    left = F.logsigmoid(-taken)
-    return (F.logsigmoid(taken) + left.cumsum(dim) - left).exp()
-
-
-def _sticks_exact(z: Tensor, visible: Tensor) -> Tensor:
-    s = z.sigmoid() * visible
-    return torch.stack([s[..., j] * (1 - s[..., :j]).prod(-1) for j in range(z.shape[-1])], -1)
-
-
-def _hard(z: Tensor, visible: Tensor, dim: int) -> Tensor:
-    w = _hidden(z, visible).softmax(dim)
-    best = torch.zeros_like(w).scatter(dim, w.argmax(dim, keepdim=True), 1.0)
-    return best - w.detach() + w
-
-
 def _simple(shape: Callable[[Tensor], Tensor]) -> Normal:
     return (lambda z, seen, dim: _share(shape(z) * seen, dim)), (lambda z, seen: _share(shape(z) * seen, -1))
 
@@ -427,26 +343,17 @@ NORMAL: Mapping[str, Normal] = {
     "exponentials": (_exponentials, _softmax),
     "exponentials times mask": (_times_mask, _softmax),
     "exp2": (_exp2, _softmax),
-    "power": (_power, _softmax),
     "sparse softmax": (_sparse, _softmax),
     "edge list": (_edges, _softmax),
     "softmax plus one": (_plus_one, lambda z, seen: (seen * z.exp()) / (1 + (seen * z.exp()).sum(-1, keepdim=True))),
     "null key": (_null_key, lambda z, seen: (seen * z.exp()) / (1 + (seen * z.exp()).sum(-1, keepdim=True))),
     "top two": (_top_two, lambda z, seen: _top_two(z, seen, -1)),
-    "hard": (_hard, _softmax),  # the weights before one is chosen
     "sparsemax": (_sparsemax, lambda z, seen: _sparsemax(z, seen, -1)),
-    "entmax": (_bisected(1.5), _bisected(1.5)),
-    "stick-breaking": (_sticks, _sticks_exact),
     "sigmoid": _alone(lambda z: torch.sigmoid(z - 1.6)),
     "sigmoid over sum": _simple(torch.sigmoid),
-    "softplus over sum": _simple(F.softplus),
-    "elu over sum": _simple(lambda z: F.elu(z) + 1),
     "relu over sum": _simple(torch.relu),
-    "square over sum": _simple(torch.square),
-    "Cauchy over sum": _simple(lambda z: 1 / (1 + z.square())),
     "relu over length": _alone(lambda z: torch.relu(z) / z.shape[-1]),
     "squared relu": _alone(lambda z: torch.relu(z).square() / z.shape[-1]),
-    "tanh": _alone(torch.tanh),
 }
 SINKS = {"null key", "softmax plus one"}  # what weights lack of one is the weight of a logit without a value
 TWO_SIDED = {"sinkhorn": 2, "dual softmax": 1}  # normalised over queries too
@@ -695,17 +602,6 @@ def _graph(x: Tensor, p: Own) -> Tensor:
     return torch.zeros_like(y).index_add(0, i, w[..., None] * y[j]).flatten(1).view_as(x)
 
 
-def _transformer_graph(x: Tensor, p: Own) -> Tensor:
-    """Graph transformer: scatter_add over edges with q·k of the ends."""
-    q, k, v = ((x.flatten(0, 1) @ p[n]).unflatten(-1, (HEADS, -1)) for n in "qkv")
-    n = len(q)
-    i, j = torch.arange(n).repeat_interleave(2), torch.arange(2 * n) * 3 % n
-    e = ((q[i] * k[j]).sum(-1) / 2).clamp(-5, 5).exp()
-    top = torch.zeros_like(v).scatter_add(0, i[:, None, None].expand(-1, HEADS, v.shape[-1]), e[..., None] * v[j])
-    total = torch.zeros(n, HEADS, dtype=x.dtype).scatter_add(0, i[:, None].expand(-1, HEADS), e)
-    return (top / (total[..., None] + 1e-6)).flatten(1).view_as(x)
-
-
 def _pooled(x: Tensor, p: Own) -> Tensor:
     w = (torch.tanh(x @ p["q"]) @ p["u"]).softmax(1)  # [b t 1]
     return (w * (x @ p["v"])).sum(1, keepdim=True).expand_as(x)
@@ -720,20 +616,6 @@ def _gated_pool(x: Tensor, p: Own) -> Tensor:
 def _context(x: Tensor, p: Own) -> Tensor:
     """Global context: one softmax over positions for all."""
     return x + (torch.softmax(x @ p["u"], 1).mT @ x) @ p["v"]
-
-
-def _by_channel(x: Tensor, p: Own) -> Tensor:
-    """Attentive statistics: a softmax over time for each channel; mean and deviation."""
-    w = torch.softmax(torch.tanh(x @ p["q"]) @ p["k"], 1)
-    mean = (w * x).sum(1, keepdim=True)
-    return mean + ((w * x.square()).sum(1, keepdim=True) - mean.square()).clamp_min(1e-4).sqrt() + x @ p["v"]
-
-
-def _dynamic(x: Tensor, p: Own) -> Tensor:
-    """A dynamic convolution: the kernel over the last three tokens is a softmax of the token."""
-    w = (x @ p["w"]).unflatten(-1, (HEADS, 3)).softmax(-1)
-    v = F.pad((x @ p["v"]).unflatten(-1, (HEADS, -1)), (0, 0, 0, 0, 2, 0)).unfold(1, 3, 1)  # [b t h d 3]
-    return torch.einsum("bthw,bthdw->bthd", w, v).flatten(2)
 
 
 def _online(x: Tensor, p: Own) -> Tensor:
@@ -757,14 +639,6 @@ def _slots(x: Tensor, p: Own) -> Tensor:
     return x + slots.mean(1, keepdim=True)
 
 
-def _fast(x: Tensor, p: Own) -> Tensor:
-    """Fastformer: a global query by a softmax over positions, then a global key."""
-    q, k, v = (x @ p[n] for n in "qkv")
-    ask = ((q @ p["u"] / 4).softmax(1) * q).sum(1, keepdim=True)
-    key = ((ask * k @ p["u"] / 4).softmax(1) * ask * k).sum(1, keepdim=True)
-    return key * v + q
-
-
 def _covariance(x: Tensor, p: Own) -> Tensor:
     """XCiT: channels attend to channels."""
     q, k, v = (y.mT for y in _qkv(x, p))
@@ -779,36 +653,6 @@ def _latents(x: Tensor, p: Own) -> Tensor:
     return ((x @ p["q"]) @ h.mT / 4).softmax(-1) @ h
 
 
-def _hopfield(x: Tensor, p: Own) -> Tensor:
-    q, k, v = _qkv(x, p)
-    for _ in range(2):
-        q = (q @ k.mT).softmax(-1) @ k
-    return _joined((q @ k.mT).softmax(-1) @ v)
-
-
-def _addressed(x: Tensor, p: Own) -> Tensor:
-    """Neural Turing machine: cosine, softmax, sharpened by a power."""
-    q, m = x @ p["q"], x @ p["k"]
-    w = (3 * F.cosine_similarity(q[:, :, None], m[:, None], dim=-1)).softmax(-1).pow(1.7)
-    return (w / w.sum(-1, keepdim=True)) @ (x @ p["v"])
-
-
-def _two_ways(x: Tensor, p: Own) -> Tensor:
-    """BiDAF: a trilinear form; softmax over one side, and over the largest of the other."""
-    a, c = x @ p["q"], x @ p["k"]
-    s = a @ p["u"] + (c @ p["u"]).mT + (a * p["u"][:, 0]) @ c.mT
-    there = s.softmax(-1) @ c
-    back = s.amax(-1).softmax(-1)[:, None] @ a
-    return a * there + a * back + x @ p["v"]
-
-
-def _decomposed(x: Tensor, p: Own) -> Tensor:
-    """Parikh: both softmaxes of one table."""
-    a, c = (x @ p["q"]).relu(), (x @ p["k"]).relu()
-    e = torch.bmm(a, c.mT) / 4
-    return F.softmax(e, -1) @ c + torch.bmm(F.softmax(e.mT, -1), a) + x @ p["v"]
-
-
 def _decoder(x: Tensor, p: Own) -> Tensor:
     """Bahdanau: at each step the state asks all inputs."""
     h, out = x.new_zeros(len(x), WIDTH), []
@@ -820,49 +664,11 @@ def _decoder(x: Tensor, p: Own) -> Tensor:
     return torch.stack(out, 1)
 
 
-def _set_to_set(x: Tensor, p: Own) -> Tensor:
-    q = x.new_zeros(len(x), WIDTH) + p["u"][:, 0]
-    for _ in range(2):
-        w = torch.einsum("btc,bc->bt", x @ p["k"], q).softmax(-1)
-        q = torch.tanh(q @ p["q"] + torch.einsum("bt,btc->bc", w, x @ p["v"]))
-    return x + q[:, None]
-
-
-def _upsampled(x: Tensor, p: Own) -> Tensor:
-    """Convex combinations of neighbours (RAFT): softmax over nine places of an unfolded field."""
-    image = x.mT[..., None].expand(-1, -1, -1, 3)
-    w = (x @ p["nine"]).mT[:, None, :, :, None].softmax(2)
-    return (w * F.unfold(image, 3, padding=1).view(len(x), WIDTH, 9, -1, 3)).sum(2).mean(-1).mT
-
-
-def _sampled(x: Tensor, p: Own) -> Tensor:
-    """Deformable: softmax weights of the token on values sampled where the token says."""
-    b, t, _ = x.shape
-    places = torch.tanh(x @ p["places"]).view(b, t, 3, 2)
-    values = F.grid_sample((x @ p["v"]).mT[..., None].expand(-1, -1, -1, 3), places, align_corners=True)  # [b c t 3]
-    return torch.einsum("btn,bctn->btc", (x @ p["three"]).softmax(-1), values)
-
-
-def _triangle(x: Tensor, p: Own) -> Tensor:
-    """Attention within rows of a pair table, with a bias of the pairs."""
-    pair = x[:, :, None] * x[:, None]  # [b i j c]
-    q, k, v = (pair @ p[n] for n in "qkv")
-    bias = (pair @ p["u"])[..., 0]
-    w = (torch.einsum("bijc,bikc->bijk", q, k) / 4 + bias[:, None]).softmax(-1)
-    return torch.einsum("bijk,bikc->bijc", w, v).mean(2)
-
-
 def _mixed_scores(x: Tensor, p: Own) -> Tensor:
     """Scores through a network of two layers over heads before the softmax, and heads mixed after."""
     q, k, v = _qkv(x, p)
     z = torch.einsum("bhts,hg->bgts", F.gelu(torch.einsum("bhts,hg->bgts", q @ k.mT / 2, p["mix"])), p["mix"])
     return _joined(torch.einsum("bhts,hg->bgts", z.softmax(-1), p["mix"]) @ v)
-
-
-def _causal_products(x: Tensor, p: Own) -> Tensor:
-    """Weights by running sums: exp(k) over its sum so far (AFT with no positions)."""
-    k, v = (x @ p["k"]).exp(), x @ p["v"]
-    return torch.sigmoid(x @ p["q"]) * (k * v).cumsum(1) / k.cumsum(1)
 
 
 def _differential(x: Tensor, p: Own) -> Tensor:
@@ -871,28 +677,7 @@ def _differential(x: Tensor, p: Own) -> Tensor:
     return _joined((one - 0.3 * two) @ v)
 
 
-def _expert_tokens(x: Tensor, p: Own) -> Tensor:
-    """Soft MoE: slots are averages of tokens under a softmax, and tokens those of slots."""
-    z = x @ p["six"]
-    slots = torch.einsum("bts,btc->bsc", z.softmax(1), x)
-    return torch.einsum("bts,bsc->btc", z.softmax(-1), torch.tanh(slots @ p["v"]))
-
-
 _U: Mapping[str, tuple[int, ...]] = {"u": (WIDTH, 1)}
-
-
-def _by_token(x: Tensor, p: Own) -> Tensor:
-    """A synthesizer whose weights are sigmoids: a row of them from its own token alone."""
-    v = (x @ p["v"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-    w = torch.sigmoid((x @ p["rows"]).unflatten(-1, (HEADS, 7)).transpose(1, 2))[..., : x.shape[1]]
-    return _joined(w @ v)
-
-
-def _asked_for(x: Tensor, p: Own) -> Tensor:
-    """Learned queries, one for each place, and squared ReLUs over the length."""
-    _, k, v = _qkv(x, p)
-    z = p["asks"][: x.shape[1]] @ k.mT
-    return _joined(z.relu().square() / x.shape[1] @ v)
 
 
 def _hstu(x: Tensor, p: Own) -> Tensor:
@@ -920,38 +705,22 @@ def _chosen(x: Tensor, p: Own) -> Tensor:
 
 
 SPECIAL: Mapping[str, Special] = {
-    "by token": (_by_token, {**_QKV, "rows": (WIDTH, 7 * HEADS)}),
-    "asked for": (_asked_for, {**_QKV, "asks": (7, 4)}),
     "hstu": (_hstu, _QKV),
     "nearest first": (_nearest_first, _QKV),
     "chosen": (_chosen, _QKV),
     "windows": (_windows, _QKV),
     "local": (_local, _QKV),
     "graph": (_graph, {"v": (WIDTH, 16), "a": (HEADS, 4), "c": (HEADS, 4)}),
-    "graph transformer": (_transformer_graph, _QKV),
     "pooled": (_pooled, {**_QKV, **_U}),
     "gated pool": (_gated_pool, {**_QKV, **_U}),
     "context": (_context, {"v": (WIDTH, 16), **_U}),
-    "by channel": (_by_channel, _QKV),
-    "dynamic convolution": (_dynamic, {"w": (WIDTH, 3 * HEADS), "v": (WIDTH, 16)}),
     "online": (_online, _QKV),
     "slots": (_slots, {**_QKV, "slots": (3, WIDTH)}),
-    "fast": (_fast, {**_QKV, **_U}),
     "covariance": (_covariance, _QKV),
     "latents": (_latents, {**_QKV, "slots": (3, WIDTH)}),
-    "hopfield": (_hopfield, _QKV),
-    "addressed": (_addressed, _QKV),
-    "two ways": (_two_ways, {**_QKV, **_U}),
-    "decomposed": (_decomposed, _QKV),
     "decoder": (_decoder, {**_QKV, **_U}),
-    "set to set": (_set_to_set, {**_QKV, **_U}),
-    "upsampled": (_upsampled, {"nine": (WIDTH, 9)}),
-    "sampled": (_sampled, {"v": (WIDTH, 16), "places": (WIDTH, 6), "three": (WIDTH, 3)}),
-    "triangle": (_triangle, {**_QKV, **_U}),
     "mixed scores": (_mixed_scores, {**_QKV, "mix": (HEADS, HEADS)}),
-    "running sums": (_causal_products, _QKV),
     "differential": (_differential, _QKV),
-    "expert tokens": (_expert_tokens, {"v": (WIDTH, 16), "six": (WIDTH, 6)}),
 }
 
 
@@ -976,19 +745,8 @@ def _top_experts(x: Tensor, p: Own) -> Tensor:
     return y.view_as(x)
 
 
-def _sigmoid_experts(x: Tensor, p: Own) -> Tensor:
-    w = torch.sigmoid(x @ p["six"])
-    best = w.topk(2, -1)
-    w = torch.zeros_like(w).scatter(-1, best.indices, best.values / best.values.sum(-1, keepdim=True))
-    return torch.einsum("bte,bted->btd", w, torch.einsum("btc,ecd->bted", x, p["experts"]))
-
-
 def _classifier(x: Tensor, p: Own) -> Tensor:
     return torch.softmax(x.mean(1) @ p["six"], -1)[:, None, :1].expand_as(x)
-
-
-def _per_token_classifier(x: Tensor, p: Own) -> Tensor:
-    return (x @ p["q"]).softmax(-1)
 
 
 def _loss(x: Tensor, p: Own) -> Tensor:
@@ -996,28 +754,11 @@ def _loss(x: Tensor, p: Own) -> Tensor:
     return x + F.cross_entropy((x @ p["six"]).flatten(0, 1), target.flatten())
 
 
-def _log_loss(x: Tensor, p: Own) -> Tensor:
-    logs = (x @ p["six"]).log_softmax(-1)
-    target = torch.arange(x.shape[1]).expand(x.shape[:2]) % 6
-    return x - logs.gather(-1, target[..., None]).mean()
-
-
-def _distilled(x: Tensor, p: Own) -> Tensor:
-    a, b = (x @ p["six"]).log_softmax(-1), (x @ p["other"]).softmax(-1)
-    return x + (b * (b.log() - a)).sum(-1).mean()
-
-
 def _over_time(x: Tensor, p: Own) -> Tensor:
     """A loss of audio: a softmax over time against where the sound is."""
     w = (x @ p["u"]).softmax(1)
     target = torch.zeros_like(w).index_fill(1, torch.tensor([1]), 1.0)
     return x + (w - target).square().mean()
-
-
-def _soft_argmax(x: Tensor, p: Own) -> Tensor:
-    """The expected place under a softmax over places, which are constants."""
-    w = (x @ p["six"]).softmax(1)
-    return x + (w * torch.arange(x.shape[1], dtype=x.dtype)[:, None]).sum((1, 2), keepdim=True)
 
 
 def _contrastive(x: Tensor, p: Own) -> Tensor:
@@ -1036,30 +777,9 @@ def _gate(x: Tensor, p: Own) -> Tensor:
     return torch.sigmoid(x @ p["q"]) * (x @ p["v"])
 
 
-def _softmax_gate(x: Tensor, p: Own) -> Tensor:
-    return torch.softmax(x @ p["q"], -1) * (x @ p["v"])
-
-
-def _swish(x: Tensor, p: Own) -> Tensor:
-    return (F.silu(x @ p["q"]) * (x @ p["k"])) @ p["v"]
-
-
 def _squeeze(x: Tensor, p: Own) -> Tensor:
     """Squeeze and excite: channels are scaled by a function of their mean over positions."""
     return x * torch.sigmoid((x.mean(1, keepdim=True) @ p["q"]).relu() @ p["k"])
-
-
-def _spatial_gate(x: Tensor, p: Own) -> Tensor:
-    maps = torch.stack([x.mean(-1), x.amax(-1)], 1)
-    return x * torch.sigmoid(F.conv1d(maps, p["kernel"], padding=1)).mT
-
-
-def _selected(x: Tensor, p: Own) -> Tensor:
-    """Selective kernels: a softmax over branches, for each channel."""
-    branches = torch.stack([x @ p["q"], x @ p["k"]], 1)
-    s = branches.sum(1).mean(1)
-    w = torch.stack([s @ p["v"], s @ p["v"].T], 1).softmax(1)
-    return (w[:, :, None] * branches).sum(1)
 
 
 def _recurrent(x: Tensor, p: Own) -> Tensor:
@@ -1067,17 +787,6 @@ def _recurrent(x: Tensor, p: Own) -> Tensor:
     for t in range(x.shape[1]):
         z = torch.sigmoid(x[:, t] @ p["q"] + h @ p["k"])
         h = (1 - z) * h + z * torch.tanh(x[:, t] @ p["v"])
-        out.append(h)
-    return torch.stack(out, 1)
-
-
-def _long_memory(x: Tensor, p: Own) -> Tensor:
-    h = c = x.new_zeros(len(x), WIDTH)
-    out = []
-    for t in range(x.shape[1]):
-        i, f, o = (torch.sigmoid(x[:, t] @ p[n] + h) for n in "qkv")
-        c = f * c + i * torch.tanh(h + x[:, t])
-        h = o * torch.tanh(c)
         out.append(h)
     return torch.stack(out, 1)
 
@@ -1094,40 +803,6 @@ def _linear_attention(x: Tensor, p: Own) -> Tensor:
     v = (x @ p["v"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
     q, k = (F.elu((x @ p[n]).unflatten(-1, (HEADS, -1)).transpose(1, 2)) + 1 for n in ("five", "fifth"))
     return _joined(q @ (k.mT @ v) / (q @ k.sum(2, keepdim=True).mT))
-
-
-def _relu_features(x: Tensor, p: Own) -> Tensor:
-    """The same with a ReLU, without a quotient."""
-    v = (x @ p["v"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-    q, k = (((x @ p[n]).unflatten(-1, (HEADS, -1)).transpose(1, 2)).relu() for n in ("five", "fifth"))
-    return _joined(q @ (k.mT @ v))
-
-
-def _causal_features(x: Tensor, p: Own) -> Tensor:
-    """Causal linear attention: running sums of key features times values."""
-    q, k, v = _qkv(x, p)
-    q, k = q.sigmoid(), k.sigmoid()
-    return _joined((q[..., None] * (k[..., None] * v[..., None, :]).cumsum(2)).sum(-2))
-
-
-def _triangle_product(x: Tensor, p: Own) -> Tensor:
-    """The triangle update of a pair table, by gated products."""
-    pair = x[:, :, None] * x[:, None]  # [b i j c]
-    a, c = (torch.sigmoid(pair @ p[gate]) * (pair @ p[n]) for gate, n in (("q", "k"), ("v", "k")))
-    return torch.einsum("bikc,bjkc->bijc", a, c).mean(2)
-
-
-def _gated_patches(x: Tensor, p: Own) -> Tensor:
-    """A gate of each place before patches of two are merged, and each patch given to its two places again."""
-    gated = F.pad(x * torch.sigmoid(x @ p["q"][:, :1]), (0, 0, 0, x.shape[1] % 2))
-    merged = F.conv1d(gated.mT, p["pairs"], stride=2).mT
-    return merged.repeat_interleave(2, 1)[:, : x.shape[1]]
-
-
-def _gated_positions(x: Tensor, p: Own) -> Tensor:
-    """An MLP over positions with gated units."""
-    t = x.shape[1]
-    return ((F.silu(x.mT @ p["table"][:t]) * (x.mT @ p["table"][:t].flip(0))) @ p["table"][:, :t]).mT
 
 
 def _scalar_gates(x: Tensor, p: Own) -> Tensor:
@@ -1166,56 +841,9 @@ def _mixture(x: Tensor, p: Own) -> Tensor:
     return x + (w * near).sum(-1, keepdim=True).log()
 
 
-def _mixture_of_softmaxes(x: Tensor, p: Own) -> Tensor:
-    pi = (x @ p["three"]).softmax(-1)
-    words = torch.stack([torch.tanh(x @ p[n]).softmax(-1) for n in "qkv"], -2)
-    return (pi[..., None] * words).sum(-2)
-
-
-def _layers_mixed(x: Tensor, p: Own) -> Tensor:
-    w = p["u"][:3, 0].softmax(0)
-    return w[0] * x + w[1] * (x @ p["q"]) + w[2] * (x @ p["k"])
-
-
-def _codebook(x: Tensor, p: Own) -> Tensor:
-    """A softmax for usage of codes, and the nearest code in its place."""
-    w = (-torch.cdist(x, p["codes"])).softmax(-1)
-    code = p["codes"][w.argmax(-1)]
-    return x + (code - x).detach() + (w.mean((0, 1)) + 1e-9).log().mean()
-
-
 def _masked_mean(x: Tensor, p: Own) -> Tensor:
     keep = (torch.arange(x.shape[1]) < x.shape[1] - 1).to(x.dtype)[None, :, None]
     return x @ p["q"] + (x * keep).sum(1, keepdim=True) / keep.sum()
-
-
-def _spatial_mlp(x: Tensor, p: Own) -> Tensor:
-    """gMLP: positions are mixed by a parameter, and gate."""
-    t = x.shape[1]
-    return F.gelu(x @ p["q"]) * torch.einsum("ts,bsc->btc", p["table"][:t, :t], x @ p["k"])
-
-
-def _normed_features(x: Tensor, p: Own) -> Tensor:
-    y = (x @ p["q"]).exp()
-    return (y / y.sum(-1, keepdim=True)) @ p["k"]
-
-
-def _variational(x: Tensor, p: Own) -> Tensor:
-    mean, spread = x @ p["q"], (0.5 * (x @ p["k"])).exp()
-    return mean + spread * p["codes"].mean()
-
-
-def _coupling(x: Tensor, p: Own) -> Tensor:
-    a, b = x.chunk(2, -1)
-    s = torch.tanh(F.pad(a, (0, 8)) @ p["q"])[..., :8]
-    return torch.cat([a, b * s.exp() + (F.pad(a, (0, 8)) @ p["k"])[..., :8]], -1)
-
-
-def _overlap(x: Tensor, p: Own) -> Tensor:
-    """Dice of segmentation: class probabilities times constant targets, summed over positions."""
-    w = (x @ p["six"]).softmax(-1)
-    target = F.one_hot(torch.arange(x.shape[1]) % 6, 6).to(x.dtype)
-    return x - (2 * (w * target).sum(1) / (w.sum(1) + target.sum(0))).mean()
 
 
 def _streams(x: Tensor, p: Own) -> Tensor:
@@ -1228,56 +856,27 @@ def _streams(x: Tensor, p: Own) -> Tensor:
     return (e @ streams).flatten(2)
 
 
-def _focal(x: Tensor, p: Own) -> Tensor:
-    w = torch.sigmoid(x @ p["six"])
-    return x - ((1 - w).square() * (w + 1e-6).log()).mean()
-
-
 _SIX: Mapping[str, tuple[int, ...]] = {"six": (WIDTH, 6), "experts": (6, WIDTH, WIDTH), "other": (WIDTH, 6)}
 LOOKS_ALIKE: Mapping[str, Special] = {
     "router": (_router, _SIX),
     "top experts": (_top_experts, _SIX),
-    "sigmoid experts": (_sigmoid_experts, _SIX),
     "classifier": (_classifier, _SIX),
-    "classifier of tokens": (_per_token_classifier, _QKV),
     "cross entropy": (_loss, _SIX),
-    "log softmax": (_log_loss, _SIX),
-    "distilled": (_distilled, _SIX),
     "softmax over time in a loss": (_over_time, _U),
-    "soft argmax": (_soft_argmax, _SIX),
     "contrastive": (_contrastive, _QKV),
     "entropy bonus": (_entropy_bonus, _SIX),
     "gate": (_gate, _QKV),
-    "softmax gate": (_softmax_gate, _QKV),
-    "swish": (_swish, _QKV),
     "squeeze and excite": (_squeeze, _QKV),
-    "spatial gate": (_spatial_gate, {"kernel": (1, 2, 3)}),
-    "selected kernels": (_selected, _QKV),
     "recurrent": (_recurrent, _QKV),
-    "long memory": (_long_memory, _QKV),
     "written": (_written, {**_QKV, **_U}),
     "linear attention": (_linear_attention, {**_QKV, "five": (WIDTH, 5 * HEADS), "fifth": (WIDTH, 5 * HEADS)}),
-    "features of a ReLU": (_relu_features, {**_QKV, "five": (WIDTH, 5 * HEADS), "fifth": (WIDTH, 5 * HEADS)}),
-    "causal features": (_causal_features, _QKV),
-    "triangle product": (_triangle_product, _QKV),
-    "gated patches": (_gated_patches, {**_QKV, "pairs": (WIDTH, WIDTH, 2)}),
-    "gated positions": (_gated_positions, {"table": (7, 7)}),
     "scalar gates": (_scalar_gates, _QKV),
     "gated convolution": (_gated_convolution, {"kernel": (1, 2, 3), "taps": (WIDTH, WIDTH, 3)}),
     "gated units": (_gated_units, _QKV),
     "state space": (_state_space, _QKV),
     "mixture": (_mixture, _SIX),
-    "mixture of softmaxes": (_mixture_of_softmaxes, {**_QKV, "three": (WIDTH, 3)}),
-    "layers mixed": (_layers_mixed, {**_QKV, **_U}),
-    "codebook": (_codebook, {"codes": (5, WIDTH)}),
     "masked mean": (_masked_mean, _QKV),
-    "spatial MLP": (_spatial_mlp, {**_QKV, "table": (7, 7)}),
-    "normed features": (_normed_features, _QKV),
-    "variational": (_variational, {**_QKV, "codes": (5, WIDTH)}),
-    "coupling": (_coupling, _QKV),
-    "overlap": (_overlap, _SIX),
     "streams": (_streams, _QKV),
-    "focal": (_focal, _SIX),
 }
 
 

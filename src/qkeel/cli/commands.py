@@ -29,11 +29,8 @@ HELP_ALL = "--help-all"  # like --help, but including options that few users nee
 # Name, as typed -> where it is in qkeel.cli. A module is imported when its command is called.
 COMMANDS = {
     "run": "run:run",
-    "study precision": "run:study_precision",
-    "merge": "run:merge",
     "report": "report:report",
     "watch": "watch:watch",
-    "recommend": "run:recommend",
     "check": "inspect:check",
     "figures": "report:figures",
     "scan": "inspect:scan",
@@ -47,9 +44,9 @@ COMMANDS = {
 # The groups of `qkeel --help`, in order; a study that is listed in no group belongs to Compare.
 GROUPS = {
     "Watch": ("watch", "report", "export", "figures"),
-    "Fix": ("remedies", "explain", "recommend"),
+    "Fix": ("remedies", "explain"),
     "Audit": ("check", "scan", "convert", "presets"),
-    "Compare": ("demo", "run", "study lr", "study precision", "merge"),
+    "Compare": ("demo", "run", "study lr"),
 }
 
 # Name -> an example command, shown at the end of the command's help; studies not listed here use the one of `example`.
@@ -60,9 +57,7 @@ EXAMPLES = {
     "demo": "qkeel demo --out demo --jobs 2",
     "explain": "qkeel explain lalr:tau=0.1",
     "export": "qkeel export qkeel-runs/train --to parquet",
-    "merge": "qkeel merge part1 part2 --out whole",
     "presets": "qkeel presets",
-    "recommend": "qkeel recommend --d-model 128 --n-layers 4 --n-heads 8 --lr 0.1",
     "remedies": "qkeel remedies",
     "report": "qkeel report qkeel-runs/train -o page.html",
     "run": "qkeel run --steps 500 --remedy qk_norm --out runs/a",
@@ -72,7 +67,6 @@ EXAMPLES = {
     "study lr": "qkeel study lr --remedies none qk_norm --lrs 0.01 0.1 --seeds 0 1",
     "study mla": "qkeel study mla --remedies none --lrs 0.01 0.1 --dry-run",
     "study multimodal": "qkeel study multimodal --remedies none qk_norm --mixes text --lrs 0.01 --dry-run",
-    "study precision": "qkeel study precision --remedies none --out precision",
     "watch": "qkeel watch --sink tensorboard -- python train.py",
 }
 
@@ -80,8 +74,8 @@ EXAMPLES = {
 def commands() -> dict[str, tuple[str, str]]:
     """Returns the location and the summary of each command: those in COMMANDS, `qkeel demo` and `qkeel study NAME`."""
     found = {command: (place, _summary(*place.split(":"))) for command, place in COMMANDS.items()}
-    for name, (_, line) in STUDIES.items():
-        found["demo" if name == "demo" else f"study {name}"] = f"run:{name}", line
+    for name, study in STUDIES.items():
+        found["demo" if name == "demo" else f"study {name}"] = f"run:{name}", study.line
     return {command: (f"qkeel.cli.{place}", line) for command, (place, line) in found.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Event, Thread
 from typing import final
@@ -19,7 +19,6 @@ from qkeel.lab.executors import Outcome
 from qkeel.lab.plan import PlannedRun
 from qkeel.metrics import Row
 from qkeel.records import RunDirectory
-from qkeel.report import html
 
 # The output during runs: a progress bar with an ETA on a terminal, plain lines elsewhere.
 
@@ -80,11 +79,7 @@ class StudyView:
         self.console.print(escape(f"{name}: {self._result(outcome)}{self._left()}"), highlight=False, soft_wrap=True)
 
     def _left(self) -> str:
-        """Returns the time left, or "" if it is unknown or below 10 s.
-
-        The estimate is based on the steps that all runs took in this process. All runs in a stack end together, so the
-        number of finished runs would be a poor measure of progress.
-        """
+        """Returns the time left by the steps that all runs took since the start, or "" if unknown or below 10 s."""
         steps = {
             place: run.config.steps if place in self.over else last_step(Path(place))
             for place, run in self.runs.items()
@@ -158,8 +153,7 @@ class RunView:
         line += f"  max_logit {number(record['max_logit'])}  entropy {record['entropy']:.2f}"
         if step > self.first[1] and seconds > 0:
             left = (self.steps - step) * seconds / (step - self.first[1])
-            rate, share = record["tokens_per_second"], record["mfu"]
-            line += f"  tok/s {number(rate)}{'' if share is None else f'  mfu {100 * share:.1f} %'}  ETA {spent(left)}"
+            line += f"  tok/s {number(record['tokens_per_second'])}  ETA {spent(left)}"
         self.console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -177,16 +171,6 @@ def extrapolated(table: Sequence[Row]) -> Table:
         means = [100 * sum(row[name] or 0 for row in rows) / len(rows) for name in names] if rows else []
         cells = [*(f"{mean:.1f}" for mean in means), str(len(rows))] if rows else ["–"] * 6
         shown.add_row(*map(str, key), *cells)
-    return shown
-
-
-def numbers(lines: Sequence[Mapping[str, float | str]]) -> Table:
-    """Returns a table of `lines`, which all have the same columns, with a dash in place of NaN."""
-    shown = Table(box=None, pad_edge=False)
-    for name, value in lines[0].items():
-        shown.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
-    for row in lines:
-        shown.add_row(*(v if isinstance(v, str) else "–" if v != v else html.number(v) for v in row.values()))
     return shown
 
 

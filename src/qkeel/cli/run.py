@@ -1,14 +1,12 @@
-"""Commands about training: `qkeel run`, the studies, `qkeel merge` and `qkeel recommend`."""
+"""Commands about training: `qkeel run` and the studies."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
-import platform
 import signal
 import sys
-import time
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -27,30 +25,26 @@ from qkeel.cli.console import (
     extrapolated,
     make_console,
     number,
-    numbers,
     print_line,
     ranking,
     spent,
 )
-from qkeel.cli.parameters import SEVERAL, JsonSwitch, Several, Switch, Unset
+from qkeel.cli.parameters import JsonSwitch, Switch, Unset
 from qkeel.errors import InvalidValueError, QkeelError, check_known
 from qkeel.lab import Watcher
 from qkeel.lab import run as train
 from qkeel.lab.build_run import canonical, resolve
-from qkeel.lab.checkpoint import computed_with
 from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
 from qkeel.lab.execute import (
     Execution,
     StudyResult,
     estimate_seconds,
     make_plan,
-    merge_studies,
     pending,
     run_directory,
     run_plan,
-    write_table,
 )
-from qkeel.lab.executors import Shard, executor
+from qkeel.lab.executors import default_jobs
 from qkeel.lab.plan import (
     FOLDER,
     Grid,
@@ -63,19 +57,11 @@ from qkeel.lab.plan import (
     tuned_plan,
     tuning_plan,
 )
-from qkeel.lab.recommendation import read_configuration
-from qkeel.lab.recommendation import recommend as advise
-from qkeel.lab.stack_models import check_how
-from qkeel.lab.studies import STUDIES, find_study, grids
-from qkeel.lab.studies.grids import MULTIMODAL_BASE
+from qkeel.lab.studies import MULTIMODAL_BASE, STUDIES
 from qkeel.options import annotations
-from qkeel.records import write_text
-from qkeel.records.disk import make_directory
 from qkeel.records.file_formats import read_toml
-from qkeel.records.run_directory import made_on
 from qkeel.report import write
-from qkeel.report.study.collect import BASELINE
-from qkeel.report.study.page import precision_page
+from qkeel.report.study_runs import BASELINE
 
 # Flags as views of the configuration dataclasses: names, types, choices and help come from there.
 
@@ -263,16 +249,11 @@ class HowFlags:
     """Options that control how a study is executed; none of them changes a result."""
 
     jobs: Unset[int] = None
-    """Number of parallel processes, each training one run or one stack of runs [default: the number of cores, at most
-    4; with ray or dask, as many as the cluster can execute at once; with slurm, 16]."""
-    executor: Annotated[str, Parameter(show_default=False)] = "local"
-    """Where to execute the runs: local, ray, dask or slurm, with options if needed, like
-    slurm:partition=gpu,time=60."""
-    stack: Annotated[str, Parameter(show_default=False)] = "auto"
-    """Whether to train runs that differ only in seed, steps and rates together, as one model: auto (small models only),
-    off, or the number of runs to combine."""
-    shard: Unset[str] = None
-    """Execute only part i of n, given as i/n; use one part per machine or array task, with the same --out."""
+    """Number of runs at once [default: the number of cores, at most 4; with ray or dask, as many as the cluster has
+    cores; with slurm, 16]."""
+    executor: Annotated[str, Parameter(show_default=False)] = "loky"
+    """Where to execute the runs: loky (processes of this machine), ray, dask, or slurm with options of submitit, like
+    slurm:slurm_partition=gpu,timeout_min=60. Any number of machines can run the same command with one shared --out."""
     dry_run: Switch = False
     """Only report which runs would be executed and about how long they would take."""
     baseline: Annotated[str, Parameter(show_default=False)] = "none"
@@ -290,10 +271,9 @@ def __getattr__(name: str) -> Callable[..., int]:
 
 def study_command(name: str) -> Callable[..., int]:
     """Returns the function behind the command of a study: its parameters are the flags."""
-    study = find_study(name)
-    options = [*study.options, *(StudyOption(switch, bool, other.help) for switch, other in study.instead.items())]
+    study = STUDIES[name]
     without = {("", "remedy"), ("", "seed"), *study.decides}
-    flags: Any = view(without=without, more=map(_flag, options), several=study.axes)
+    flags: Any = view(without=without, more=map(_flag, study.options), several=study.axes)
 
     def command(
         *,
@@ -302,16 +282,14 @@ def study_command(name: str) -> Callable[..., int]:
         how: Annotated[HowFlags, _FLAT] = HowFlags(),
         flags: object = flags(),
     ) -> int:
-        names = (*(option.name for option in options), *study.axes)
+        names = (*(option.name for option in study.options), *study.axes)
         given = {name: value for name in names if (value := vars(flags)[name]) is not None}
-        asked = next((other for switch, other in study.instead.items() if given.get(switch)), study)
-        config, table = configure(flags, recipe, asked.base or starting(flags))
+        config, table = configure(flags, recipe, study.base or starting(flags))
         _check_table(table, study)
-
-        return run_study(name, *study.request(config, asked.grid, {**table, **given}), out=out, how=how)
+        return run_study(study, *study.request(config, study.grid, {**table, **given}), out=out, how=how)
 
     command.__annotations__ |= {"flags": Annotated[flags, _FLAT]}
-    command.__doc__ = f"""{STUDIES[name][1]}
+    command.__doc__ = f"""{study.line}
 
     {study.help}
 
@@ -342,97 +320,41 @@ def _check_table(table: Settings, study: Study) -> None:
         check_known("key in [study]", key, known)
 
 
-# `qkeel study precision`: where low precision loses attention.
-
-
-def study_precision(
-    *,
-    out: Path = Path("runs/precision"),
-    remedies: Annotated[Unset[list[str]], SEVERAL] = None,
-    head_dim: int = 64,
-    seed: int = 0,
-) -> int:
-    """Compute the same attention in float64, fp32, bf16, fp16 and with q and k in fp8, for logits of increasing size.
-
-    Nothing is trained, so the study takes only seconds. It writes table.csv (with every size) and report.html (with the
-    predicted and the measured thresholds).
-
-    Args:
-        out: Directory of the study.
-        remedies: Any of none, qk_norm, cosine and softcap:cap=50 [default: all].
-        head_dim: Number of dimensions of a head.
-        seed: Seed for the random q, k and v.
-    """
-    if head_dim < 2:
-        raise InvalidValueError(f"expected a head_dim of at least 2, got {head_dim}; give a larger value")
-    shape = grids.HeadShape(head_dim=head_dim)
-    make_directory(out)
-    table = list(grids.rows(shape, remedies=remedies or tuple(grids.REMEDIES), seed=seed))
-    write_table(out, table, grids.COLUMNS)
-    lines = grids.thresholds(table)
-    versions = computed_with(RunConfig(device="cpu"))
-    made = {
-        "Made": time.strftime("%Y-%m-%d %H:%M"),
-        "qkeel": versions["qkeel"],
-        "torch": versions["torch"],
-        "Python": platform.python_version(),
-        "Processor": versions["cpu"],
-        **{name.capitalize(): value for name, value in made_on().items()},
-    }
-    write_text(out / "report.html", precision_page(table, lines, grids.TOLERANCE, made, command_line()))
-    console = make_console()
-    text = (
-        f"size of the largest logit at which rounding first changes logits by {grids.TOLERANCE:g} nats (– if it never "
-        "does):"
-    )
-    console.print(text, highlight=False)
-    console.print(numbers(lines))
-    print_line(console, f"report {out / 'report.html'}")
-    return OK
-
-
 # A study from the command line: plan, progress, table, report, exit code.
 
 _LONG = 60  # seconds; a study that takes longer says so before its first run ends
 
 
 def run_study(
-    name: str, base: RunConfig, grid: Grid, contexts: LongContexts | None, *, out: Path, how: HowFlags
+    study: Study, base: RunConfig, grid: Grid, contexts: LongContexts | None, *, out: Path, how: HowFlags
 ) -> int:
     """Runs a study, writes its table and report, and returns the exit code; the directory is printed first and last.
 
     Args:
-        name: the name of the study in lab.studies.
+        study: the study.
         base: the configuration that all runs share.
         grid: the axes.
         contexts: the test lengths and post-hoc methods, if the study has them.
         out: the directory of the study.
-        how: options for the execution, such as the number of processes, stacking, the shard and the dry run.
+        how: options for the execution, such as the number of processes and the dry run.
     """
-    console, place = make_console(), executor(how.executor)
-    execution = Execution(
-        workers=how.jobs,
-        stack=check_how(how.stack),
-        executor=how.executor,
-        shard=Shard.parse(how.shard) if how.shard else Shard(),
-        command=command_line(),
-    )
-    shard, plan = execution.shard, make_plan(name, base, grid, contexts)
+    console, jobs = make_console(), how.jobs if how.jobs is not None else default_jobs(how.executor)
+    execution = Execution(workers=jobs, executor=how.executor, command=command_line())
+    plan = make_plan(study, base, grid, contexts)
     if grid.tuning_seeds and not how.dry_run:
         plan = _tuned(console, plan, out, execution)
     baseline = canonical(how.baseline)
     if baseline != BASELINE:
         check_known("baseline", baseline, {run.config.remedy for run in plan.runs})
-    left = pending(plan, out, shard)
+    left = pending(plan, out)
     print_line(console, f"study {out}")
-    jobs = how.jobs if how.jobs is not None else place.capacity() if left else 1
-    part = f", shard {shard.index}/{shard.count}" if shard.count > 1 else ""
-    console.print(f"{len(plan.runs)} runs{part}, {len(left)} to do, {jobs} at once", highlight=False)
+    at_once = f"{jobs} at once" if jobs > 0 else "as many at once as the cluster has cores"
+    console.print(f"{len(plan.runs)} runs, {len(left)} to do, {at_once}", highlight=False)
     if left and not how.dry_run and (said := _estimate(left, jobs, least=_LONG)):
         print_line(console, said)
     if how.dry_run:
         return _dry_run(console, plan, out, left, jobs)
-    result = _execute(console, plan, out, dataclasses.replace(execution, workers=jobs))
+    result = _execute(console, plan, out, execution)
     write(out, out / "report.html", baseline=baseline)
     _print_tables(console, plan, result)
     for failure in result.failures:
@@ -457,7 +379,7 @@ def _tuned(console: Console, plan: Plan, out: Path, execution: Execution) -> Pla
 
 def _execute(console: Console, plan: Plan, out: Path, execution: Execution) -> StudyResult:
     """Executes the remaining runs of a plan and shows their progress on the console."""
-    view = StudyView(console, pending(plan, out, execution.shard), out)
+    view = StudyView(console, pending(plan, out), out)
     with view.following():
         return run_plan(plan, out, dataclasses.replace(execution, on_outcome=view.on_outcome))
 
@@ -467,7 +389,7 @@ def _print_tables(console: Console, plan: Plan, result: StudyResult) -> None:
         console.print("next-token accuracy in %, mean over seeds:", highlight=False)
         console.print(extrapolated(result.long_table))
         return
-    for role in dict.fromkeys(run.role for run in plan.runs if run.role != "drift"):
+    for role in dict.fromkeys(run.role for run in plan.runs):
         ids = {run.config.run_id for run in plan.runs if run.role == role}
         title = "" if role == "grid" else f"{role}: "
         console.print(f"{title}mean val_loss over seeds (largest max logit):", highlight=False)
@@ -476,7 +398,7 @@ def _print_tables(console: Console, plan: Plan, result: StudyResult) -> None:
 
 def _dry_run(console: Console, plan: Plan, out: Path, left: Sequence[PlannedRun], jobs: int) -> int:
     for run in plan.runs:
-        state = "to do" if run in left else "done, or part of another shard"
+        state = "to do" if run in left else "done"
         about = f"{run.title}, {run.config.steps} steps: {state}"
         print_line(console, f"{run_directory(out, run).name}  {about}")
     print_line(console, f"{_estimate(left, jobs)}; nothing was written")
@@ -486,56 +408,7 @@ def _dry_run(console: Console, plan: Plan, out: Path, left: Sequence[PlannedRun]
 def _estimate(left: Sequence[PlannedRun], jobs: int, *, least: float = 0.0) -> str:
     """Returns how long the runs will take here ("" if less than `least` seconds), or why this is not known."""
     try:
-        seconds = estimate_seconds(left, jobs)
+        seconds = estimate_seconds(left, max(1, jobs))
     except Exception as error:  # a node that only submits may lack the device; the runs report their own errors
         return f"no time estimate: the first steps failed here with {type(error).__name__}: {error}"
     return f"about {spent(seconds)} on this machine" if seconds >= least else ""
-
-
-# `qkeel merge`: combines parts of one study that ran separately in one directory.
-
-
-def merge(parts: Several[Path], /, *, out: Path) -> int:
-    """Merge directories of one study that ran on several machines into a new one; the sources do not change.
-
-    If a run appears more than once, the finished copy is used, or else the copy that has progressed furthest; two
-    finished copies with different results are an error. To execute the remaining runs, use the study's own command with
-    this directory as --out.
-
-    Args:
-        parts: Directories of the study.
-        out: The directory to create; it must be new or empty.
-    """
-    merged = merge_studies(parts, out)
-    write(out, out / "report.html")
-    console = make_console()
-    console.print(f"{len(merged.table)} runs, {merged.done} done", highlight=False)
-    print_line(console, f"report {out / 'report.html'}")
-    print_line(console, f"study {out}")
-    return OK
-
-
-# `qkeel recommend`: the logits to expect from a configuration and the remedy for it, based on measurements.
-
-
-def recommend(
-    source: Path | None = None,
-    *,
-    json_: JsonSwitch = False,
-    flags: Annotated[RunFlags, _FLAT] = RunFlags(),  # type: ignore[valid-type]  # noqa: B008 - frozen
-) -> int:
-    """Print the logits to expect from a configuration and the gain of each remedy, based on measured runs.
-
-    Every number comes with an interval and the measurements behind it. Outside the measured range, the answer is "not
-    known", together with the settings that lie outside it.
-
-    Args:
-        source: A recipe, a transformers config.json or its folder, or the directory of a run; flags override its
-            settings.
-        json_: Print everything as JSON.
-    """
-    base, unknown = read_configuration(source) if source else (starting(flags), ())
-    found = advise(configure(flags, None, base)[0])
-    found = dataclasses.replace(found, outside=(*unknown, *found.outside), outside_gain=(*unknown, *found.outside_gain))
-    print(json.dumps({**dataclasses.asdict(found), "remedy": found.remedy}) if json_ else found)
-    return OK

@@ -90,26 +90,16 @@ class _LogitOperands(NamedTuple):
 
     q: Tensor
     k: Tensor
-    scale: float | Tensor
+    scale: Any
     how: dict[str, Any]
 
 
-class _ScaledOperands(NamedTuple):
-    """Like _LogitOperands, but with a number as the scale."""
-
-    q: Tensor
-    k: Tensor
-    scale: float
-    how: dict[str, Any]
-
-
-def _read(call: AttentionCall) -> _ScaledOperands | None:
-    """Like `_operands`, but with a scale that differs by row or head multiplied into q."""
-    found = _operands(call)
-    if found is None:
-        return None
-    q, k, scale, how = found
-    return _ScaledOperands(q * scale, k, 1.0, how) if isinstance(scale, Tensor) else _ScaledOperands(q, k, scale, how)
+def _read(call: AttentionCall) -> _LogitOperands | None:
+    """Like `_operands`, but with a number as the scale: one that differs by row or head is multiplied into q."""
+    operands = _operands(call)
+    if operands is None or not isinstance(operands.scale, Tensor):
+        return operands
+    return operands._replace(q=operands.q * operands.scale, scale=1.0)
 
 
 def _operands(call: AttentionCall, pairs: bool = False) -> _LogitOperands | None:

@@ -4,12 +4,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from qkeel.lab.build_run import learning_rate
+    from qkeel.lab.checkpoint import computed_with
     from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
-    from qkeel.lab.execute import Execution, MergedStudy, StudyResult, make_plan, merge_studies, run_plan, study
-    from qkeel.lab.executors import Shard
-    from qkeel.lab.plan import Grid, LongContexts, Plan
-    from qkeel.lab.recommendation import Recommendation, RemedyAdvice, recommend
-    from qkeel.lab.train_runs import Watcher, run
+    from qkeel.lab.execute import Execution, StudyResult, make_plan, run_plan, study
+    from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun, Study, product
+    from qkeel.lab.run_record import Watcher
+    from qkeel.lab.studies import find_study
+    from qkeel.lab.train import run
+    from qkeel.records import RunDirectory, RunStatus
 
 __all__ = [
     "DataConfig",
@@ -17,19 +20,21 @@ __all__ = [
     "Grid",
     "ImagesConfig",
     "LongContexts",
-    "MergedStudy",
     "ModelConfig",
     "OptimConfig",
     "Plan",
-    "Recommendation",
-    "RemedyAdvice",
+    "PlannedRun",
     "RunConfig",
-    "Shard",
+    "RunDirectory",
+    "RunStatus",
+    "Study",
     "StudyResult",
     "Watcher",
+    "computed_with",
+    "find_study",
+    "learning_rate",
     "make_plan",
-    "merge_studies",
-    "recommend",
+    "product",
     "run",
     "run_plan",
     "study",
@@ -39,15 +44,18 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("DataConfig", "ImagesConfig", "ModelConfig", "OptimConfig", "RunConfig"), "config"),
     **dict.fromkeys(("Execution", "StudyResult", "make_plan", "run_plan", "study"), "execute"),
-    **dict.fromkeys(("MergedStudy", "merge_studies"), "execute"),
-    **dict.fromkeys(("Grid", "LongContexts", "Plan"), "plan"),
-    **dict.fromkeys(("Recommendation", "RemedyAdvice", "recommend"), "recommendation"),
-    **dict.fromkeys(("Watcher", "run"), "train_runs"),
-    "Shard": "executors",
+    **dict.fromkeys(("Grid", "LongContexts", "Plan", "PlannedRun", "Study", "product"), "plan"),
+    "Watcher": "run_record",
+    "computed_with": "checkpoint",
+    "find_study": "studies",
+    "learning_rate": "build_run",
+    "run": "train",
 }
 
 
 def __getattr__(name: str) -> object:
+    if name in ("RunDirectory", "RunStatus"):
+        return getattr(importlib.import_module("qkeel.records"), name)
     if name not in _HOMES:
         raise AttributeError(f"module 'qkeel.lab' has no attribute {name!r}")
     return getattr(importlib.import_module(f"qkeel.lab.{_HOMES[name]}"), name)

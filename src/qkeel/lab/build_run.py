@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from qkeel import remedies
-from qkeel.autopilot import attach
-from qkeel.autopilot.policy import spelled
+from qkeel.autopilot import attach, named_policy
 from qkeel.errors import InvalidValueError
 from qkeel.functional.bounds import newton_schulz
 from qkeel.handle import Handle
@@ -232,16 +231,13 @@ def canonical(text: str) -> str:
         raise InvalidValueError(
             f"expected autopilot without other remedies, because the autopilot chooses the remedies, got {text!r}"
         )
-    return spelled(Term(POLICY, term.options)).replace(POLICY, AUTOPILOT, 1)
+    ladder = str(Term(POLICY, term.options))
+    named_policy(ladder, parameters=False)
+    return ladder.replace(POLICY, AUTOPILOT, 1)
 
 
 def _is_autopilot(text: str) -> bool:
     return any(term.name == AUTOPILOT for term in parse(text))
-
-
-def not_stacked(text: str) -> list[str]:
-    """Returns the names of a run's remedies that work inside its forward pass and therefore rule out stacking."""
-    return [AUTOPILOT] if _is_autopilot(text) else sorted({r.name for r in remedies.parse(text) if not r.stacks})
 
 
 def note(text: str) -> Note:
@@ -262,7 +258,7 @@ def rules(text: str) -> list[str]:
     ([], 'qk_lr:')
     """
     named = [] if _is_autopilot(text) else remedies.parse(text)
-    return [f"{one.name}: {one.written_rule()}" for one in named if one.rule]
+    return [f"{remedy.name}: {remedy.written_rule()}" for remedy in named if remedy.rule]
 
 
 def put_on(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Handle:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from qkeel.autopilot import Autopilot
 from qkeel.errors import DamagedFileError, RunDirectoryError
@@ -99,7 +99,6 @@ def about_corpus(corpus: Corpus) -> Json:
         "heldout_tokens": len(corpus.heldout),
         "vocab_size": corpus.vocab_size,
         "loss_unit": corpus.loss_unit,
-        **({"tokenizer_sha256": corpus.tokenizer} if corpus.tokenizer else {}),
     }
 
 
@@ -124,135 +123,6 @@ def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: st
     }
 
 
-# Dynamic loss scaling, which keeps gradients within the range of fp16, with one scale per run.
-
-# The defaults of torch.amp.GradScaler; scaling by powers of two does not round.
-START, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
-LEAST = 1.0  # below it the forward pass itself overflows, which no loss scale can fix
-
-
-@final
-class LossScale:
-    """Halves the scale when a gradient is not finite and skips that step; doubles the scale after 2000 good steps.
-
-    The scale of a run depends only on its own gradients, not on which runs train together with it. Skipped steps are
-    counted, and each is reported by `taken_events`.
-
-    Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3.2, with the defaults of torch.amp.GradScaler.
-    """
-
-    def __init__(self, start: float = START, interval: int = INTERVAL) -> None:
-        self.value, self.interval = start, interval
-        self.skipped = 0
-        self._sound = 0  # steps since the scale last changed
-        self._finite = True
-        self._events: list[str] = []
-
-    def see(self, norm: Tensor) -> None:
-        """Checks the norm of the unscaled gradient; waits for the device, as GradScaler does."""
-        self._finite = math.isfinite(float(norm))
-
-    @property
-    def skips(self) -> bool:
-        """True if the next step is skipped."""
-        return not self._finite
-
-    @property
-    def exhausted(self) -> bool:
-        """True if steps overflow even with a scale below 1."""
-        return self.value < LEAST
-
-    def update(self) -> None:
-        """Ends a step: counts it and adjusts the scale."""
-        if self._finite:
-            self._sound += 1
-            if self._sound == self.interval:
-                self.value, self._sound = self.value * GROWTH, 0
-            return
-        self._events.append(f"skipped: the loss or a gradient overflowed fp16 at loss scale {self.value:g}")
-        self.value, self._sound, self.skipped = self.value * BACKOFF, 0, self.skipped + 1
-
-    def taken_events(self) -> list[str]:
-        """Returns the events since the last call."""
-        events, self._events = self._events, []
-        return events
-
-    def record(self) -> dict[str, float]:
-        """Returns the fields of loss scaling in records.TASK_FIELDS."""
-        return {"loss_scale": self.value, "skipped_steps": self.skipped}
-
-    def state(self) -> dict[str, Tensor]:
-        """Returns the state for a checkpoint."""
-        return {"numbers": torch.tensor([self.value, self._sound, self.skipped], dtype=torch.float64)}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restores what `state` returned.
-
-        Raises:
-            KeyError: the state has no numbers.
-            ValueError: the state has the wrong number of values.
-        """
-        value, sound, skipped = state["numbers"].tolist()
-        self.value, self._sound, self.skipped = value, int(sound), int(skipped)
-
-
-# Throughput of a run: tokens per second, and model FLOPs utilisation.
-
-# Dense bf16 operations per second from the vendors' data sheets; the first name contained in the device's name applies.
-PEAKS: dict[str, float] = {
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-    "L4": 121e12,
-}
-
-
-def flops_per_token(model: nn.Module, context: int) -> float:
-    """Returns the operations per training token: 6 per weight of each matrix product, plus those of visible pairs.
-
-    Each visible key costs 3 · 2 · h (d + d') operations, for the scores and weighted values of h heads in the forward
-    pass and twice as many in the backward pass. A causal query at position i sees i + 1 keys, but no more than its
-    window holds. Embedding lookups, norms and recomputation are not counted.
-
-    Args:
-        model: a model with qkeel's attention modules.
-        context: the number of tokens per training sequence.
-
-    Source: Chowdhery et al. 2022, arXiv 2204.02311, appendix B (which counts all T keys as visible).
-    """
-    total = 0.0
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            total += 6 * module.weight.numel()
-        if isinstance(module, SpecModule):
-            reach = module.spec.position.reach or context
-            keys = sum(min(i + 1, reach) for i in range(context)) / context
-            out = module.get_submodule("o_proj")
-            assert isinstance(out, nn.Linear)
-            total += 6 * keys * (module.n_heads * module.head_dim + out.in_features)
-    return total
-
-
-def peak(device: torch.device, dtype: str) -> float | None:
-    """Returns the peak bf16 operations per second of the device; None if unknown or if the run does not use bf16."""
-    if device.type != "cuda" or dtype != "bf16":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((value for known, value in PEAKS.items() if known in name), None)
-
-
-def speed(tokens: int, seconds: float, flops: float, limit: float | None) -> dict[str, float | None]:
-    """Returns tokens_per_second and mfu of records.STEP_FIELDS; None if nothing was trained or the peak is unknown."""
-    rate = tokens / seconds if tokens and seconds > 0 else None
-    share = None if rate is None or limit is None else rate * flops / limit
-    return {"tokens_per_second": rate, "mfu": share}
-
-
 # A run in memory: its task, model, optimizer and active remedy.
 
 
@@ -261,7 +131,7 @@ class RunState:
     """The state of a run in memory, created from a resolved configuration.
 
     The initial weights are determined by the seed, and the batches by (seed, step). Training changes only `model`,
-    `optimizer`, `loss_scale` and the state of the remedy's `handle`.
+    `optimizer`, `scaler`, `skipped_steps` and the state of the remedy's `handle`.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -269,25 +139,31 @@ class RunState:
         self.task = load_task(config)
         self.device = torch.device(config.device)
         self.heldout = self.task.heldout(config.eval_sequences).to(self.device)
-        corpus = self.task.corpus
-        # One factor for all batches: counting the bytes of each batch would not make its noisy loss more exact.
-        self.tokens_per_unit = {
-            "train": corpus.tokens_per_unit(corpus.train),
-            "heldout": corpus.tokens_per_unit(self.heldout.targets.cpu().numpy()),
-        }
         self.probed = self.task.heldout(config.probe_sequences).to(self.device)
         torch.manual_seed(config.seed)
         self.model = self.task.build(torch.Generator().manual_seed(config.seed))
         _nudge(self.model, config.nudge)
         self.model.to(self.device)
         self.attentions = tuple(name for name, m in self.model.named_modules() if isinstance(m, SpecModule))
-        self.flops_per_token = flops_per_token(self.model, config.data.context)
         self.optimizer = build_optimizer(config.optim, self.model, width_ratio(config.model))
         self.handle = put_on(config, self.model, self.optimizer)
-        self.loss_scale = LossScale() if config.dtype == "fp16" else None
+        # Loss scaling keeps gradients within the range of fp16. A scale is a power of two, so it does not round.
+        self.scaler = GradScaler(self.device.type, enabled=config.dtype == "fp16")
+        self.skipped_steps = 0
         self.model.train()
         if config.compile:
             self.model.compile()
+
+    def update_scale(self) -> None:
+        """Ends a step of the loss scaling, which lowers the scale if the step was skipped."""
+        scale = self.scaler.get_scale()
+        self.scaler.update()
+        self.skipped_steps += self.scaler.get_scale() < scale
+
+    @property
+    def overflows(self) -> bool:
+        """True if steps overflow fp16 even with a loss scale below 1, because the forward pass itself overflows."""
+        return self.scaler.get_scale() < 1
 
     def close(self) -> None:
         """Ends the training and closes the autopilot, if there is one."""
@@ -311,6 +187,7 @@ def _nudge(model: nn.Module, ulps: int) -> None:
 
 # The checkpoint of a run: one safetensors file, replaced atomically. Nothing is pickled.
 
+_SCALING = "loss_scale.numbers"  # scale, sound steps since it changed, skipped steps
 # The state per parameter of AdamW, SGD and Muon.
 _STATES = (frozenset(["step", "exp_avg", "exp_avg_sq"]), frozenset(["momentum_buffer"]), frozenset(["momentum"]))
 
@@ -344,8 +221,10 @@ def save(directory: RunDirectory, run: RunState, progress: RunProgress) -> None:
             else:
                 numbers[f"{index}.{key}"] = value
     tensors.update({f"remedy.{key}": value for key, value in run.handle.state().items()})
-    if run.loss_scale is not None:
-        tensors.update({f"loss_scale.{key}": value for key, value in run.loss_scale.state().items()})
+    if run.scaler.is_enabled():
+        scaler = run.scaler.state_dict()
+        scaling = [scaler["scale"], scaler["_growth_tracker"], run.skipped_steps]
+        tensors[_SCALING] = torch.tensor(scaling, dtype=torch.float64)
     tensors.update(_random_state())
     about = {**dataclasses.asdict(progress), "optimizer": numbers}
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
@@ -360,9 +239,9 @@ def load(directory: RunDirectory, run: RunState) -> RunProgress:
         DamagedFileError: the file is damaged.
         RunDirectoryError: the checkpoint belongs to another model.
     """
-    found = read_checkpoint(directory)
-    restore(directory, run, found)
-    return found.progress
+    checkpoint = read_checkpoint(directory)
+    restore(directory, run, checkpoint)
+    return checkpoint.progress
 
 
 def read_checkpoint(directory: RunDirectory) -> RunCheckpoint:
@@ -394,8 +273,11 @@ def restore(directory: RunDirectory, run: RunState, checkpoint: RunCheckpoint) -
         _load_model(run.model, under("model.", tensors))
         _load_optimizer(run.optimizer, under("optimizer.", tensors), checkpoint.numbers)
         run.handle.load(under("remedy.", tensors))
-        if run.loss_scale is not None:
-            run.loss_scale.load(under("loss_scale.", tensors))
+        if run.scaler.is_enabled():
+            scale, sound_steps, skipped_steps = tensors[_SCALING].tolist()
+            state = {**run.scaler.state_dict(), "scale": scale, "_growth_tracker": int(sound_steps)}
+            run.scaler.load_state_dict(state)
+            run.skipped_steps = int(skipped_steps)
         _set_random_state(tensors)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise RunDirectoryError(
@@ -406,26 +288,26 @@ def restore(directory: RunDirectory, run: RunState, checkpoint: RunCheckpoint) -
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters and buffers by name; shared tensors appear once."""
-    seen: set[int] = set()
-    found: dict[str, Tensor] = {}
+    ids: set[int] = set()
+    tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            found[name] = tensor.detach()
-    return found
+        if id(tensor) not in ids:
+            ids.add(id(tensor))
+            tensors[name] = tensor.detach()
+    return tensors
 
 
 @torch.no_grad()
 def _load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    own = _model_tensors(model)
-    if own.keys() != tensors.keys():
-        raise ValueError(f"different tensors: {', '.join(sorted(own.keys() ^ tensors.keys()))}")
+    current = _model_tensors(model)
+    if current.keys() != tensors.keys():
+        raise ValueError(f"different tensors: {', '.join(sorted(current.keys() ^ tensors.keys()))}")
     for name, tensor in tensors.items():
-        if own[name].shape != tensor.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(own[name].shape)}")
-        if own[name].dtype != tensor.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}, expected {own[name].dtype}")
-        own[name].copy_(tensor)
+        if current[name].shape != tensor.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(current[name].shape)}")
+        if current[name].dtype != tensor.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, expected {current[name].dtype}")
+        current[name].copy_(tensor)
 
 
 def _load_optimizer(

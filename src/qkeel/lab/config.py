@@ -80,16 +80,13 @@ class DataConfig:
     """The source of the text, its tokens and the size of batches."""
 
     source: str = "stdlib"
-    """stdlib, topics, hf:NAME, or a path: a text file, a folder, a glob pattern, .bin (uint16, or .bin#uint8),
-    .jsonl#column or .parquet#column."""
+    """stdlib, topics, or a path: a text file, a folder, a glob pattern, or .bin (uint16, or .bin#uint8)."""
     context: Count = 32
     """Number of tokens per sequence."""
     batch: Count = 8
     """Number of sequences per step."""
     vocab_size: OptionalSize = None
-    """Number of token ids; by default 256 for bytes, 1024 for bpe, and the largest token id + 1 for .bin."""
-    tokens: Literal["bytes", "bpe"] = "bytes"
-    """Single bytes, or byte pairs learned from the training part of the text; losses are in nats per byte for both."""
+    """Number of token ids; by default 256 for text, whose tokens are bytes, and the largest token id + 1 for .bin."""
     task: Literal["text", "multimodal", "vision", "translation"] = "text"
     """Predict text, text and images in one sequence, the class of an image, or a translation."""
     windows: Literal["drawn", "once"] = "drawn"
@@ -105,8 +102,6 @@ class DataConfig:
         settle(self)
         if self.needle and self.task != "text":
             raise InvalidValueError(f"needles need task=text, got needle={self.needle} and task={self.task}")
-        if self.tokens == "bpe" and (self.needle or self.task != "text"):
-            raise InvalidValueError("tokens=bpe needs task=text without needles; use tokens=bytes")
         if self.windows == "once" and self.task != "text":
             raise InvalidValueError(f"windows=once needs task=text, got task={self.task}")
         if not self.source:
@@ -191,10 +186,15 @@ _CADENCE = ("checkpoint_every",)
 # Fields that were added later are left out if they have their default values, so that the run_id of older runs does not
 # change.
 _NEWER = {
-    "data": {"needle": 0.0, "tokens": "bytes", "windows": "drawn"},
+    "data": {"needle": 0.0, "windows": "drawn"},
     "model": {"position": "", "deepnorm": False, "mlp_ratio": 4.0, "parametrisation": "standard"},
     "optim": {"decay": "coupled"},
     "": {"accumulate": 1, "nudge": 0},
+}
+# (section, field) of earlier versions -> the only value under which this version computes the same, and what replaces
+# the other values. The field is ignored if it has this value.
+_RETIRED: dict[tuple[str, str], tuple[object, str]] = {
+    ("data", "tokens"): ("bytes", "write the tokens of another tokenizer to a .bin file and give it as the source"),
 }
 
 
@@ -283,7 +283,17 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
-        """Reads nested plain values (TOML, JSON). Missing keys get their defaults; unknown keys are rejected."""
+        """Reads nested plain values (TOML, JSON). Missing keys get their defaults; unknown keys are rejected.
+
+        A setting of an earlier version that no longer exists is ignored if it had its default value.
+        """
+        values = dict(values)
+        for (section, name), (neutral, replacement) in _RETIRED.items():
+            table = values.get(section)
+            if isinstance(table, Mapping) and name in table:
+                if table[name] != neutral:
+                    raise InvalidValueError(f"{section}.{name}={table[name]} is gone; {replacement}")
+                values[section] = {key: value for key, value in table.items() if key != name}
         return read_fields(cls, values, "")
 
 
@@ -294,7 +304,9 @@ def with_values(config: RunConfig, **values: object) -> RunConfig:
     0.1
     """
     parts = {"model": config.model, "data": config.data, "optim": config.optim, "images": config.images}
-    tables = {name: dataclasses.replace(parts[name], **own) for name, own in values.items() if isinstance(own, dict)}
+    tables = {
+        name: dataclasses.replace(parts[name], **fields) for name, fields in values.items() if isinstance(fields, dict)
+    }
     return dataclasses.replace(config, **{**values, **tables})
 
 
@@ -328,10 +340,10 @@ def variants(base: RunConfig, axes: Mapping[str, Sequence[object]]) -> Iterator[
     >>> [name for name, _ in variants(RunConfig(), {"d_model": (32, 64), "steps": (10,)})]
     ['d_model 32', 'd_model 64']
     """
-    given = {axis: values for axis, values in axes.items() if values}
-    for point in itertools.product(*given.values()):
-        values = dict(zip(given, point))
-        yield ", ".join(f"{axis} {value}" for axis, value in values.items() if len(given[axis]) > 1), at(base, values)
+    varied = {axis: values for axis, values in axes.items() if values}
+    for point in itertools.product(*varied.values()):
+        values = dict(zip(varied, point))
+        yield ", ".join(f"{axis} {value}" for axis, value in values.items() if len(varied[axis]) > 1), at(base, values)
 
 
 def at(base: RunConfig, values: Mapping[str, object]) -> RunConfig:

@@ -75,10 +75,10 @@ def _load(source: str, size: int, stamped: object) -> Pictures:
             f"cannot find images {source!r}: there is no such folder or .jsonl file. Expected {', '.join(BUILT_IN)}, a "
             "folder with one subfolder per class, or a .jsonl file with the fields path and text."
         )
-    place = {name: i for i, name in enumerate(classes)}
-    labels = np.array([place.get(caption, 0) for caption in captions])
+    index_of_class = {name: i for i, name in enumerate(classes)}
+    labels = np.array([index_of_class.get(caption, 0) for caption in captions])
     if source == "photos":
-        labels = np.array([place[caption.split()[0]] for caption in captions])
+        labels = np.array([index_of_class[caption.split()[0]] for caption in captions])
     held = _held_out(pixels, labels, classes)
     return Pictures(name=name, pixels=pixels, captions=captions, labels=labels, classes=classes, held=held)
 
@@ -88,7 +88,7 @@ def _held_out(pixels: np.ndarray, labels: np.ndarray, classes: Sequence[str]) ->
     digests = [hashlib.sha256(np.ascontiguousarray(image).tobytes()).digest() for image in pixels]
     held: set[bytes] = set()
     for label in range(len(classes) or 1):
-        mine = sorted({digest for digest, own in zip(digests, labels) if own == label})
+        mine = sorted({digest for digest, other in zip(digests, labels) if other == label})
         if len(mine) < 2:
             what = f"class {classes[label]!r} has" if classes else "there are"
             raise DataError(
@@ -142,13 +142,13 @@ def _class_folders(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
         raise DataError(f"{path} has no subfolders; expected one subfolder per class, with the images of that class")
     images, captions = [], []
     for folder in folders:
-        own = sorted(file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES)
-        if not own:
+        paths = sorted(file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES)
+        if not paths:
             raise DataError(
                 f"class {folder.name!r} has no image: {folder} has no file that ends in {', '.join(SUFFIXES)}"
             )
-        images += [_read(file, size) for file in own]
-        captions += [folder.name] * len(own)
+        images += [_read(file, size) for file in paths]
+        captions += [folder.name] * len(paths)
     return _stack(images, str(path)), captions
 
 

@@ -21,12 +21,13 @@ from qkeel.functional.bounds import dilution_bound
 from qkeel.functional.norms import widest
 from qkeel.lab.build_run import autocast, layers, resolve, threads
 from qkeel.lab.checkpoint import RunState, load
+from qkeel.lab.claims import claimed
 from qkeel.lab.config import RunConfig, with_values
 from qkeel.lab.plan import LongContexts, Method
 from qkeel.lab.run_record import measuring
 from qkeel.lab.text import Needles, ask, batch, long_texts
 from qkeel.lab.text import load as load_corpus
-from qkeel.lab.training import TrainingBackend, train_step
+from qkeel.lab.train import train_step
 from qkeel.nn.attention import SpecModule
 from qkeel.options import Json, lookup, parse
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, append_line
@@ -76,8 +77,8 @@ def cosine_ranges(model: nn.Module, texts: Iterable[Tensor]) -> list[Range]:
     ranges: dict[int, Range] = {}
 
     def widen(layer: int, call: AttentionCall) -> None:
-        for cos, seen in _cosines(call):
-            low, high = cos.masked_fill(~seen, 2.0).amin((0, 2, 3)), cos.masked_fill(~seen, -2.0).amax((0, 2, 3))
+        for cos, visible in _cosines(call):
+            low, high = cos.masked_fill(~visible, 2.0).amin((0, 2, 3)), cos.masked_fill(~visible, -2.0).amax((0, 2, 3))
             old = ranges.get(layer)
             ranges[layer] = Range(low, high) if old is None else Range(low.minimum(old.low), high.maximum(old.high))
 
@@ -90,19 +91,19 @@ def cosine_ranges(model: nn.Module, texts: Iterable[Tensor]) -> list[Range]:
 def outside(model: nn.Module, texts: Iterable[Tensor], ranges: Sequence[Range]) -> Outside:
     """Counts the pairs of texts [b t] that lie outside the ranges."""
     counts = torch.zeros(len(ranges), len(ranges[0].low), dtype=torch.float64)
-    found = Outside(counts, counts.clone(), torch.zeros_like(counts))
+    counted = Outside(counts, counts.clone(), torch.zeros_like(counts))
 
     def count(layer: int, call: AttentionCall) -> None:
         low, high = (x[:, None, None] for x in (ranges[layer].low, ranges[layer].high))
-        for cos, seen in _cosines(call):
-            found.pairs[layer] += seen.expand(cos.shape).sum((0, 2, 3)).cpu()
-            found.outside[layer] += (((cos < low) | (cos > high)) & seen).sum((0, 2, 3)).cpu()
-        found.largest_logit[layer] = found.largest_logit[layer].maximum(largest_logit(call).cpu())
+        for cos, visible in _cosines(call):
+            counted.pairs[layer] += visible.expand(cos.shape).sum((0, 2, 3)).cpu()
+            counted.outside[layer] += (((cos < low) | (cos > high)) & visible).sum((0, 2, 3)).cpu()
+        counted.largest_logit[layer] = counted.largest_logit[layer].maximum(largest_logit(call).cpu())
 
     with observed(model, count):
         for tokens in texts:
             model(tokens)
-    return found
+    return counted
 
 
 def attentions(model: nn.Module) -> list[SpecModule]:
@@ -143,8 +144,8 @@ def largest_logit(call: AttentionCall) -> Tensor:
     q, k = (x.norm(dim=-1).amax((0, 2)) for x in call.encoded())
     factor = call.spec.scale.factor(call.pos_q[:, -1:], call.q.shape[-1], call.params)
     largest = (q * k.repeat_interleave(len(q) // len(k))).to(widest(q.device))
-    each = largest[:, None, None] * torch.as_tensor(factor).to(largest).abs()  # for one query and one batch row
-    return each.reshape(len(q))
+    per_head = largest[:, None, None] * torch.as_tensor(factor).to(largest).abs()  # for one query and one batch row
+    return per_head.reshape(len(q))
 
 
 # Retrieval of needles, and the attention weight on them.
@@ -159,31 +160,31 @@ def retrieved(model: nn.Module, windows: Tensor, needles: Needles) -> Json:
     and needle_bound is the largest weight that one key can get (the `dilution_bound` of the largest logit that the
     norms allow), both for the head with the largest needle_weight. Both are also given by head.
     """
-    asked = ask(windows.cpu().numpy(), needles, np.random.default_rng(0))
-    parts = (asked.windows, asked.questions, asked.places)
-    tokens, questions, places = (torch.from_numpy(part).to(windows.device) for part in parts)
+    questioned = ask(windows.cpu().numpy(), needles, np.random.default_rng(0))
+    parts = (questioned.windows, questioned.questions, questioned.places)
+    tokens, questions, places = (torch.from_numpy(chunk).to(windows.device) for chunk in parts)
     hits: list[Tensor] = []
     weights: dict[int, list[Tensor]] = {}
     largest: dict[int, list[Tensor]] = {}
     count = max(1, _TOKENS // (tokens.shape[1] - 1))
-    for part, at in zip(tokens.split(count), questions.split(count), strict=True):
+    for chunk, at in zip(tokens.split(count), questions.split(count), strict=True):
 
         def see(layer: int, call: AttentionCall, at: Tensor = at) -> None:
             weights.setdefault(layer, []).append(_weights(call, at, places))
             largest.setdefault(layer, []).append(largest_logit(call))
 
         with observed(model, see):
-            predicted = model(part[:, :-1]).argmax(-1)
-        hits.append(predicted.gather(1, at) == part.gather(1, at + 1))
+            predicted = model(chunk[:, :-1]).argmax(-1)
+        hits.append(predicted.gather(1, at) == chunk.gather(1, at + 1))
     by_depth = torch.cat(hits).cpu().double().mean(0)
-    given = torch.stack([torch.cat(weights[layer]).cpu().double().mean((0, 2)) for layer in sorted(weights)])
+    weight_by_head = torch.stack([torch.cat(weights[layer]).cpu().double().mean((0, 2)) for layer in sorted(weights)])
     bound = dilution_bound(torch.stack([torch.stack(largest[i]).amax(0) for i in sorted(largest)]), tokens.shape[1] - 1)
     return {
         "needle": float(by_depth.mean()),
         "needle_by_depth": by_depth.tolist(),
-        "needle_weight": float(given.max()),
-        "needle_weight_by_head": given.tolist(),
-        "needle_bound": float(bound.flatten()[given.argmax()]),
+        "needle_weight": float(weight_by_head.max()),
+        "needle_weight_by_head": weight_by_head.tolist(),
+        "needle_bound": float(bound.flatten()[weight_by_head.argmax()]),
         "needle_bound_by_head": bound.tolist(),
     }
 
@@ -194,9 +195,9 @@ def _weights(call: AttentionCall, questions: Tensor, places: Tensor) -> Tensor:
     rows, keys = slice(int(questions.min()), q.shape[2]), slice(0, k.shape[2])
     logits = call.spec.cap.apply(call.scores(q[:, :, rows], k, rows, keys))
     weights = call.spec.normalizer.weights(logits, call.visible(rows, keys), call.params)
-    one = weights[..., places].transpose(2, 3)  # [b h i row]
-    at = (questions - rows.start)[:, None, :, None].expand(*one.shape[:3], 1)
-    return one.gather(3, at)[..., 0]
+    needle_weights = weights[..., places].transpose(2, 3)  # [b h i row]
+    at = (questions - rows.start)[:, None, :, None].expand(*needle_weights.shape[:3], 1)
+    return needle_weights.gather(3, at)[..., 0]
 
 
 # A trained run at other lengths: accuracy on held-out text, with attention as trained and with post-hoc changes.
@@ -240,58 +241,58 @@ def stretched(spec: AttentionSpec, method: Method, train_length: int, test_lengt
     return spec
 
 
-def missing(place: RunDirectory, contexts: LongContexts) -> list[tuple[str, int]]:
+def missing(directory: RunDirectory, contexts: LongContexts) -> list[tuple[str, int]]:
     """Returns the pairs of method and length that have not been measured for a run."""
-    done = {(line["posthoc"], line["test_length"]) for line in _known(place)}
+    done = {(line["posthoc"], line["test_length"]) for line in _known(directory)}
     return [pair for pair in contexts.pairs if pair not in done]
 
 
-def measure(config: RunConfig, place: RunDirectory, contexts: LongContexts, wait: float = 0.0) -> None:
+def measure(config: RunConfig, directory: RunDirectory, contexts: LongContexts, wait: float = 0.0) -> None:
     """Appends the missing results to the run's extrapolation.jsonl; an interrupted measurement continues."""
     config = resolve(config)
-    if not missing(place, contexts):
+    if not missing(directory, contexts):
         return
-    with place.lock(wait), threads(config.threads):
+    with claimed(directory, wait), threads(config.threads):
         run = RunState(config)
-        done = _load(place, run)
-        _clear(place)
-        known: dict[int, _AsTrained] = {}
-        for text, length in missing(place, contexts):
+        done = _load(directory, run)
+        _clear(directory)
+        baselines: dict[int, _AsTrained] = {}
+        for text, length in missing(directory, contexts):
             try:
                 if done < config.steps:
                     raise RefusedError(f"training ended at step {done} of {config.steps}")
-                known[length] = known.get(length) or _AsTrained(run, length, contexts.sequences)
-                found = _at(run, known[length], Method.parse(text), contexts.continue_steps)
+                baselines[length] = baselines.get(length) or _AsTrained(run, length, contexts.sequences)
+                result = _at(run, baselines[length], Method.parse(text), contexts.continue_steps)
             except RefusedError as refusal:
-                found = {"refused": str(refusal)}
-            append_line(place.path / FILE, {"posthoc": text, "test_length": length, **found})
-        sync([place.path / FILE])
+                result = {"refused": str(refusal)}
+            append_line(directory.path / FILE, {"posthoc": text, "test_length": length, **result})
+        sync([directory.path / FILE])
 
 
-def _known(place: RunDirectory) -> list[JSONObject]:
+def _known(directory: RunDirectory) -> list[JSONObject]:
     """Returns the lines of a run's results, or [] if a line is damaged, so that everything is measured again."""
     try:
-        return place.long_contexts()
+        return directory.long_contexts()
     except DamagedFileError as damage:
         caution(f"{str(damage).rstrip('.')}. All results in this file will be measured again.")
         return []
 
 
-def _clear(place: RunDirectory) -> None:
+def _clear(directory: RunDirectory) -> None:
     """Removes damaged lines, so that nothing is appended to a torn line or to a damaged file."""
-    path = place.path / FILE
-    if not _known(place):
+    path = directory.path / FILE
+    if not _known(directory):
         remove([path])
     else:
         cut(path, whole_bytes(path))
 
 
-def _load(place: RunDirectory, run: RunState) -> int:
+def _load(directory: RunDirectory, run: RunState) -> int:
     """Restores the run from its checkpoint and returns the step, or 0 if there is no checkpoint."""
     try:
-        return load(place, run).step if place.checkpoint.exists() else 0
+        return load(directory, run).step if directory.checkpoint.exists() else 0
     except DamagedFileError:
-        remove([place.path / "DONE"])  # so that the same command trains it again
+        remove([directory.path / "DONE"])  # so that the same command trains it again
         raise
 
 
@@ -309,42 +310,42 @@ class _AsTrained:
             self.ranges = cosine_ranges(run.model, _seen(run))
 
 
-def _at(run: RunState, known: _AsTrained, method: Method, steps: int) -> Json:
-    config, short, windows = run.config, run.config.data.context, known.windows
+def _at(run: RunState, baseline: _AsTrained, method: Method, steps: int) -> Json:
+    config, short, windows = run.config, run.config.data.context, baseline.windows
     if method.trained_at:
         model, changing = trained_on(run, method, steps), contextlib.nullcontext()
     else:
         model = run.model
         changing = changed(model, method, short, windows.shape[1] - 1)
     with measuring(model), autocast(config), changing:
-        found = _measured(model, windows, short, known.ranges)
+        result = _measured(model, windows, short, baseline.ranges)
         if run.task.corpus.needles:
-            found |= retrieved(model, windows, run.task.corpus.needles)
-    trained = _share(known.short.hit)
+            result |= retrieved(model, windows, run.task.corpus.needles)
+    trained = _share(baseline.short.hit)
     return {
         "accuracy_train": trained,
-        "kept_nonrepeat": found["accuracy_nonrepeat"] / trained if trained else None,
-        "loss_train": float(known.short.loss.cpu().double().mean()),
-        **found,
+        "kept_nonrepeat": result["accuracy_nonrepeat"] / trained if trained else None,
+        "loss_train": float(baseline.short.loss.cpu().double().mean()),
+        **result,
     }
 
 
 def _measured(model: nn.Module, windows: Tensor, short: int, ranges: Sequence[Range]) -> Json:
     """Returns the results of a model on windows [n, length + 1] after training at length `short`."""
     tokens, targets, length = windows[:, :-1], windows[:, 1:], windows.shape[1] - 1
-    again = windows[:, :short].repeat(1, length // short + 1)[:, : length + 1]
-    whole, repeat = predict(model, tokens, targets), predict(model, again[:, :-1], again[:, 1:])
+    repeated = windows[:, :short].repeat(1, length // short + 1)[:, : length + 1]
+    long, repeat = predict(model, tokens, targets), predict(model, repeated[:, :-1], repeated[:, 1:])
     cut = predict(model, *_pieces(windows, short))
     last = {context: _last(model, windows, context, short) for context in _growing(short, length)}
     angles = outside(model, tokens[:_ANGLED].split(4), ranges)
     return {
-        "accuracy_nonrepeat": _share(whole.hit),
+        "accuracy_nonrepeat": _share(long.hit),
         "accuracy_repeat": _share(repeat.hit),
         "accuracy_last": last[length],
         "accuracy_last_short": last[short],
-        "loss_nonrepeat": float(whole.loss.cpu().double().mean()),
+        "loss_nonrepeat": float(long.loss.cpu().double().mean()),
         "accuracy_train_posthoc": _share(cut.hit),
-        "segments": whole.hit.unflatten(1, (-1, short)).cpu().double().mean((0, 2)).tolist(),
+        "segments": long.hit.unflatten(1, (-1, short)).cpu().double().mean((0, 2)).tolist(),
         "last": {str(context): share for context, share in last.items()},
         "sequences": len(windows),
         "cos_outside": angles.share,
@@ -369,8 +370,8 @@ def _growing(short: int, length: int) -> list[int]:
 
 def _last(model: nn.Module, windows: Tensor, context: int, short: int) -> float:
     """Returns the accuracy on the last `short` tokens of each text if the model sees only its last `context` tokens."""
-    seen = windows[:, -context - 1 :]
-    return _share(predict(model, seen[:, :-1], seen[:, 1:]).hit[:, -short:])
+    visible = windows[:, -context - 1 :]
+    return _share(predict(model, visible[:, :-1], visible[:, 1:]).hit[:, -short:])
 
 
 def _seen(run: RunState) -> Iterator[Tensor]:
@@ -393,9 +394,8 @@ def trained_on(run: RunState, method: Method, steps: int) -> nn.Module:
     longer.model.load_state_dict(run.model.state_dict())
     for module, before in zip(attentions(longer.model), attentions(run.model), strict=True):
         module.spec = stretched(before.spec, method, config.data.context, method.trained_at)
-    arithmetic = TrainingBackend([longer], "its attention was changed after construction")
     for step in range(steps):
-        train_step(arithmetic, [step])
+        train_step(longer, step)
     return longer.model
 
 
@@ -426,10 +426,10 @@ def predict(model: nn.Module, tokens: Tensor, targets: Tensor) -> Predicted:
     """Returns next-token hits and losses for tokens [n t], computed in passes of about `_TOKENS` tokens."""
     count = max(1, _TOKENS // tokens.shape[1])
     hits, losses = [], []
-    for part, wanted in zip(tokens.split(count), targets.split(count)):
-        logits = model(part).float()
-        hits.append(logits.argmax(-1) == wanted)
-        losses.append(F.cross_entropy(logits.transpose(1, 2), wanted, reduction="none"))
+    for chunk, chunk_targets in zip(tokens.split(count), targets.split(count)):
+        logits = model(chunk).float()
+        hits.append(logits.argmax(-1) == chunk_targets)
+        losses.append(F.cross_entropy(logits.transpose(1, 2), chunk_targets, reduction="none"))
     return Predicted(torch.cat(hits), torch.cat(losses))
 
 
@@ -440,14 +440,14 @@ def long_rows(out: Path, about: Json) -> list[Json]:
     """
     table = []
     for entry in about["runs"]:
-        place = RunDirectory(out / "runs" / entry["run_id"])
-        done = place.status is RunStatus.DONE
-        lines = {(line["posthoc"], line["test_length"]): line for line in place.long_contexts()} if done else {}
+        directory = RunDirectory(out / "runs" / entry["run_id"])
+        done = directory.status is RunStatus.DONE
+        lines = {(line["posthoc"], line["test_length"]): line for line in directory.long_contexts()} if done else {}
         named = {"block": entry["role"], "form": entry["remedy"], "seed": entry["seed"], "run_id": entry["run_id"]}
         named["train_length"] = about["base"][entry["role"]]["data"]["context"]
-        named["max_logit"] = place.summary()["max_logit"] if done else None
+        named["max_logit"] = directory.summary()["max_logit"] if done else None
         contexts = LongContexts(**about["contexts"]).of(entry["remedy"])
         for posthoc, length in contexts.pairs:
-            known = {**lines.get((posthoc, length), {}), **named, "posthoc": posthoc, "test_length": length}
-            table.append({name: known.get(name) for name in EXTRAPOLATION_COLUMNS})
+            row = {**lines.get((posthoc, length), {}), **named, "posthoc": posthoc, "test_length": length}
+            table.append({name: row.get(name) for name in EXTRAPOLATION_COLUMNS})
     return table

@@ -19,13 +19,7 @@ _NUMBERS = ("lrs", "weight_decay")
 _WHOLE = ("seeds", "tuning_seeds", "test_lengths", "d_model", "n_layers", "n_heads", "head_dim", "context", "batch")
 _KINDS = {**dict.fromkeys(_NUMBERS, (int, float)), **dict.fromkeys((*_WHOLE, "steps"), (int,))}
 AXES = ("remedies", "lrs", "seeds", "blocks", "optimizers", "mixes", "tuning_seeds", *SETTINGS)
-UNMOVED, MOVED = "unmoved", "moved"  # roles of the two runs of a pair
 FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023, arXiv 2309.14322, section 2.1
-# One remedy of each kind, with the options of its paper; all of them can train in stacks.
-ONE_OF_EACH = (
-    *("none", "qk_norm", "qkv_norm", "softcap:cap=50", "qk_clip:threshold=30", "lalr:tau=0.1", "sigmoid"),
-    *("key_norm", "qk_lr:factor=0.1", "swin_norm"),
-)
 
 
 @final
@@ -254,17 +248,20 @@ def on_axes(base: RunConfig, default: Grid, given: GivenOptions) -> Request:
 class Study:
     """A study: its default grid, how a grid is turned into runs, and the options of its command.
 
-    help: text that follows the study's line in the help of its command. runs: creates the runs of a grid from one
-    configuration. base: the default configuration, if it is not RunConfig(). request: turns the given options and the
-    default grid into a configuration, a grid and contexts. decides: (section, name) of the settings that the study sets
-    itself, which are therefore not flags of its command. instead: studies of the same runs with a different grid and
-    base, by the switch that selects them. out: the default directory, if it is not runs/NAME. primary: the primary
-    comparison of the study; if it is None, all comparisons are judged together.
+    name, line: the name of its command and its line in the list of commands. help: text that follows the line in the
+    help of the command. runs: creates the runs of a grid from one configuration. base: the default configuration, if it
+    is not RunConfig(). request: turns the given options and the default grid into a configuration, a grid and contexts.
+    decides: (section, name) of the settings that the study sets itself, which are therefore not flags of its command.
+    out: the default directory, if it is not runs/NAME. primary: the primary comparison of the study; if it is None, all
+    comparisons are judged together.
 
-    To add a study, define a `Study` in `lab.studies` and add a row to the table there.
+    To add a study, define a `Study` in `lab.studies` and add it to the table there; `make_plan` also takes one that is
+    in no table.
     """
 
-    help: str
+    name: str
+    line: str
+    help: str = ""
     grid: Grid
     runs: Callable[[RunConfig, Grid], Sequence[PlannedRun]]
     base: RunConfig | None = None
@@ -272,7 +269,6 @@ class Study:
     options: Sequence[StudyOption] = AXIS_OPTIONS
     request: Callable[[RunConfig, Grid, GivenOptions], Request] = on_axes
     decides: Collection[tuple[str, str]] = (("optim", "lr"),)
-    instead: Mapping[str, Study] = dataclasses.field(default_factory=dict)
     out: str = ""
     primary: Primary | None = None
 
@@ -281,8 +277,8 @@ class Study:
         """The settings for which its command takes several values, which are those that it does not decide itself."""
         return tuple(axis for axis, section in SETTINGS.items() if self.options and (section, axis) not in self.decides)
 
-    def plan(self, name: str, base: RunConfig | None, grid: Grid | None, contexts: LongContexts | None = None) -> Plan:
-        """Returns the study's plan under this name; arguments that are None default to the study's own."""
+    def plan(self, base: RunConfig | None, grid: Grid | None, contexts: LongContexts | None = None) -> Plan:
+        """Returns the study's plan; arguments that are None default to the study's own."""
         grid = grid or self.grid
         contexts = self.contexts and (contexts or self.contexts)
         runs = []
@@ -290,7 +286,7 @@ class Study:
             for run in self.runs(variant, grid):
                 both = (*((run.role,) if run.role != "grid" else ()), *((part,) if part else ()))
                 runs.append(dataclasses.replace(run, role=", ".join(both) or "grid", part=part))
-        return Plan(name=name, grid=grid, runs=runs, contexts=contexts, primary=self._primary(runs, base))
+        return Plan(name=self.name, grid=grid, runs=runs, contexts=contexts, primary=self._primary(runs, base))
 
     def _primary(self, runs: Sequence[PlannedRun], base: RunConfig | None) -> Primary | None:
         """Returns the primary comparison if the runs include both of its sides."""
@@ -330,10 +326,10 @@ def parts(base: RunConfig, grid: Grid) -> list[PlannedRun]:
     if not grid.blocks and not grid.optimizers:
         return product(base, grid)
     runs = []
-    both = itertools.product(grid.optimizers or (base.optim.name,), grid.blocks or (base.model.block,))
-    for optimizer, block in both:
-        own = with_values(base, model={"block": block}, optim={"name": optimizer})
-        runs += product(own, grid, f"{block}, {optimizer}")
+    combinations = itertools.product(grid.optimizers or (base.optim.name,), grid.blocks or (base.model.block,))
+    for optimizer, block in combinations:
+        config = with_values(base, model={"block": block}, optim={"name": optimizer})
+        runs += product(config, grid, f"{block}, {optimizer}")
     return runs
 
 
@@ -344,14 +340,6 @@ def product(base: RunConfig, grid: Grid, role: str = "grid") -> list[PlannedRun]
         config = with_values(base, remedy=remedy, optim={"lr": lr}, seed=seed)
         runs.append(PlannedRun(config=config, role=role))
     return runs
-
-
-def pairs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
-    """Returns all runs of `product`, then the same runs with one weight changed by one float32 step.
-
-    Both kinds train in the same stacks.
-    """
-    return [*product(base, grid, UNMOVED), *product(with_values(base, nudge=1), grid, MOVED)]
 
 
 @final
@@ -403,8 +391,8 @@ def tuning_plan(plan: Plan) -> Plan:
     first = [run for run in plan.runs if run.config.seed == grid.seeds[0]]
     configs = [(run, dataclasses.replace(run.config, seed=seed)) for run in first for seed in grid.tuning_seeds]
     runs = [dataclasses.replace(run, config=config) for run, config in configs]
-    own = dataclasses.replace(grid, seeds=grid.tuning_seeds, tuning_seeds=())
-    return dataclasses.replace(plan, grid=own, runs=runs, contexts=None)
+    axes = dataclasses.replace(grid, seeds=grid.tuning_seeds, tuning_seeds=())
+    return dataclasses.replace(plan, grid=axes, runs=runs, contexts=None)
 
 
 def tuned_plan(plan: Plan, table: Sequence[Mapping[str, object]]) -> Plan:
@@ -419,20 +407,19 @@ def tuned_plan(plan: Plan, table: Sequence[Mapping[str, object]]) -> Plan:
         table: rows of the runs of `tuning_plan(plan)`, and possibly of other runs.
 
     Raises:
-        RunDirectoryError: a tuning run has not finished, because it failed or belongs to another shard.
+        RunDirectoryError: a tuning run has not finished.
     """
     losses = {row["run_id"]: _loss(row["val_loss"]) for row in table if row["status"] == "done"}
-    found: dict[tuple[str, str], dict[float, list[float]]] = {}
+    rates: dict[tuple[str, str], dict[float, list[float]]] = {}
     for run in tuning_plan(plan).runs:
         if run.config.run_id not in losses:
             raise RunDirectoryError(
                 f"the run of {run.name} at rate {run.config.optim.lr:g} on tuning seed {run.config.seed} has not "
-                "finished, so no rate can be chosen. It failed or belongs to another shard; once it has finished, run "
-                "this command again"
+                "finished, so no rate can be chosen; run this command again to finish it"
             )
-        by_rate = found.setdefault((run.role, run.name), {})
+        by_rate = rates.setdefault((run.role, run.name), {})
         by_rate.setdefault(run.config.optim.lr, []).append(losses[run.config.run_id])
-    tuned = [_chosen(role, name, by_rate, plan.grid.tuning_seeds) for (role, name), by_rate in found.items()]
+    tuned = [_chosen(role, name, by_rate, plan.grid.tuning_seeds) for (role, name), by_rate in rates.items()]
     best = {(choice["role"], choice["remedy"]): choice["lr"] for choice in tuned}
     runs = [run for run in plan.runs if run.config.optim.lr == best[run.role, run.name]]
     return dataclasses.replace(plan, runs=runs, tuned=tuned)

@@ -132,8 +132,8 @@ class VisionTask(Task):
         return model
 
     def _examples(self, which: np.ndarray) -> Examples:
-        place: Tensor = torch.from_numpy(which)
-        return Examples(self._patches[place], self._labels[place])
+        indices: Tensor = torch.from_numpy(which)
+        return Examples(self._patches[indices], self._labels[indices])
 
 
 # Images and text in one sequence.
@@ -355,9 +355,8 @@ def counted_bigrams(config: RunConfig) -> float | None:
 def _counted_bigrams(config: RunConfig) -> float:
     task = TextTask(config)
     held = task.heldout(config.eval_sequences)
-    seen = [_windows(task.batch(config.seed, step)) for step in range(config.steps)]
-    per_token = bigram_loss(np.concatenate(seen), _windows(held), task.corpus.vocab_size)
-    return per_token * task.corpus.tokens_per_unit(held.targets.numpy())
+    windows = [_windows(task.batch(config.seed, step)) for step in range(config.steps)]
+    return bigram_loss(np.concatenate(windows), _windows(held), task.corpus.vocab_size)
 
 
 def _windows(examples: Examples) -> np.ndarray:

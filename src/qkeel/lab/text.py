@@ -1,4 +1,4 @@
-"""Text data: sources, byte-pair tokens, synthetic needles, a synthetic second language, and batches.
+"""Text data: sources, synthetic needles, a synthetic second language, and batches.
 
 Shapes: n windows, t tokens per window.
 """
@@ -10,10 +10,11 @@ import difflib
 import functools
 import glob
 import hashlib
+import json
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, final
 
@@ -24,7 +25,7 @@ from qkeel.lab.config import DataConfig
 from qkeel.options import lookup
 from qkeel.records.disk import read_file
 
-# Sources of documents: CPython's standard library, files, folders, table columns and the Hugging Face hub.
+# Sources of documents: CPython's standard library, files and folders.
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".tex", ".html", ".csv", ".json", ".c", ".h", ".cpp", ".js", ".ts")
 _NOT_STDLIB = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"}
@@ -43,19 +44,7 @@ def read_documents(source: str) -> Documents:
     """Reads the documents of any source other than a .bin file; see DataConfig.source."""
     if source in BUILT_IN:
         return BUILT_IN[source]()
-    if source.startswith("hf:"):
-        return _hub(source)
-    place, _, column = source.partition("#")
-    suffix = Path(place).suffix
-    if suffix in (".jsonl", ".parquet"):
-        path, column = Path(place), column or "text"
-        if not path.exists():
-            raise _missing(place)
-        values = _parquet(path, column) if suffix == ".parquet" else _jsonl(path, column)
-        texts = _texts(values, f"column {column!r} of {path}")
-    else:
-        place, texts = source, _files(source)
-    return Documents(Path(place).name or place, tuple(texts))
+    return Documents(Path(source).name or source, tuple(_files(source)))
 
 
 def read_bytes(path: Path) -> bytes:
@@ -114,15 +103,8 @@ def _missing(source: str) -> DataError:
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return DataError(
         f"cannot find corpus {source!r}: there is no such file or folder, and no file matches it as a pattern.{hint} "
-        f"Expected {', '.join(BUILT_IN)}, hf:NAME or a path."
+        f"Expected {', '.join(BUILT_IN)} or a path."
     )
-
-
-def _texts(values: Iterable[object], what: str) -> Iterator[bytes]:
-    for number, value in enumerate(values, start=1):
-        if not isinstance(value, str):
-            raise DataError(f"expected text in {what}, got {type(value).__name__} in row {number}")
-        yield value.encode()
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, object]]:
@@ -134,116 +116,6 @@ def json_rows(path: Path) -> Iterator[tuple[str, object]]:
                 yield where, json.loads(line)
         except ValueError as error:
             raise DataError(f"{where} is not JSON ({error}); expected one object per line") from error
-
-
-def _jsonl(path: Path, column: str) -> Iterator[object]:
-    for where, row in json_rows(path):
-        if not isinstance(row, dict) or column not in row:
-            has = ", ".join(sorted(row)) if isinstance(row, dict) else type(row).__name__
-            raise _no_column(where, column, has)
-        yield row[column]
-
-
-def _parquet(path: Path, column: str) -> list[object]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise DataError("reading .parquet needs pyarrow: pip install 'qkeel[data]'") from error
-    try:
-        names = parquet.read_schema(path).names
-        if column not in names:
-            raise _no_column(str(path), column, ", ".join(names))
-        return parquet.read_table(path, columns=[column])[column].to_pylist()
-    except (ArrowException, OSError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"cannot read {path} as parquet: {error}") from error
-
-
-def _no_column(where: str, column: str, has: str) -> DataError:
-    return DataError(f"{where} has no column {column!r}; it has: {has}. Give the text column as PATH#COLUMN.")
-
-
-def _hub(source: str) -> Documents:
-    try:
-        import datasets  # type: ignore[import-not-found]
-    except ImportError as error:
-        raise DataError(f"{source} needs the datasets library: pip install 'qkeel[data]'") from error
-    rest, _, column = source.removeprefix("hf:").partition("#")
-    rest, _, split = rest.partition(":")
-    try:
-        rows = datasets.load_dataset(*rest.split("@", 1), split=split or "train")
-    except Exception as error:  # the library raises many error types, all about the name or the network
-        raise DataError(f"cannot load {source} (form: hf:NAME[@CONFIG][:SPLIT][#COLUMN]): {error}") from error
-    column = column or "text"
-    if column not in rows.column_names:
-        raise DataError(f"{source} has no column {column!r}; it has: {', '.join(rows.column_names)}")
-    return Documents(source, tuple(_texts(rows[column], f"column {column!r} of {source}")))
-
-
-# Byte-pair tokens, learned from the training part of a text; the same text always yields the same tokens.
-
-LEARNED_FROM = 1 << 22  # bytes to learn from: more change few tokens and take longer
-# A word with its leading space, a digit, punctuation, white space: no token crosses these borders.
-PATTERN = r" ?[A-Za-z_]+| ?[0-9]| ?[^\sA-Za-z_0-9]+|\s+(?!\S)|\s+"
-BYTES = 256  # single-byte tokens, so that every text can be encoded
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class BytePairs:
-    """The tokenised texts of both parts, the number of bytes of each token, and the SHA-256 of the tokenizer."""
-
-    parts: Sequence[Sequence[np.ndarray]]
-    lengths: np.ndarray
-    sha256: str
-
-
-def byte_pairs(train: Sequence[bytes], held: Sequence[bytes], vocab_size: int) -> BytePairs:
-    """Tokenises both parts of a corpus, text by text, with byte pairs learned from the training part.
-
-    Args:
-        train: the training texts; tokens are learned from their first 4 MiB.
-        held: the held-out texts, which do not influence the tokens.
-        vocab_size: the number of tokens, at least 257; fewer are used if the text does not have enough pairs.
-
-    Raises:
-        DataError: the library tokenizers is missing, or vocab_size is outside the allowed range.
-
-    Source: Sennrich et al. 2016, arXiv 1508.07909; applied to bytes by Radford et al. 2019 (GPT-2).
-    """
-    if not BYTES < vocab_size <= 1 << 16:
-        raise DataError(f"expected a vocab_size of {BYTES + 1} to 65536 for tokens=bpe, got {vocab_size}")
-    try:
-        from tokenizers import Regex, Tokenizer
-        from tokenizers.models import BPE
-        from tokenizers.pre_tokenizers import Split
-        from tokenizers.trainers import BpeTrainer
-    except ImportError as error:
-        raise DataError(
-            "tokens=bpe needs the tokenizers library: pip install 'qkeel[hf]', or use tokens=bytes"
-        ) from error
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = Split(Regex(PATTERN), "isolated")
-    alphabet = [chr(i) for i in range(BYTES)]  # latin-1 maps each byte to one character, so every text is valid
-    trainer = BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(_first(train), trainer)
-    lengths = np.ones(vocab_size, np.int64)
-    for token, number in tokenizer.get_vocab().items():
-        lengths[number] = len(token)
-    sides = [tokenizer.encode_batch_fast([text.decode("latin-1") for text in side]) for side in (train, held)]
-    parts = [[np.array(found.ids, np.uint16) for found in side] for side in sides]
-    return BytePairs(parts, lengths, hashlib.sha256(tokenizer.to_str().encode()).hexdigest())
-
-
-def _first(texts: Sequence[bytes]) -> list[str]:
-    """Returns the first texts up to LEARNED_FROM bytes in total, with the last text truncated."""
-    found, left = [], LEARNED_FROM
-    for text in texts:
-        found.append(text[:left].decode("latin-1"))
-        left -= len(text)
-        if left <= 0:
-            break
-    return found
 
 
 # Needles are tokens that encode a key and a value, inserted into text. Questions name a key and ask for its value.
@@ -309,9 +181,9 @@ def insert_needles(windows: np.ndarray, needles: Needles, rng: np.random.Generat
     for text in changed:
         drawn = rng.choice(windows.shape[1] // 2, (needles.keys, 1 + _TIMES), replace=False)
         values = rng.integers(VALUES, size=needles.keys)
-        for key, (place, *asked) in enumerate(2 * np.sort(drawn, axis=1)):
-            text[place] = needles.needle(key, values[key])
-            for at in asked:
+        for key, (position, *questions) in enumerate(2 * np.sort(drawn, axis=1)):
+            text[position] = needles.needle(key, values[key])
+            for at in questions:
                 text[at : at + 2] = needles.question(key), needles.value(values[key])
     return changed
 
@@ -380,7 +252,6 @@ def _clause(clause: bytes) -> bytes:
 
 HELD_OUT = 0.1  # share of the bytes that is held out
 _MOST_BYTES = 1 << 35  # size limit of a token file
-BPE_TOKENS = 1024  # default vocab_size
 _TOKEN_KINDS = {"uint8": "u1", "uint16": "<u2"}
 
 
@@ -389,8 +260,7 @@ class Corpus:
     """Training and held-out tokens; `sha256` covers both parts and where they are separated.
 
     `ends` are the ends of the held-out documents; a .bin file counts as one document. `vocab_size` includes needles, if
-    there are any. For multi-byte tokens, `lengths` is the number of bytes of each token, `tokenizer` is the SHA-256 of
-    the tokenizer, and losses are per byte.
+    there are any.
     """
 
     name: str
@@ -401,17 +271,6 @@ class Corpus:
     heldout: np.ndarray
     ends: np.ndarray
     needles: Needles | None = None
-    lengths: np.ndarray | None = None
-    tokenizer: str = ""
-
-    @property
-    def counted(self) -> str:
-        """The unit in which the sizes of the parts are counted."""
-        return self.loss_unit if self.lengths is None else "token"
-
-    def tokens_per_unit(self, tokens: np.ndarray) -> float:
-        """Returns the number of tokens per loss unit, which converts a loss per token into a loss per unit."""
-        return 1.0 if self.lengths is None else tokens.size / float(self.lengths[tokens].sum())
 
 
 def load(config: DataConfig) -> Corpus:
@@ -421,11 +280,11 @@ def load(config: DataConfig) -> Corpus:
         DataError: the corpus cannot be read, is shorter than the context, or has tokens outside the vocabulary.
     """
     # The stamp is part of the cache key, so a changed file is read again.
-    corpus = _load(config.source, config.vocab_size, config.tokens, stamp(config.source))
+    corpus = _load(config.source, config.vocab_size, stamp(config.source))
     for part, tokens in (("training", corpus.train), ("held-out", corpus.heldout)):
         if len(tokens) <= config.context:
             raise DataError(
-                f"the {part} part of {config.source} has {len(tokens)} {corpus.counted}s; expected more than the "
+                f"the {part} part of {config.source} has {len(tokens)} {corpus.loss_unit}s; expected more than the "
                 f"context, {config.context}. Give more text or a shorter context."
             )
     if not config.needle:
@@ -468,7 +327,7 @@ def check_enough(corpus: Corpus, config: DataConfig, steps: int) -> None:
 
 def _too_few(corpus: Corpus, config: DataConfig, steps: int) -> DataError:
     return DataError(
-        f"{corpus.name} has {places(corpus, config):,} training windows of {config.context} {corpus.counted}s, and "
+        f"{corpus.name} has {places(corpus, config):,} training windows of {config.context} {corpus.loss_unit}s, and "
         f"{steps:,} steps of {config.batch} need {steps * config.batch:,} with windows=once; use fewer steps, more "
         "text, or windows=drawn"
     )
@@ -504,7 +363,7 @@ def long_texts(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
     starts = np.concatenate([np.arange(a, b - context, context) for a, b in zip(begins, corpus.ends, strict=True)])
     if not len(starts):
         raise DataError(
-            f"no held-out document of {corpus.name} has more than {context} {corpus.counted}s; the longest has "
+            f"no held-out document of {corpus.name} has more than {context} {corpus.loss_unit}s; the longest has "
             f"{int((corpus.ends - begins).max())}; give longer documents or a shorter context to test"
         )
     count = min(sequences, len(starts))
@@ -538,39 +397,31 @@ def split(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
 
 def stamp(source: str) -> tuple[tuple[str, int, int], ...]:
     """Returns a value that changes when the files of the source change."""
-    place = Path(source.partition("#")[0]).expanduser()
+    path = Path(source.partition("#")[0]).expanduser()
     try:
-        if source in BUILT_IN or source.startswith("hf:"):
+        if source in BUILT_IN:
             return ()
-        exists = place.exists()
+        exists = path.exists()
     except OSError as error:  # e.g. a name that is too long
         raise DataError(f"cannot use {source!r}: {error.strerror}. Give an existing file or folder.") from error
     if not exists:
         files = _matches(Path(source).expanduser())
     else:
-        files = sorted(place.rglob("*")) if place.is_dir() else [*place.parent.glob("*.bin"), place]
+        files = sorted(path.rglob("*")) if path.is_dir() else [*path.parent.glob("*.bin"), path]
     stats = ((str(file), file.stat()) for file in files)
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 @functools.lru_cache(maxsize=4)
-def _load(source: str, vocab_size: int | None, tokens: str, stamp: tuple[tuple[str, int, int], ...]) -> Corpus:
-    place, _, kind = source.partition("#")
-    path = Path(place).expanduser()
+def _load(source: str, vocab_size: int | None, stamp: tuple[tuple[str, int, int], ...]) -> Corpus:
+    location, _, kind = source.partition("#")
+    path = Path(location).expanduser()
     if source not in BUILT_IN and (path.suffix == ".bin" or (path / "train.bin").is_file()):
-        if tokens == "bpe":
-            raise DataError(f"{source} already contains tokens; tokens=bpe needs text")
         return _tokens(path, kind or "uint16", vocab_size)
     documents = read_documents(source)
     train, held = split(documents.texts)
     if not train:
         raise DataError(f"{source} is empty; expected text")
-    if tokens == "bpe":
-        made = byte_pairs(train, held, vocab_size or BPE_TOKENS)
-        ends = [len(text) for text in made.parts[1]]
-        parts = [np.concatenate(part) for part in made.parts]
-        corpus = _corpus(documents.name, "byte", parts, len(made.lengths), ends)
-        return dataclasses.replace(corpus, lengths=made.lengths, tokenizer=made.sha256)
     parts = [np.frombuffer(b"".join(part), dtype=np.uint8) for part in (train, held)]
     return _corpus(documents.name, "byte", parts, vocab_size or 256, [len(text) for text in held])
 
@@ -579,13 +430,13 @@ def _tokens(path: Path, kind: str, vocab_size: int | None) -> Corpus:
     """Reads token files: train.bin with val.bin, as nanoGPT writes them, or one file whose last tenth is held out."""
     path = path / "train.bin" if path.is_dir() else path
     other = path.with_name("val.bin")
-    whole = _read_bin(path, kind)
+    tokens = _read_bin(path, kind)
     if path.name == "train.bin" and other.is_file():
-        parts = [whole, _read_bin(other, kind)]
+        parts = [tokens, _read_bin(other, kind)]
     else:
-        cut = len(whole) - round(HELD_OUT * len(whole))
-        parts = [whole[:cut], whole[cut:]]
-    return _corpus(path.name, "token", parts, vocab_size or int(whole.max()) + 1)
+        cut = len(tokens) - round(HELD_OUT * len(tokens))
+        parts = [tokens[:cut], tokens[cut:]]
+    return _corpus(path.name, "token", parts, vocab_size or int(tokens.max()) + 1)
 
 
 def _read_bin(path: Path, kind: str) -> np.ndarray:
@@ -659,9 +510,9 @@ def bigram_loss(read: np.ndarray, heldout: np.ndarray, vocab_size: int) -> float
     kinds = np.bincount(pairs // vocab_size, minlength=vocab_size)
     single = (np.bincount(second, minlength=vocab_size) + 1) / (len(second) + vocab_size)
     a, b = heldout[:, :-1].ravel().astype(np.int64), heldout[:, 1:].ravel().astype(np.int64)
-    wanted = a * vocab_size + b
-    place = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
-    together = np.where(pairs[place] == wanted, counts[place], 0)
+    heldout_pairs = a * vocab_size + b
+    index = np.minimum(np.searchsorted(pairs, heldout_pairs), len(pairs) - 1)
+    together = np.where(pairs[index] == heldout_pairs, counts[index], 0)
     weight = np.maximum(of_first[a] + kinds[a], 1)
-    known = (together + kinds[a] * single[b]) / weight
-    return float(-np.log(np.where(of_first[a] > 0, known, single[b])).mean())
+    probability = (together + kinds[a] * single[b]) / weight
+    return float(-np.log(np.where(of_first[a] > 0, probability, single[b])).mean())

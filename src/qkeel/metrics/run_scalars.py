@@ -1,4 +1,4 @@
-"""Scalars of runs: learning-rate sensitivity, collapse, health, errors of logits, Lyapunov exponents."""
+"""Scalars of runs: learning-rate sensitivity, collapse, health, errors of logits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _fraction_bits(dtype: str) -> int:
     return FRACTION_BITS[dtype]
 
 
-# Scalars of recorded runs: LR sensitivity, collapse, spikes, alarms, paired differences.
+# Scalars of recorded runs: LR sensitivity, collapse, spikes, alarms.
 
 Row = Mapping[str, Any]  # a record or a table row: numbers, text, booleans and null by name
 ALARM_THRESHOLD = 100.0  # nats; Kimi K2's clip threshold (arXiv 2507.20534), and a reliable early sign in tiny models
@@ -121,32 +121,6 @@ def alarm_step(records: Sequence[Row], threshold: float = ALARM_THRESHOLD) -> in
     return None
 
 
-def growth_exponent(steps: Sequence[float], values: Sequence[float], least: int = 6) -> float:
-    """Fits values ~ steps^p and returns p, by least squares of ln value on ln step over the positive records.
-
-    Returns NaN with fewer than `least` usable records, since a power law fits almost any small number of points.
-
-    >>> round(growth_exponent(range(1, 9), [2.0 * step**0.5 for step in range(1, 9)]), 6)
-    0.5
-    """
-    fine = [(math.log(s), math.log(v)) for s, v in zip(steps, values) if s > 0 and v > 0 and math.isfinite(v)]
-    if len(fine) < least:
-        return math.nan
-    points = np.array(fine)
-    return slope(points[:, 0], points[:, 1])
-
-
-def drift(values: Sequence[float] | np.ndarray) -> float:
-    """Returns the last measured value divided by the first; NaN if there are fewer than two.
-
-    >>> drift([math.nan, 1.0, 1.2, 1.5])
-    1.5
-    """
-    known = np.asarray(values, dtype=np.float64)
-    known = known[np.isfinite(known)]
-    return float(known[-1] / known[0]) if len(known) > 1 and known[0] else math.nan
-
-
 def slope(x: np.ndarray, y: np.ndarray) -> float:
     """Returns the least-squares slope through points [n]; NaN if all x are equal.
 
@@ -179,81 +153,6 @@ def spike_score(losses: Sequence[float], window: int = 16, deviations: float = 6
         elif i >= window and len(before) >= 2:
             spikes += loss > statistics.fmean(before) + deviations * max(statistics.stdev(before), 1e-12)
     return spikes / len(losses)
-
-
-def largest_stable_lr(rows: Sequence[Row]) -> float | None:
-    """Returns the largest learning rate up to which no run of `rows` collapsed, or None.
-
-    >>> largest_stable_lr([{"lr": 0.1, "collapsed": False}, {"lr": 0.3, "collapsed": True}])
-    0.1
-    """
-    largest = None
-    for lr in sorted({row["lr"] for row in rows}):
-        if any(row["collapsed"] for row in rows if row["lr"] == lr):
-            break
-        largest = lr
-    return largest
-
-
-def paired_gain(rows: Sequence[Row], remedy: str, baseline: str, lr: float) -> list[float]:
-    """Returns val_loss(baseline) - val_loss(remedy) at `lr` for each seed that both have; a positive difference means
-    that the remedy is better.
-
-    The same seed means the same initial weights and batches, so pairing removes the variance between seeds.
-
-    Args:
-        rows: rows of a study's table.
-        remedy: the remedy to judge.
-        baseline: the remedy to compare `remedy` with.
-        lr: the learning rate of both remedies.
-
-    >>> rows = [{"remedy": r, "lr": 0.1, "seed": 0, "val_loss": v} for r, v in (("qk_norm", 2.0), ("none", 2.5))]
-    >>> paired_gain(rows, "qk_norm", "none", lr=0.1)
-    [0.5]
-    """
-    loss = {(row["remedy"], row["seed"]): row["val_loss"] for row in rows if row["lr"] == lr}
-    seeds = sorted({s for r, s in loss if r == remedy} & {s for r, s in loss if r == baseline})
-    return [loss[baseline, s] - loss[remedy, s] for s in seeds]
-
-
-# How fast two runs diverge that differ only by rounding: a finite-time Lyapunov exponent.
-
-SATURATED = 0.1  # beyond this distance, relative to the size of the compared values, exponential growth saturates
-_LEAST = 3  # points needed to fit a line
-
-
-def distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Returns the root mean square difference between two trajectories [steps ...] at each step [steps].
-
-    >>> distance(np.zeros((2, 2)), np.array([[3.0, 3.0], [0.0, 0.0]]))
-    array([3., 0.])
-    """
-    apart = (np.asarray(other, np.float64) - np.asarray(one, np.float64)).reshape(len(one), -1)
-    return np.sqrt(np.square(apart).mean(axis=1))
-
-
-def divergence_rate(steps: Sequence[float], distances: np.ndarray, sizes: np.ndarray) -> float:
-    """Returns the slope of ln distance against steps, per step; NaN with fewer than 3 usable steps.
-
-    The fit uses the steps from the first distance above 0 until a distance exceeds a tenth of the size of the compared
-    values. A positive slope means that the runs diverge exponentially (chaos); its inverse is the number of steps in
-    which the distance grows e-fold.
-
-    Source: Wolf et al. 1985, Determining Lyapunov exponents from a time series, for the quantity.
-
-    >>> round(divergence_rate(range(6), 1e-6 * np.exp(0.5 * np.arange(6)), np.ones(6)), 6)
-    0.5
-    """
-    points = []
-    for step, apart, size in zip(steps, distances, sizes):
-        if not apart <= SATURATED * size:
-            break
-        if apart > 0:
-            points.append((float(step), math.log(apart)))
-    if len(points) < _LEAST:
-        return math.nan
-    line = np.array(points)
-    return slope(line[:, 0], line[:, 1])
 
 
 # Verdicts on the health of attention, each a sentence with its number and threshold.

@@ -1,9 +1,8 @@
-"""Hooks on optimizer steps and on the creation of optimizers, and torch's grouping of the tensors that Adam updates."""
+"""Hooks on optimizer steps and on the creation of optimizers."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import weakref
 from collections import OrderedDict
@@ -12,14 +11,8 @@ from types import FrameType
 from typing import Any, final
 
 import torch
-from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from qkeel.handle import Handle
@@ -28,6 +21,7 @@ from qkeel.patching.modes import running_frames
 # Hooks on optimizer steps, and on the creation of optimizers, for which torch has no hook.
 
 Act = Callable[[Optimizer], None]
+Group = dict[str, Any]  # a parameter group: its weights and options, as torch stores them
 
 
 @final
@@ -221,69 +215,3 @@ def filling_state() -> bool:
 def in_real_steps(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps an optimizer hook so that it skips steps that only initialise the state."""
     return functools.wraps(hook)(lambda *args: None if _FILLS[0] in sys.modules and filling_state() else hook(*args))
-
-
-# Reads or replaces the weights in a step of torch's Adam or AdamW.
-#
-# Inside `optimizer.step()` torch calls `_init_group` for each parameter group; it fills lists of the weights that have
-# a gradient, of their gradients and of their state. A replacement can leave out weights that are updated elsewhere.
-
-# A parameter group: its weights and options, as torch stores them.
-Group = dict[str, Any]
-
-_ARGUMENTS = (
-    *("self", "group", "params_with_grad", "grads"),
-    *("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"),
-)
-
-
-def is_known(optimizer: Optimizer) -> bool:
-    """True for torch's own Adam or AdamW, if this version of torch calls `_init_group` as expected."""
-    return type(optimizer) in (Adam, AdamW) and _arguments_of(Adam._init_group) == _ARGUMENTS
-
-
-@functools.lru_cache(maxsize=8)  # needed in every step, and `inspect` makes fifty calls for it
-def _arguments_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
-
-
-def is_answered(optimizer: Optimizer) -> bool:
-    """True if `_init_group` is replaced on this optimizer."""
-    return "_init_group" in vars(optimizer)
-
-
-def stepped(optimizer: Optimizer) -> set[int]:
-    """Returns the ids of the weights that a step would update now, with any replacement of `_init_group` in effect."""
-    found: set[int] = set()
-    for group in optimizer.param_groups:
-        lists: list[list[Tensor]] = [[] for _ in _ARGUMENTS[2:]]
-        optimizer._init_group(group, *lists)  # type: ignore[attr-defined]
-        found.update(map(id, lists[0]))
-    return found
-
-
-def is_fused(group: Group) -> bool:
-    """True if a group uses torch's fused step in its usual form."""
-    return group.get("fused") is True and not group.get("capturable") and not group.get("differentiable")
-
-
-def has_hooks_before(optimizer: Optimizer) -> bool:
-    """True if the optimizer has its own pre-step hooks."""
-    return bool(optimizer._optimizer_step_pre_hooks)
-
-
-def call_hooks_before(optimizer: Optimizer) -> None:
-    """Calls the optimizer's own pre-step hooks, as its step does."""
-    for hook in list(optimizer._optimizer_step_pre_hooks.values()):
-        hook(optimizer, (), {})
-
-
-def call_hooks_after(optimizer: Optimizer) -> None:
-    """Calls the optimizer's own post-step hooks, as its step does."""
-    for hook in list(optimizer._optimizer_step_post_hooks.values()):
-        hook(optimizer, (), {})
-
-
-def every_optimizer_has_hooks() -> bool:
-    """True if any global hooks are registered, which torch calls around the steps of all optimizers."""
-    return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from qkeel.errors import QkeelError, RunDirectoryError, reported
+from qkeel.errors import QkeelError, RunDirectoryError, RunInUseError, reported
 
 _PART = ".part"
 
@@ -190,7 +190,7 @@ def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
     """Holds an exclusive advisory lock on `path`.
 
     Raises:
-        RunDirectoryError: another process still holds the lock after `wait` seconds; the message names the process.
+        RunInUseError: another process still holds the lock after `wait` seconds; the message names the process.
     """
     make_directory(path.parent)
     cannot_write = f"cannot write to {path.parent}", ". Choose a writable directory with free space."
@@ -202,9 +202,7 @@ def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
         if not held:
             holder = os.read(file, 20).decode("ascii", "replace").strip()
             who = f" (process {holder})" if holder else ""
-            raise RunDirectoryError(
-                f"{message}{who}. Wait for that process to end, stop it, or choose another directory."
-            )
+            raise RunInUseError(f"{message}{who}. Wait for that process to end, stop it, or choose another directory.")
         with reported(*cannot_write):  # the process id, for the message of another process that waits for the lock
             os.ftruncate(file, 0)
             os.write(file, str(os.getpid()).encode())

@@ -84,7 +84,6 @@ STEP_FIELDS: dict[str, Field] = {
     "tokens_per_second": Field(
         "1/s", "training tokens per second since the last record, excluding the time for measuring and saving"
     ),
-    "mfu": Field("share", "model FLOP/s divided by the device's peak in bf16; null if the peak is unknown"),
 }
 
 NON_FINITE = "non_finite"  # if it is 1, all other values of the head are meaningless, so code checks it by name

@@ -219,7 +219,7 @@ class RunDirectory:
                     "Choose another directory; nothing was changed."
                 )
             return
-        if self.path.exists() and any(p.name != "lock" for p in self.path.iterdir()):
+        if self.path.exists() and any(not p.name.startswith(("lock", "claim.")) for p in self.path.iterdir()):
             raise RunDirectoryError(
                 f"{self.path} is not empty and has no config.json, so it is not a run directory. "
                 "Choose another directory; nothing was changed."

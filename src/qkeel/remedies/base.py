@@ -36,7 +36,6 @@ class Target:
     sites: list[AttentionSite]  #: the model's attention, as far as it is known
     batch: Arguments = ((), {})  #: arguments of a forward pass that reveals the sites; empty for qkeel's own modules
     train_length: int | None = None  #: tokens per training sequence, for formulas that need it
-    later: Sequence[Optimizer] = ()  #: optimizers that were created after `apply` was called with that optimizer
     trace: ModelTrace | None = None  #: the pass that revealed the sites; None if all are qkeel's own, or were given
 
     def seen(self) -> ModelTrace:
@@ -96,8 +95,6 @@ class Remedy(abc.ABC):
         on_attention: True if the remedy changes all attention in the model.
         changes_spec: True if the remedy gives sites a new spec. Before it becomes active, it runs the sites' calls
             under this spec.
-        stacks: True if runs with the remedy can be trained as one stack. Hooks on a forward pass, weights computed from
-            other weights, and random numbers prevent stacking.
     """
 
     name: ClassVar[str]
@@ -108,7 +105,6 @@ class Remedy(abc.ABC):
     may_be_zero: ClassVar[tuple[str, ...]] = ()
     on_attention: ClassVar[bool] = True
     changes_spec: ClassVar[bool] = False
-    stacks: ClassVar[bool] = False
 
     __slots__ = ()
 
@@ -220,7 +216,7 @@ def inside(module: str, name: str) -> str:
 class NoRemedy(Remedy):
     """Changes nothing."""
 
-    name, stacks = "none", True
+    name = "none"
     line = "no remedy"
     source = "the baseline"
     on_attention = False

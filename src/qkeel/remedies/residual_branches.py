@@ -29,7 +29,7 @@ class SwinNorm(Remedy):
     objects and are renamed to the block's `attention_post_norm` and `mlp_post_norm`.
     """
 
-    name, stacks = "swin_norm", True
+    name = "swin_norm"
     line = "moves the norms of a pre-norm block from before attention and MLP to after them"
     source = (
         "Swin V2, arXiv 2111.09883, section 3.2; Chameleon, arXiv 2405.09818, section 2.3; OLMo 2, arXiv 2501.00656"
@@ -60,7 +60,7 @@ class PeriNorm(Remedy):
     The new norms are the block's `attention_post_norm` and `mlp_post_norm`. Their gains are added to the optimizer.
     """
 
-    name, stacks = "peri_norm", True
+    name = "peri_norm"
     line = "adds norms after attention and MLP of a pre-norm block"
     source = "Peri-LN, arXiv 2502.02732; Gemma 2, arXiv 2408.00118"
     rule = "branches x + N'(F(N(x))) in place of x + F(N(x)), N' an RMS norm with a gain"

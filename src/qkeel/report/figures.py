@@ -13,10 +13,11 @@ from qkeel.frames import Foreign
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.records import fold_heads
 from qkeel.records.disk import make_directory
+from qkeel.report.compare import Cell, cells
 from qkeel.report.html import rate
-from qkeel.report.study.collect import BASELINE, StudyData, as_paths, collect
-from qkeel.report.study.compare import page_gains
-from qkeel.report.watch_page import Watched, is_watched, read_watched, short_names
+from qkeel.report.study_runs import BASELINE, DRIFT, StudyData, as_paths, read_study
+from qkeel.report.watch_page import short_names
+from qkeel.report.watched_runs import Watched, is_watched, read_watched
 
 FORMATS = ("pdf", "svg", "png")
 WIDTH = 3.3  # inches: one column of a two-column page
@@ -77,7 +78,7 @@ def figures(
         from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
     (given,) = as_paths(path)
-    drawn = _of_watched(read_watched([given])[0]) if is_watched(given) else _of_study(collect(given, baseline))
+    drawn = _of_watched(read_watched([given])[0]) if is_watched(given) else _of_study(read_study(given, baseline))
     written = []
     with rc_context(_STYLE):
         for name, draw in drawn:
@@ -157,32 +158,35 @@ def _heads(ax: Foreign, values: np.ndarray, names: Sequence[str], step: int) -> 
 
 
 def _of_study(study: StudyData) -> Drawing:
-    if len(study.lrs()) > 1:
+    """Yields the figures of a study or, if it has parts, of its first part."""
+    part = next(iter(study.parts().values()))
+    table = cells(part)
+    if len(part.lrs()) > 1:
         loss = f"held-out loss ({study.loss_unit()})"
-        yield "val_loss_by_lr", lambda ax: _by_rate(ax, study, "val_loss", loss, log=False)
-        yield "max_logit_by_lr", lambda ax: _by_rate(ax, study, "max_logit", "largest logit (nats)", log=True)
-    for lr in sorted({run.lr for run in study.runs if run.metrics and run.role == "grid"}):
-        yield f"max_logit_lr_{rate(lr).replace(chr(0x2212), '-')}", lambda ax, lr=lr: _courses(ax, study, lr)
-    found = [gain for gain in page_gains(study) if gain.effect is not None]
-    if found:
-        yield "gains", lambda ax: _gains(ax, study, found)
+        yield "val_loss_by_lr", lambda ax: _by_rate(ax, study, table, "val_loss", loss, log=False)
+        yield "max_logit_by_lr", lambda ax: _by_rate(ax, study, table, "max_logit", "largest logit (nats)", log=True)
+    for lr in sorted({run.lr for run in part.runs if run.metrics and run.role != DRIFT}):
+        yield f"max_logit_lr_{rate(lr).replace(chr(0x2212), '-')}", lambda ax, lr=lr: _courses(ax, part, lr)
+    judged = [cell for cell in table if cell.gain is not None and cell.gain.effect is not None]
+    if judged:
+        yield "gains", lambda ax: _gains(ax, study, judged)
 
 
-def _by_rate(ax: Foreign, study: StudyData, field: str, label: str, *, log: bool) -> None:
+def _colour(study: StudyData, remedy: str) -> str:
+    return _COLOURS[study.remedies.index(remedy) % len(_COLOURS)]
+
+
+def _by_rate(ax: Foreign, study: StudyData, table: Sequence[Cell], field: str, label: str, *, log: bool) -> None:
     """Draws means over seeds with their ranges."""
-    for i, remedy in enumerate(study.remedies):
-        by_lr = {
-            lr: [row[field] for row in study.rows() if row["remedy"] == remedy and row["lr"] == lr]
-            for lr in study.lrs()
-        }
-        known = {lr: np.array(values) for lr, values in by_lr.items() if values}
-        if not known:
-            continue
-        mean = np.array([values.mean() for values in known.values()])
-        ends = np.array([[values.min(), values.max()] for values in known.values()]).T
-        colour = _COLOURS[i % len(_COLOURS)]
-        ax.plot(list(known), mean, marker="o", markersize=2.5, color=colour, label=remedy)
-        ax.fill_between(list(known), ends[0], ends[1], color=colour, alpha=0.15, linewidth=0)
+    for remedy in study.remedies:
+        by_rate = {cell.lr: list(cell.values(field).values()) for cell in table if cell.remedy == remedy}
+        rates = [lr for lr, values in by_rate.items() if values]
+        if rates:
+            means = [np.mean(by_rate[lr]) for lr in rates]
+            ends = [min(by_rate[lr]) for lr in rates], [max(by_rate[lr]) for lr in rates]
+            colour = _colour(study, remedy)
+            ax.plot(rates, means, marker="o", markersize=2.5, color=colour, label=remedy)
+            ax.fill_between(rates, *ends, color=colour, alpha=0.15, linewidth=0)
     ax.set_xscale("log")
     if log:
         ax.set_yscale("log")
@@ -192,26 +196,29 @@ def _by_rate(ax: Foreign, study: StudyData, field: str, label: str, *, log: bool
 
 def _courses(ax: Foreign, study: StudyData, lr: float) -> None:
     """Draws the largest logit of each run at a rate, with one colour per remedy."""
-    for i, remedy in enumerate(study.remedies):
-        runs = [r for r in study.runs if r.remedy == remedy and r.lr == lr and r.metrics and r.role == "grid"]
-        for k, run in enumerate(runs):
-            course = [(int(m["step"]), m.get("max_logit")) for m in run.metrics if m.get("max_logit") is not None]
-            steps, values = zip(*course) if course else ((), ())
-            ax.plot(steps, values, color=_COLOURS[i % len(_COLOURS)], linewidth=0.8, label="" if k else remedy)
+    named: set[str] = set()
+    for run in study.runs:
+        points = [(int(m["step"]), m["max_logit"]) for m in run.metrics if m.get("max_logit") is not None]
+        if run.lr == lr and run.role != DRIFT and points:
+            label = "" if run.remedy in named else run.remedy
+            named.add(run.remedy)
+            ax.plot(*zip(*points), color=_colour(study, run.remedy), linewidth=0.8, label=label)
     ax.axhline(ALARM_THRESHOLD, color="#b3261e", linewidth=0.7, linestyle=":")
     ax.set_yscale("log")
     ax.set(xlabel="optimizer step", ylabel="largest logit (nats)", title=f"LR {rate(lr)}")
     ax.legend()
 
 
-def _gains(ax: Foreign, study: StudyData, found: Sequence[Foreign]) -> None:
+def _gains(ax: Foreign, study: StudyData, table: Sequence[Cell]) -> None:
     """Draws gains with 95 % intervals, with one line per remedy and rate, grouped by remedy."""
-    ordered = sorted(found, key=lambda gain: (study.remedies.index(gain.remedy), gain.lr), reverse=True)
-    for y, gain in enumerate(ordered):
-        colour = _COLOURS[study.remedies.index(gain.remedy) % len(_COLOURS)]
-        if np.isfinite(gain.effect.high):
-            ax.plot([gain.effect.low, gain.effect.high], [y, y], color=colour)
-        ax.plot([gain.mean], [y], marker="o", markersize=3, color=colour)
+    ordered = table[::-1]  # from the bottom of the figure to its top
+    for y, cell in enumerate(ordered):
+        assert cell.gain is not None
+        assert cell.gain.effect is not None
+        colour = _colour(study, cell.remedy)
+        if np.isfinite(cell.gain.effect.high):
+            ax.plot([cell.gain.effect.low, cell.gain.effect.high], [y, y], color=colour)
+        ax.plot([cell.gain.mean], [y], marker="o", markersize=3, color=colour)
     ax.axvline(0, color="0.5", linewidth=0.6)
-    ax.set_yticks(range(len(ordered)), [f"{gain.remedy}, LR {rate(gain.lr)}" for gain in ordered], fontsize=6)
+    ax.set_yticks(range(len(ordered)), [f"{cell.remedy}, LR {rate(cell.lr)}" for cell in ordered], fontsize=6)
     ax.set_xlabel(f"held-out loss of {study.baseline}\nminus that of the remedy ({study.loss_unit()})")

@@ -8,7 +8,7 @@ import html
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -203,17 +203,6 @@ NOTHING = cell("–", math.inf)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
-    """One sentence of the first screen.
-
-    kind: "lead" (the main result), "note", "caution" (a limitation), or "undecided" (hidden until expanded).
-    """
-
-    kind: str
-    text: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Section:
     """One part of a page with its heading, which is omitted if it has no content."""
 
@@ -226,18 +215,17 @@ class Section:
 class Page:
     """The contents of a page.
 
-    data: the data that its charts draw with the script `drawing` of report/assets, or None for no charts. mark: a
-    function that highlights names in findings. verdict: the markup before the findings.
+    lead: the main result, as a sentence or as markup. cautions: what limits it, a sentence each. data: the data that
+    the charts draw with the script `drawing` of report/assets, or None for no charts.
     """
 
     title: str
     sections: Sequence[Section]
     meta: str = ""
-    verdict: Markup | None = None
-    findings: Sequence[Finding] = ()
+    lead: str = ""
+    cautions: Sequence[str] = ()
     data: Mapping[str, object] | None = None
     drawing: str = ""
-    mark: Callable[[str], str] = str
     made: str = "Made by qkeel."
 
     def html(self, *, refresh: float | None = None) -> str:
@@ -263,27 +251,21 @@ class Page:
         return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n{page}\n</html>\n'
 
     def _header(self, refresh: float | None) -> Markup:
-        leads = [tag("p", {"class": "lead"}, self.mark(f.text)) for f in self.findings if f.kind == "lead"]
-        rest = [f for f in self.findings if f.kind not in ("lead", "undecided")]
-        folded = [f for f in self.findings if f.kind == "undecided"]
-        leads = [self.verdict, *leads] if self.verdict else leads
-        both = " columns" if leads and rest else ""
+        lead = tag("p", {"class": "lead"}, self.lead) if self.lead and not isinstance(self.lead, Markup) else self.lead
+        cautions = [tag("li", {"class": "caution"}, text) for text in self.cautions]
         return tag(
             "header",
             {},
-            ""
-            if refresh is None
-            else tag("p", {"class": "live"}, f"The run goes on; this page reloads every {refresh:g} s."),
+            tag("p", {"class": "live"}, f"The run goes on; this page reloads every {refresh:g} s.") if refresh else "",
             tag("p", {"class": "brand"}, "qkeel"),
             tag("h1", {}, self.title),
             tag("p", {"class": "meta"}, self.meta) if self.meta else "",
             tag(
                 "div",
-                {"class": f"summary{both}"},
-                tag("div", {}, *leads) if leads else "",
-                finding_list(rest, self.mark),
+                {"class": "summary columns" if lead and cautions else "summary"},
+                tag("div", {}, lead) if lead else "",
+                tag("ul", {"class": "findings"}, *cautions) if cautions else "",
             ),
-            details(f"{count(len(folded), 'claim')} not shown", finding_list(folded, self.mark)) if folded else "",
         )
 
     def _section(self, section: Section) -> Markup:
@@ -294,12 +276,6 @@ class Page:
         script = tag("p", {}, "The charts need JavaScript; the tables are complete without it.")
         charts = tag("noscript", {}, script) if self.data is not None else ""
         return tag("footer", {}, charts, tag("p", {}, f"{self.made} This file loads nothing."))
-
-
-def finding_list(findings: Sequence[Finding], mark: Callable[[str], str] = str) -> Markup:
-    """Returns findings as a list; empty if there are none."""
-    items = [tag("li", {"class": finding.kind}, mark(finding.text)) for finding in findings]
-    return tag("ul", {"class": "findings"}, *items) if items else Markup("")
 
 
 def empty_note(text: str) -> Markup:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from qkeel.errors import InvalidTypeError
+from qkeel.errors import InvalidTypeError, RunDirectoryError
 from qkeel.records import write_text
 from qkeel.records.disk import make_directory
 from qkeel.report.html import Page
-from qkeel.report.study.collect import BASELINE, as_paths, collect
-from qkeel.report.study.page import study_page
-from qkeel.report.watch_page import is_watched, read_watched, watch_page
+from qkeel.report.study_page import study_page
+from qkeel.report.study_runs import BASELINE, as_paths, read_study
+from qkeel.report.watch_page import watch_page
+from qkeel.report.watched_runs import is_watched, read_watched
 
 
 def write(
@@ -22,9 +23,6 @@ def write(
     refresh: float | None = None,
 ) -> Path:
     """Writes one self-contained HTML page about a study, a run, a watched model, or several of the same kind.
-
-    If both watched models and a study are given, the page is about the models and includes the study's advice on
-    remedies.
 
     Args:
         paths: directories written by `qkeel study`, `qkeel run` or `qkeel.watch`.
@@ -59,6 +57,11 @@ def page(paths: str | Path | Iterable[str | Path], baseline: str = BASELINE) -> 
     given = as_paths(paths)
     watched = [path for path in given if is_watched(path)]
     if not watched:
-        return study_page(collect(given, baseline))
+        return study_page(read_study(given, baseline))
     others = [path for path in given if path not in watched]
-    return watch_page(read_watched(watched), collect(others, baseline) if others else None)
+    if others:
+        raise RunDirectoryError(
+            f"expected either watched runs or studies, got {watched[0]}, which is watched, and {others[0]}, which is "
+            "not; create a page of each kind"
+        )
+    return watch_page(read_watched(watched))

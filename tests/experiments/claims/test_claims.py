@@ -228,7 +228,7 @@ def runs_of(name: str) -> list[PlannedRun]:
     study = find_study(about.study)
     base = configured(study.base or RunConfig(), about.settings)
     axes = {axis: getattr(study.grid, axis) for axis in ("remedies", "lrs", "blocks", "optimizers", "mixes")}
-    return list(study.plan(about.study, base, Grid(**{**axes, **about.grid, "seeds": [0]})).runs)
+    return list(study.plan(base, Grid(**{**axes, **about.grid, "seeds": [0]})).runs)
 
 
 def test_every_claim_reads_runs_that_its_study_makes() -> None:

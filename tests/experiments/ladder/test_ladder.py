@@ -72,7 +72,7 @@ def test_it_stops_goes_on_to_the_same_rows_and_never_runs_a_run_twice(
     found = without_times(whole / "0.13M.jsonl")
     assert without_times(parts / "0.13M.jsonl") == found
     assert len(found) == len(ARMS) * 2 * 2 == len({rows.point(row) for row in found})
-    monkeypatch.setattr(run, "train_runs", lambda *_, **__: pytest.fail("a finished run was run again"))
+    monkeypatch.setattr(run, "train", lambda *_, **__: pytest.fail("a finished run was run again"))
     run.climb(["0.13M"], tmp_path / "a", whole, After(math.inf))
     frozen = [row for row in found if row["arm"] == "frozen_qk"]
     assert all(abs(row["logits"][-1] / row["logits"][0] - 1) < 1 for row in frozen)
@@ -284,8 +284,8 @@ def test_a_process_runs_its_own_seeds_alone_and_a_seed_that_the_plan_lacks_is_re
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(run, "check_text", lambda name, source: None)
-    monkeypatch.setattr(run, "train_runs", lambda configs, *_, **__: asked.extend(c.seed for c in configs) or [None])
-    monkeypatch.setattr(run, "row", lambda of, at: dataclasses.asdict(of))
+    monkeypatch.setattr(run, "train", lambda config, *_, **__: asked.append(config.seed))
+    monkeypatch.setattr(run, "row", lambda of, *_: dataclasses.asdict(of))
     run.climb(["0.13M"], tmp_path / "a", tmp_path, After(math.inf), run.Share(seeds=[FIRST_SEED + 1]))
     assert set(asked) == {FIRST_SEED + 1}
     with pytest.raises(DataError, match=f"has the seeds {FIRST_SEED} to {FIRST_SEED + 1}, got 7"):
@@ -293,13 +293,13 @@ def test_a_process_runs_its_own_seeds_alone_and_a_seed_that_the_plan_lacks_is_re
 
 
 def test_a_text_that_was_saved_is_the_text_it_was_saved_from_and_another_is_refused(tmp_path: Path) -> None:
-    run.save_text(tmp_path / "library.jsonl")
+    run.save_text(tmp_path / "library")
     data = RUNGS["1M"].data
-    saved = run.Share(text=str(tmp_path / "library.jsonl")).config(next(units(RUNGS["1M"]))[0]).data
+    saved = run.Share(text=str(tmp_path / "library")).config(next(units(RUNGS["1M"]))[0]).data
     assert load(saved).sha256 == load(data).sha256
-    (tmp_path / "other.jsonl").write_text(json.dumps({"text": "no library " * 500}) + "\n")
-    with pytest.raises(DataError, match=r"other\.jsonl is another; let that Python write it"):
-        run.check_text("1M", str(tmp_path / "other.jsonl"))
+    (tmp_path / "other.txt").write_text("no library " * 500)
+    with pytest.raises(DataError, match=r"other\.txt is another; let that Python write it"):
+        run.check_text("1M", str(tmp_path / "other.txt"))
 
 
 def test_on_a_gpu_a_run_differs_from_the_plan_in_where_and_in_how_many_parts_alone() -> None:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
-import io
 import pickle
-import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.autograd.forward_ad as forward_ad
-import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, stack_module_state, vjp, vmap
-from torch.nn.modules import module as global_hooks
+from torch.func import functional_call, grad, hessian, jacrev, jvp, linearize, vjp, vmap
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,27 +38,17 @@ class Hazard:
     alone: bool = False  # in a process without the shape checks of the tests, which are in the way of compilers
 
 
-def trained(m: Any, x: Tensor, *extra: Tensor) -> Found:
-    """The output and the gradients of a loss that depends on all of it, and on what was captured."""
+def trained(m: Any, x: Tensor) -> Found:
+    """The output and the gradients of a loss that depends on all of it."""
     x = x.detach().requires_grad_()
     y = m(x)
-    loss = y.sin().sum() + sum(e.cos().sum() for e in extra)
-    return [y, *gradients(loss, m, x)]
+    return [y, *gradients(y.sin().sum(), m, x)]
 
 
 def gradients(loss: Tensor, m: Any, *more: Tensor) -> Found:
     given = [*more, *(p for p in m.parameters() if p.requires_grad)]
     found = torch.autograd.grad(loss, given, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for g, p in zip(found, given)]
-
-
-def backward(m: Any, x: Tensor, keep: Callable[[], list[Tensor]]) -> Found:
-    """As `trained`, with what a hook kept in the loss, and with .backward(), which runs hooks of every kind."""
-    m.zero_grad()
-    y = m(x)
-    kept = keep()
-    (y.sin().sum() + sum((e.cos().sum() for e in kept), y.new_zeros(()))).backward()
-    return [y, *kept, *(p.grad.clone() for p in m.parameters() if p.grad is not None)]
 
 
 def attended(attend: Attend, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Found:
@@ -80,64 +62,9 @@ def leaves(*tensors: Tensor) -> list[Tensor]:
     return [x.detach().clone().requires_grad_() for x in tensors]
 
 
-# Hooks.
-
-
-def one_shot_hook(m: Any, x: Tensor) -> Found:
-    kept: list[Tensor] = []
-
-    def keep(_: nn.Module, __: object, out: Tensor) -> None:
-        kept.append(out)
-        handle.remove()
-
-    handle = m.q_proj.register_forward_hook(keep)
-    return backward(m, x, lambda: kept)
-
-
-def standing_hooks(m: Any, x: Tensor) -> Found:
-    kept: list[Tensor] = []
-    for layer in (m.q_proj, m.k_proj, m.v_proj):
-        layer.register_forward_hook(lambda _, __, out: kept.append(out))
-    return backward(m, x, lambda: kept)
-
-
-def replacing_hook(m: Any, x: Tensor) -> Found:
-    m.k_proj.register_forward_hook(lambda _, __, out: out.tanh())
-    return trained(m, x)
-
-
 def overwriting_hook(m: Any, x: Tensor) -> Found:
     m.v_proj.register_forward_hook(lambda _, __, out: out.mul_(0.5))
     return trained(m, x)
-
-
-def pre_hook(m: Any, x: Tensor) -> Found:
-    m.q_proj.register_forward_pre_hook(lambda _, given: (given[0].tanh(),))
-    m.register_forward_pre_hook(lambda _, given, named: ((given[0] * 2,), named), with_kwargs=True)
-    return trained(m, x)
-
-
-def global_hook(m: Any, x: Tensor) -> Found:
-    kept: list[Tensor] = []
-
-    def keep(layer: nn.Module, _: object, out: Tensor) -> None:
-        if isinstance(layer, nn.Linear):
-            kept.append(out)
-
-    handle = global_hooks.register_module_forward_hook(keep)
-    try:
-        return backward(m, x, lambda: kept)
-    finally:
-        handle.remove()
-
-
-def global_pre_hook(m: Any, x: Tensor) -> Found:
-    halve: Any = lambda layer, given: (given[0] * 0.5,)  # noqa: E731 - typed, for torch's own type is too narrow
-    handle = global_hooks.register_module_forward_pre_hook(halve)
-    try:
-        return trained(m, x)
-    finally:
-        handle.remove()
 
 
 def backward_hooks(m: Any, x: Tensor) -> Found:
@@ -146,92 +73,9 @@ def backward_hooks(m: Any, x: Tensor) -> Found:
     return trained(m, x)
 
 
-def global_backward_hook(m: Any, x: Tensor) -> Found:
-    handle = global_hooks.register_module_full_backward_hook(lambda _, got, __: tuple(g * 0.5 for g in got))
-    try:
-        return trained(m, x)
-    finally:
-        handle.remove()
-
-
-def tensor_hook(m: Any, x: Tensor) -> Found:
-    m.q_proj.register_forward_hook(lambda _, __, out: out.register_hook(lambda g: g * 2) and None)
-    return trained(m, x)
-
-
-def retained_gradient(m: Any, x: Tensor) -> Found:
-    kept: list[Tensor] = []
-
-    def keep(_: nn.Module, __: object, out: Tensor) -> None:
-        out.retain_grad()
-        kept.append(out)
-
-    for layer in (m.q_proj, m.k_proj, m.v_proj):
-        layer.register_forward_hook(keep)
-    m(x).sin().sum().backward()
-    return [out.grad for out in kept]
-
-
-def parameter_hooks(m: Any, x: Tensor) -> Found:
-    kept: list[Tensor] = []
-    m.q_norm.register_hook(lambda g: g * 4)
-    m.q_proj.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.clone()))
-    m.zero_grad()
-    m(x).sin().sum().backward()
-    return [m.q_norm.grad, *kept]
-
-
-def node_hooks(m: Any, x: Tensor) -> Found:
-    x = x.clone().requires_grad_()
-    y, kept = m(x), []
-    y.grad_fn.register_prehook(lambda up: (up[0] * 1.5,))
-    torch.autograd.graph.register_multi_grad_hook([x, m.q_norm], lambda got: kept.extend(got))
-    y.sin().sum().backward()
-    return [x.grad, *kept]
-
-
-def patched_class(m: Any, x: Tensor) -> Found:
-    kept, forward = [], nn.Linear.forward
-
-    def keep(self: nn.Linear, input: Tensor) -> Tensor:
-        kept.append(forward(self, input))
-        return kept[-1]
-
-    nn.Linear.forward = keep
-    try:
-        return backward(m, x, lambda: kept)
-    finally:
-        nn.Linear.forward = forward
-
-
-def patched_instance(m: Any, x: Tensor) -> Found:
-    kept, forward = [], m.q_proj.forward
-    m.q_proj.forward = lambda given: kept.append(forward(given)) or kept[-1]
-    return backward(m, x, lambda: kept)
-
-
-def patched_linear(m: Any, x: Tensor) -> Found:
-    kept, linear = [], F.linear
-
-    def keep(*given: Tensor) -> Tensor:
-        kept.append(linear(*given))
-        return kept[-1]
-
-    F.linear = keep
-    try:
-        return backward(m, x, lambda: kept)
-    finally:
-        F.linear = linear
-
-
 class Twice(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return 2 * weight
-
-
-def parametrized(m: Any, x: Tensor) -> Found:
-    parametrize.register_parametrization(m.k_proj, "weight", Twice())
-    return trained(m, x)
 
 
 def parametrized_gain(m: Any, x: Tensor) -> Found:
@@ -239,42 +83,23 @@ def parametrized_gain(m: Any, x: Tensor) -> Found:
     return trained(m, x)
 
 
-def other_parameters(m: Any, x: Tensor) -> Found:
-    other = {n: (p.detach() * 1.5).requires_grad_() for n, p in m.named_parameters()}
-    y = functional_call(m, other, (x,))
-    return [y, *torch.autograd.grad(y.sin().sum(), list(other.values()))]
-
-
 # Modes, and what is around a call.
 
 
-def under(*contexts: Callable[[], Any]) -> Callable[[Any, Tensor], Found]:
-    """Forward and backward inside of contexts."""
+def under(context: Callable[[], Any]) -> Callable[[Any, Tensor], Found]:
+    """Forward and backward inside of a context."""
 
     def do(m: Any, x: Tensor) -> Found:
-        with contextmanager(lambda: _entered(contexts))():
+        with context():
             return trained(m, x)
 
     return do
-
-
-def _entered(contexts: tuple[Callable[[], Any], ...]) -> Iterator[None]:
-    if not contexts:
-        yield
-        return
-    with contexts[0]():
-        yield from _entered(contexts[1:])
 
 
 def no_gradient(m: Any, x: Tensor) -> Found:
     with torch.no_grad():
         quiet = m(x)
     return [quiet, *trained(m, x)]
-
-
-def gradient_within_none(m: Any, x: Tensor) -> Found:
-    with torch.no_grad(), torch.enable_grad():
-        return trained(m, x)
 
 
 def inference_first(m: Any, x: Tensor) -> Found:
@@ -298,15 +123,6 @@ def fake_first(m: Any, x: Tensor) -> Found:
     return [*trained(m, x), *trained(m, x[:, :1])]
 
 
-def on_meta(m: Any, x: Tensor) -> Found:
-    other = copy.deepcopy(m).to("meta")
-    y = other(x.to("meta").requires_grad_())
-    got = torch.autograd.grad(y.sum(), list(other.parameters()))
-    assert all(g.shape == p.shape and g.is_meta for g, p in zip(got, other.parameters()))
-    assert y.is_meta
-    return [torch.tensor(y.shape, dtype=x.dtype), *trained(m, x)]
-
-
 def default_dtype(m: Any, x: Tensor) -> Found:
     torch.set_default_dtype(torch.float64)
     try:
@@ -317,13 +133,6 @@ def default_dtype(m: Any, x: Tensor) -> Found:
 
 def to_array(x: Tensor) -> np.ndarray[Any, Any]:
     return x.numpy(force=True).copy()
-
-
-class Copying(TorchFunctionMode):
-    """A mode that computes everything as it is."""
-
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 class Counting(TorchDispatchMode):
@@ -368,11 +177,6 @@ def compiled(m: Any, x: Tensor) -> Found:
     return [*trained(m, x), *trained(m, 2 * x)]
 
 
-def compiled_then_dual(m: Any, x: Tensor) -> Found:
-    m.compile(backend="aot_eager")
-    return [*trained(m, x), *dual_input(m, x)]
-
-
 # Transforms and tangents.
 
 
@@ -386,32 +190,12 @@ def grad_of(m: Any, x: Tensor) -> Found:
     return list(grad(loss)(given).values())
 
 
-def per_sample(m: Any, x: Tensor) -> Found:
-    given = {n: p.detach() for n, p in m.named_parameters()}
-    each = grad(lambda p, one: functional_call(m, p, (one[None],)).sin().sum())
-    return list(vmap(each, (None, 0))(given, x).values())
-
-
-def ensemble(m: Any, x: Tensor) -> Found:
-    other = copy.deepcopy(m)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(1.5)
-    stacked, _ = stack_module_state([m, other])
-    return [vmap(lambda p: functional_call(m, p, (x,)))({n: p.detach() for n, p in stacked.items()})]
-
-
 def mapped(m: Any, x: Tensor) -> Found:
     return [vmap(m)(torch.stack([x, -x, 2 * x])), vmap(m, in_dims=3, out_dims=2)(torch.stack([x, -x], 3))]
 
 
 def forward_tangent(m: Any, x: Tensor) -> Found:
     return [*jvp(m, (x,), (x.cos(),)), vjp(m, x)[1](x.sin())[0], linearize(m, x)[1](x.cos())]
-
-
-def jacobians(m: Any, x: Tensor) -> Found:
-    x = x[:1, :3]
-    return [jacrev(m)(x), jacfwd(m)(x)]
 
 
 def hessian_of(m: Any, x: Tensor) -> Found:
@@ -421,22 +205,9 @@ def hessian_of(m: Any, x: Tensor) -> Found:
     return [hessian(loss)(x[0, 0])]
 
 
-def dual_input(m: Any, x: Tensor) -> Found:
-    with forward_ad.dual_level():
-        y = forward_ad.unpack_dual(m(forward_ad.make_dual(x, x.cos())))
-        return [y.primal, y.tangent]
-
-
 def dual_value(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
     with forward_ad.dual_level():
         y = forward_ad.unpack_dual(attend(q, k, forward_ad.make_dual(v, torch.ones_like(v))))
-        return [y.primal, y.tangent]
-
-
-def dual_query_of_one_token(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
-    q = q[:, :, -1:]
-    with forward_ad.dual_level(), torch.no_grad():
-        y = forward_ad.unpack_dual(attend(forward_ad.make_dual(q, q.cos()), k, v))
         return [y.primal, y.tangent]
 
 
@@ -464,27 +235,6 @@ def twice_in_value(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
     return [first, *torch.autograd.grad(first.square().sum(), [v])]
 
 
-def batched_gradients(m: Any, x: Tensor) -> Found:
-    y = m(x)
-    up = torch.eye(8, dtype=x.dtype)[:, : y.shape[0] * 4].repeat(1, y.numel() // 8).view(8, *y.shape)
-    return [*torch.autograd.grad(y, [m.q_proj.weight, m.q_norm], up, is_grads_batched=True)]
-
-
-def backward_again(m: Any, x: Tensor) -> Found:
-    m.zero_grad()
-    loss = m(x).sin().sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return [p.grad for p in m.parameters()]
-
-
-def only_gains(m: Any, x: Tensor) -> Found:
-    for name, p in m.named_parameters():
-        p.requires_grad_(name in ("q_norm", "k_norm"))
-    y = m(x)
-    return [y, *gradients(y.sin().sum(), m)]
-
-
 def only_value(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
     return attended(attend, q, k, v.detach().clone().requires_grad_())
 
@@ -495,12 +245,7 @@ def only_mask(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
     return [y, *torch.autograd.grad(y.sin().sum(), [mask])]
 
 
-# Copies, processes, threads.
-
-
-def copied(m: Any, x: Tensor) -> Found:
-    m(x)
-    return trained(copy.deepcopy(m), x)
+# Copies and threads.
 
 
 def pickled(m: Any, x: Tensor) -> Found:
@@ -508,39 +253,9 @@ def pickled(m: Any, x: Tensor) -> Found:
     return trained(pickle.loads(pickle.dumps(m)), x)
 
 
-def saved(m: Any, x: Tensor) -> Found:
-    m(x)
-    file = io.BytesIO()
-    torch.save(m, file)
-    return trained(torch.load(io.BytesIO(file.getvalue()), weights_only=False), x)
-
-
-def shared(m: Any, x: Tensor) -> Found:
-    return trained(m.share_memory(), x.share_memory_())
-
-
 def threads(m: Any, x: Tensor) -> Found:
     with ThreadPoolExecutor(4) as pool:
         return [y for found in pool.map(lambda i: trained(m, x * i), range(1, 5)) for y in found]
-
-
-def thread_without_gradient(m: Any, x: Tensor) -> Found:
-    """The modes of a thread are its own."""
-    found: Found = []
-    with torch.no_grad():
-        thread = threading.Thread(target=lambda: found.extend(trained(m, x)))
-        thread.start()
-        thread.join()
-    return found
-
-
-def forgotten(m: Any, x: Tensor) -> Found:
-    """Nothing keeps a model alive."""
-    other = copy.deepcopy(m)
-    seen, found = weakref.ref(other), trained(other, x)
-    del other
-    assert seen() is None
-    return found
 
 
 # Inputs.
@@ -555,11 +270,6 @@ def laid_out(change: Callable[[Tensor], Tensor]) -> Callable[..., Found]:
         return [y, *torch.autograd.grad(y.sin().sum(), given)]
 
     return do
-
-
-def spread(x: Tensor) -> Tensor:
-    """A view with gaps between the numbers of a row."""
-    return torch.stack([x, x.cos()], -1)[..., 0]
 
 
 def unaligned(x: Tensor) -> Tensor:
@@ -589,22 +299,8 @@ def without_keys(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
     return attended(attend, *leaves(q, k[:, :, :0], v[:, :, :0]))
 
 
-def without_queries(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
-    return attended(attend, *leaves(q[:, :, :0], k, v))
-
-
-def same_tensor(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
-    (x,) = leaves(q[:, :2])
-    y = attend(x, x, x)
-    return [y, *torch.autograd.grad(y.sin().sum(), [x])]
-
-
 def parameters(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
     return attended(attend, *(nn.Parameter(x) for x in (q, k, v)))
-
-
-class Own(Tensor):
-    """A subclass with nothing of its own."""
 
 
 class Counted(Tensor):
@@ -629,11 +325,6 @@ def of_class(kind: type[Tensor]) -> Callable[..., Found]:
 def wrapper_subclass(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
     y = attend(TwoTensor(q, 2 * q), TwoTensor(k, k), TwoTensor(v, v))
     return [y.a, y.b]
-
-
-def gradient_of_sum(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
-    q, k, v = leaves(q, k, v)
-    return [*torch.autograd.grad(attend(q, k, v).sum(), [q, k, v])]
 
 
 def transposed_gradient(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
@@ -673,13 +364,6 @@ def mutated_gain(m: Any, x: Tensor) -> Found:
     return gradients(loss, m)
 
 
-def mutated_weight(m: Any, x: Tensor) -> Found:
-    loss = m(x.clone().requires_grad_()).sin().sum()
-    with torch.no_grad():
-        m.q_proj.weight.mul_(1.5)
-    return gradients(loss, m)
-
-
 def not_a_number(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
     v = v.clone()
     v[0, 1, 3, 2] = torch.nan
@@ -689,27 +373,9 @@ def not_a_number(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
     return [y]
 
 
-def huge(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
-    return attended(attend, *leaves(q * 1e4, k * 1e-2, v * 10))
-
-
 def jagged(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
     parts = [torch.nested.nested_tensor([x[0].mT, x[1].mT], layout=torch.jagged).transpose(-1, -2) for x in (q, k, v)]
     return [attend(*parts).values()]
-
-
-def two_threads(m: Any, x: Tensor) -> Found:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        return trained(m, x)
-    finally:
-        torch.set_num_threads(before)
-
-
-def one_token(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
-    with torch.no_grad():
-        return [attend(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1]) for i in range(q.shape[2])]
 
 
 def with_cache(m: Any, x: Tensor) -> Found:
@@ -721,9 +387,3 @@ def with_cache(m: Any, x: Tensor) -> Found:
         with torch.inference_mode(i % 2 == 1), torch.no_grad():
             found.append(m(x[:, i : i + 1], cache=cache).clone())
     return [*found, *(k.clone() for k in kept)]
-
-
-def cache_with_gradient(m: Any, x: Tensor) -> Found:
-    cache = m.new_cache()
-    first, second = m(x[:, :5], cache=cache), m(x[:, 5:], cache=cache)
-    return [first, second, *gradients(first.sin().sum() + second.sin().sum(), m)]

@@ -14,7 +14,6 @@ from tests.conformance.cases import SPECS, fits
 from tests.conformance.cases import Geometry as G
 from tests.kernels.harness import DTYPES, Case, check, check_gradients, check_rows, gradients
 from tests.quick import quick
-from torch import Tensor
 
 import qkeel
 from qkeel import reference
@@ -208,14 +207,6 @@ def test_no_queries_and_no_keys_are_no_error() -> None:
         assert not any(x.any() for x in found)
 
 
-def test_twice_differentiated_it_raises_and_says_so() -> None:
-    q, k, v = (torch.randn(1, 1, 4, 8, requires_grad=True) for _ in range(3))
-    out = qkeel.attention(q, k, v, spec=AttentionSpec(), impl="native")
-    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiated once"):
-        first.sum().backward()
-
-
 def test_what_it_cannot_do_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, pos = AttentionSpec(), torch.tensor([0, 2, 4])
     for spec, given, reason in (
@@ -236,14 +227,6 @@ def test_what_it_cannot_do_is_refused_with_the_reason(monkeypatch: pytest.Monkey
         with pytest.raises(RefusedError, match=f"native.*{reason}"):
             run(call, "native")
     assert choose(call, "auto") is KERNELS["sdpa"]
-
-
-def test_under_a_transform_it_is_not_used() -> None:
-    def mapped(q: Tensor) -> Tensor:
-        assert NATIVE.supports(make_call(AttentionSpec(), q, q, q)) is not None
-        return q
-
-    torch.func.vmap(mapped)(torch.randn(3, 1, 2, 5, 8))
 
 
 def test_prices_of_statistics_are_all_paid_by_the_pass() -> None:

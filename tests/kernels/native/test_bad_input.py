@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,13 +45,12 @@ def no_place_to_write(folder: Path, m: pytest.MonkeyPatch) -> None:
 
 
 def another_architecture(folder: Path, m: pytest.MonkeyPatch) -> None:
-    """A sound cache of libraries whose heads say AArch64, and no compiler to make better ones."""
+    """A cache of libraries whose heads say AArch64, and no compiler to make better ones."""
     m.setenv("QKEEL_NATIVE_CACHE", str(folder))
     m.setenv("CXX", "/no/compiler")
-    body = b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x03\x00\xb7\x00" + bytes(1000)
     for source in build.FOLDER.glob("*.cpp"):
-        name = f"{source.stem}-{build.key(source.stem)}.so"
-        (folder / name).write_bytes(body + hashlib.sha256(body).digest())
+        library = folder / f"{source.stem}-{build.key(source.stem)}.so"
+        library.write_bytes(b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x03\x00\xb7\x00" + bytes(1000))
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -90,22 +88,11 @@ META = {"device": "meta"}
 BAD: dict[str, tuple[Callable[[], Tensor], type[QkeelError], str]] = {
     "a module of 8 bits": (lambda: module(dtype=FP8), InvalidTypeError, "16 bits"),
     "a module's mask elsewhere": (lambda: module(mask=torch.ones(5, 5, **META)), InvalidValueError, "mask on cpu"),
-    "a module's positions elsewhere": (lambda: module(pos=torch.ones(5, **META)), InvalidValueError, "pos_k on cpu"),
-    "a context elsewhere": (lambda: module(context=torch.ones(1, 5, 16, **META)), InvalidValueError, "context on cpu"),
     "a module's input of integers": (lambda: module(x=torch.ones(1, 5, 16).long()), InvalidTypeError, "x of floating"),
-    "a module's input of booleans": (lambda: module(x=torch.ones(1, 5, 16).bool()), InvalidTypeError, "x of floating"),
-    "a module's input of 8 bits": (lambda: module(x=torch.ones(1, 5, 16).to(FP8)), InvalidTypeError, "16 bits"),
     "a module's input of half": (lambda: module(x=torch.ones(1, 5, 16).half()), InvalidTypeError, "like the weights"),
     "a module's input elsewhere": (lambda: module(x=torch.ones(1, 5, 16, **META)), InvalidValueError, "x on cpu"),
     "a module's input of no tensor": (lambda: module(x=[[1.0]]), InvalidTypeError, "got list"),
-    "a context of integers": (lambda: module(context=torch.ones(1, 5, 16).int()), InvalidTypeError, "context of float"),
     "a norm of 8 bits": (lambda: l2_norm(torch.ones(3).to(FP8)), InvalidTypeError, "to normalise"),
-    "MLA's input of integers": (
-        lambda: qkeel.nn.MLA(32, 2)(torch.ones(1, 5, 32).int()),
-        InvalidTypeError,
-        "x of float",
-    ),
-    "a GAU's input of integers": (lambda: qkeel.nn.GAU(8)(torch.ones(1, 5, 8).int()), InvalidTypeError, "x of float"),
 }
 
 

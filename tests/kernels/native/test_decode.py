@@ -289,20 +289,6 @@ def test_a_module_of_latents_decodes_with_it_and_says_what_it_says_at_once(cap: 
     assert taken == [True] * 16
 
 
-@torch.no_grad()
-def test_left_padding_with_a_cache(taken: list[bool]) -> None:
-    module = qkeel.nn.Attention(64, 8, 2, spec=AttentionSpec(norm=RMSNorm(), position=Rope())).eval()
-    x = torch.randn(1, 6, 64)
-    cache = module.new_cache()
-    pos = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4, 5]])
-    seen = torch.tensor([[False] * 3 + [True] * 6])
-    both = torch.cat([torch.randn(1, 3, 64), x], 1)
-    module(both[:, :8], cache=cache, pos=pos[:, :8], mask=seen[:, None, None, :8])
-    last = module(both[:, 8:], cache=cache, pos=pos[:, 8:], mask=seen[:, None, None])
-    torch.testing.assert_close(last, module(x)[:, -1:], rtol=1e-5, atol=2e-6)
-    assert taken
-
-
 def test_a_key_that_needs_no_encoding_is_not_copied() -> None:
     q, k = torch.randn(1, 2, 1, 8).bfloat16(), torch.randn(1, 2, 5, 8).bfloat16()
     pos = torch.arange(5)[None]

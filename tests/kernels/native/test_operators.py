@@ -19,7 +19,7 @@ from qkeel.kernels.native import build, logit_pass, operators
 OPS: Any = torch.ops.qkeel_native
 SOURCES = (
     *(compiled_attention.OPERATORS, compiled_attention.BACKWARD, compiled_attention.DECODE_OPERATORS),
-    *(logit_pass.OPERATORS, operators.NORM_ROPE_OPERATORS, operators.STACKED_OPERATORS),
+    *(logit_pass.OPERATORS, operators.NORM_ROPE_OPERATORS),
 )
 Arguments = tuple[Any, ...]
 BAD = torch.float8_e4m3fn
@@ -96,15 +96,6 @@ def norm_rope_backward(n: int) -> list[Arguments]:
         y, inverse = OPS.norm_rope(x, gain, cos, sin, kind, eps, keep)
         found.append((torch.randn_like(y), x if keep else y, inverse, gain, cos, sin, kind, eps, keep))
     return found
-
-
-def stack(n: int, *more: int) -> Tensor:
-    return randn(3, n, *(more or (8,)))
-
-
-def stacked_adamw(n: int) -> list[Arguments]:
-    lists = [stack(n)], [stack(n)], [stack(n)], [rand(3, n, 8)]  # weights, gradients, means and variances
-    return [(*lists, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.float64), [0.1] * 3, 0.9, 0.95, 1e-8)]
 
 
 def of_qk(q: Tensor, k: Tensor) -> list[dict[int, Any]]:
@@ -229,31 +220,6 @@ OPERATORS: dict[str, Operator] = {
     ),
     "norm_rope_backward": Operator(make=norm_rope_backward),
     "gain_spread": Operator(make=lambda n: [(rand(n) + 0.5,)]),
-    "stacked_linear": Operator(
-        make=lambda n: [(stack(n), stack(16))],
-        wrong=lambda x, w: [{0: x.double(), 1: w.double()}, {1: w[:, :7].contiguous()}, {1: w[:1]}],
-    ),
-    "stacked_linear_backward": Operator(
-        make=lambda n: [(stack(n, 16), stack(n), stack(16))], wrong=lambda dy, x, w: [{0: x}]
-    ),
-    "stacked_gelu_": Operator(make=lambda n: [(stack(n),)], wrong=lambda x: [{0: x.mT}]),
-    "stacked_rms_norm": Operator(
-        make=lambda n: [(stack(n), randn(3, 8), 1e-6), (stack(n), None, 1e-6)],
-        wrong=lambda x, gain, _: [{0: x[0], 1: None}, {1: gain[:1]}],
-    ),
-    "stacked_rms_norm_backward": Operator(
-        make=lambda n: [(stack(n), stack(n), rand(3, n), randn(3, 8))], wrong=lambda *_: [{2: torch.zeros(1)}]
-    ),
-    "stacked_cross_entropy_": Operator(
-        make=lambda n: [(stack(n, 20), torch.randint(20, (3, n)), grad) for grad in (True, False)],
-        wrong=lambda z, targets, _: [{1: targets + 20}, {1: targets[:, :1].contiguous()}],
-    ),
-    "stacked_clip_": Operator(
-        make=lambda n: [([stack(n), stack(2, n)], 1.0)], wrong=lambda g, _: [{0: []}, {0: [g[0], g[0][:1]]}]
-    ),
-    "stacked_adamw_": Operator(
-        make=stacked_adamw, wrong=lambda w, *_: [{1: [stack(99)]}, {5: torch.ones(1, 2).double()}]
-    ),
 }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
-from qkeel.errors import InvalidValueError, QkeelWarning, UnknownNameError
+from qkeel.errors import QkeelWarning
 from qkeel.functional.statistics import LogitStats
 from qkeel.kernels import statistics
 from qkeel.kernels.statistics import logit_stats, stats_of_rows
@@ -75,13 +75,6 @@ def test_what_is_found_is_what_a_pass_of_its_own_finds(name: str, t: int) -> Non
         agree(found, logit_stats(seen), rtol=1e-5, atol=1e-5)
 
 
-def test_in_half_precision_they_agree_to_its_rounding() -> None:
-    torch.manual_seed(0)
-    q, k = (torch.randn(2, 4, 40, 16).bfloat16() for _ in range(2))
-    call = make_call(qkeel.preset("nanochat"), q, k, k)
-    agree(in_the_kernel(call)[1], logit_stats(call), rtol=2**-7, atol=2**-7)
-
-
 def test_heads_that_see_nothing_are_empty_and_nan_shows() -> None:
     q = torch.randn(1, 2, 5, 8)
     none = torch.zeros(1, 1, 5, 5, dtype=torch.bool)
@@ -96,11 +89,6 @@ def test_heads_that_see_nothing_are_empty_and_nan_shows() -> None:
         for x in (seen.max_logit, seen.entropy, bounds.upper, bounds.entropy):
             assert x is not None
             assert x.isnan().tolist() == [False, True]
-
-
-def test_another_kernel_finds_no_rows() -> None:
-    call = make_call(AttentionSpec(), *(torch.randn(1, 2, 5, 8) for _ in range(3)))
-    assert [run_with_rows(call, impl) for impl in ("sdpa", "chunked")] == [None, None]
 
 
 class Model(nn.Module):
@@ -197,12 +185,6 @@ def test_calls_of_other_kernels_are_measured_in_full(passes: list[str]) -> None:
     assert all(bool(stats.n_pairs.all()) for stats in seen.values())
 
 
-def test_switched_off_everything_is_measured_by_a_pass(passes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QKEEL_NATIVE", "0")
-    Trained("entropy", Model("auto"))
-    assert len(passes) == 3 * 2 * 2
-
-
 def test_qk_clip_takes_its_maxima_from_the_kernel(passes: list[str]) -> None:
     weights = []
     for impl in ("chunked", "native"):
@@ -222,13 +204,6 @@ def test_qk_clip_takes_its_maxima_from_the_kernel(passes: list[str]) -> None:
         assert not torch.equal(weights[-1], before)
         assert passes == ([] if impl == "native" else ["find_extremes"])
     torch.testing.assert_close(*weights)
-
-
-def test_what_it_cannot_say_is_an_error() -> None:
-    with pytest.raises(UnknownNameError, match="entropy"):
-        qkeel.watch(Model(), stats="entropies")  # type: ignore[arg-type]
-    with pytest.raises(InvalidValueError, match="split by class"):
-        qkeel.watch(Model(), stats="entropy", classes={"a": [0], "b": [1]})
 
 
 @pytest.mark.slow

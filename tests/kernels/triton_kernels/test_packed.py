@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from tests.each_row import each_row
 from tests.packed_sequences import CASES, packed, spoiled
 
 from qkeel.kernels import contract
-from qkeel.kernels.statistics import exact_bracket, logit_maxima, logit_stats, sampled_stats
+from qkeel.kernels.statistics import exact_bracket, logit_maxima, logit_stats
 from qkeel.kernels.triton import available
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import band_call, make_call, with_query_mask
@@ -49,7 +48,7 @@ def check_rows_of(name: str, how: dict[str, Any], through_triton: list[Any]) -> 
 
 
 @pytest.mark.slow
-def test_heads_and_a_sample_of_their_rows(through_triton: list[Any]) -> None:
+def test_heads_of_packed_sequences(through_triton: list[Any]) -> None:
     for name, window in (("no multiple of a tile", "all"), ("keys of their own", "left")):
         one = packed(name, window=window)
         call, (top, _, _, entropy, n) = one.call(), one.rows()
@@ -61,12 +60,6 @@ def test_heads_and_a_sample_of_their_rows(through_triton: list[Any]) -> None:
         torch.testing.assert_close(found.entropy.double(), entropy[:, over].mean(1), rtol=1e-5, atol=1e-5)
         assert found.certified is not None
         assert found.certified.all()
-        sampled = sampled_stats(call, 16)
-        assert sampled is not None
-        torch.testing.assert_close(sampled.max_logit, found.lower)
-        apart = (sampled.entropy - found.entropy).abs()
-        assert (apart <= math.log(one.k.shape[2])).all()
-        assert (sampled.entropy_error > 0).all()
 
 
 @pytest.mark.slow

@@ -11,17 +11,14 @@ import torch
 from tests.kernels.harness import rows_of
 from tests.kernels.test_non_finite import BROKEN, broken_call
 from tests.quick import one_in
-from torch import Tensor, nn
+from torch import Tensor
 
-import qkeel
 from qkeel import attention
-from qkeel.functional.statistics import LogitStats, merge
 from qkeel.kernels import contract
 from qkeel.kernels.statistics import attend_with_logsumexp, bracket, logit_stats, sampled_stats
 from qkeel.kernels.triton import available
-from qkeel.records import explain_field
 from qkeel.spec import AttentionCall, AttentionSpec, Rope, SlidingWindow, Softcap
-from qkeel.spec.call import make_call, with_query_mask
+from qkeel.spec.call import with_query_mask
 
 from .test_statistics import call_of
 
@@ -71,37 +68,6 @@ def test_a_sample_has_the_statistics_of_its_rows_and_the_extremes_those_of_all(
     assert extremes is not None
     for ours, all_rows in zip(extremes, (true["largest"].amax((0, 2)), true["smallest"].amin((0, 2)))):
         torch.testing.assert_close(ours.double(), all_rows, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_each_row_of_a_stratum_is_taken_as_often(through_triton: list[Any]) -> None:
-    n = 1500
-    q, k = torch.zeros(1, 1, 9 * n, 16), torch.zeros(1, 1, 1, 16)
-    _, picked = of_rows(make_call(AttentionSpec(), q, k, k, causal=False), n, 11)
-    one, other = (picked[0].view(n, 2) % 9).T
-    pairs = np.bincount((9 * one + other).numpy(), minlength=81).reshape(9, 9)
-    off = pairs[~np.eye(9, dtype=bool)]
-    assert ((off - n / 72) ** 2 / (n / 72)).sum() < 130  # chi-square with 71 degrees of freedom: 1 in 30,000
-
-
-@pytest.mark.slow
-def test_an_entropy_lies_in_its_interval_and_the_largest_logit_is_exact(through_triton: list[Any]) -> None:
-    for spec, causal, masked in ((AttentionSpec(), True, False), (AttentionSpec(cap=Softcap(9.0)), False, True)):
-        call = call_of(spec, 201, 201, torch.float32, 3.0, causal=causal)
-        if masked:
-            call = with_query_mask(call, torch.arange(201) < torch.tensor([[201], [130]]))
-        ours, exact = sampled_stats(call, 4), logit_stats(call)
-        assert ours is not None
-        for name in ("max_logit", "capped_max_logit"):
-            torch.testing.assert_close(getattr(ours, name), getattr(exact, name), rtol=1e-5, atol=1e-5)
-        error = ours.entropy_error
-        assert ((ours.entropy - exact.entropy).abs() <= error).all()
-        assert (error < 0.5).all()
-        assert ours.entropy_min.isnan().all()
-        assert (abs(ours.n_queries - exact.n_queries) <= (16 if masked else 0)).all()
-        twice = merge(ours, sampled_stats(call, 4) or ours)
-        assert twice.entropy_error.shape == error.shape
-        assert merge(ours, exact).entropy_error.equal(error)
 
 
 def interval(y: Tensor, counted: Tensor, sizes: np.ndarray, widest: float) -> tuple[np.ndarray, np.ndarray]:
@@ -227,31 +193,6 @@ def test_tiles_that_the_logsumexps_rule_out_are_not_read_and_the_largest_logit_i
         q, k = one.q, one.k
         tops, _ = statistics.extremes(q, k, q.shape[-1] ** -0.5, causal=causal, known=(lse, ends[0]))
         assert (tops == -torch.inf).any() == (size == 40.0)
-
-
-@pytest.mark.slow
-def test_a_foreign_model_is_watched_by_a_sample_with_its_error_on_record(through_triton: list[Any]) -> None:
-    model = nn.TransformerEncoderLayer(32, 4, dim_feedforward=32, dropout=0.0, batch_first=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for t in (80, 40):  # of 40 tokens, all rows
-        x, found = torch.randn(2, t, 32), []
-        for stats in (True, "entropy:sample=16"):
-            with qkeel.watch(model, optimizer, stats=stats, rules=[]) as monitor:  # type: ignore[arg-type]
-                for _ in range(2):
-                    model(x).sum().backward()
-                    optimizer.step()
-                found.append(monitor.read())
-                sample = monitor.sample
-        exact, ours = (next(iter(one.values())) for one in found)
-        assert isinstance(exact, LogitStats)
-        torch.testing.assert_close(ours.max_logit, exact.max_logit, rtol=1e-5, atol=1e-5)
-        assert sample is not None
-        assert ("entropy_error" in sample.heads) == (t == 80)
-        if t == 80:
-            error = torch.from_numpy(sample.heads["entropy_error"][0])
-            assert ((ours.entropy - exact.entropy).abs() <= error).all()
-            assert np.isnan(sample.heads["entropy_min"]).all()
-    assert "[nats]" in explain_field("entropy_error")
 
 
 def test_attention_gives_a_sample_and_its_error_and_says_so(

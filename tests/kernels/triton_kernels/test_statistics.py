@@ -9,15 +9,11 @@ import torch
 from tests.kernels.harness import check_rows, rows_of
 from tests.kernels.test_non_finite import BROKEN, broken_call
 from tests.quick import one_in
-from torch import nn
 
-import qkeel
-from qkeel import attention, preset
+from qkeel import preset
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.kernels import contract
 from qkeel.kernels.statistics import (
-    attend_with_logsumexp,
-    bracket,
     exact_bracket,
     logit_maxima,
     logit_stats,
@@ -92,26 +88,6 @@ def test_q_and_k_that_nothing_changes_are_read_in_their_own_precision(through_tr
     assert through_triton == [torch.float16, torch.float32]
 
 
-def test_the_price_entropy_gives_exact_maxima_and_entropies(through_triton: list[Any]) -> None:
-    for size in (1.0, 300.0):
-        call = with_query_mask(
-            call_of(AttentionSpec(position=Rope()), 17, 17, torch.float32, size), torch.rand(2, 17) < 0.7
-        )
-        pair = attend_with_logsumexp(call)
-        assert pair is not None
-        found, exact = bracket(call, pair[1], "entropy"), logit_stats(call)
-        assert found.certified is not None
-        assert found.certified.all()
-        assert torch.equal(found.lower, found.upper)
-        assert torch.allclose(found.lower, exact.max_logit, rtol=1e-5)
-        assert found.entropy is not None
-        assert torch.allclose(found.entropy, exact.entropy, rtol=1e-4, atol=1e-6)
-    assert len(through_triton) == 2
-    out, told = attention(call.q, call.k, call.v, spec=call.spec, stats="entropy")
-    assert torch.allclose(out, pair[0])
-    assert told.entropy is not None
-
-
 def test_what_it_does_not_do_is_left_to_torch(through_triton: list[Any]) -> None:
     pos = torch.arange(5)
     for spec, how in (
@@ -126,10 +102,6 @@ def test_what_it_does_not_do_is_left_to_torch(through_triton: list[Any]) -> None
         torch.testing.assert_close(logit_maxima(call)[0], logit_stats(call).max_logit, rtol=1e-6, atol=1e-6)
     assert contract.row_statistics(call_of(AttentionSpec(), 5, 5, torch.float64)) is None
     assert through_triton == []
-
-
-def test_a_cpu_tensor_never_goes_through_triton() -> None:
-    assert contract.row_statistics(call_of(AttentionSpec(), 5, 5, torch.float32)) is None
 
 
 @pytest.mark.slow
@@ -194,25 +166,3 @@ def test_a_row_whose_logits_are_all_minus_infinity_is_no_row_that_sees_nothing(t
     assert rows.entropy.isnan().all()
     assert (rows.largest == -torch.inf).all()
     assert (rows.smallest == -torch.inf).all()
-
-
-@pytest.mark.slow
-def test_a_foreign_model_is_watched_by_one_kernel_a_layer(
-    through_triton: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QKEEL_NATIVE", "0")  # the kernels of a CPU are no GPU's
-    model = nn.TransformerEncoderLayer(32, 4, dim_feedforward=32, dropout=0.0, batch_first=True)
-    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.0), torch.randn(2, 9, 32)
-    found = []
-    for stats in (True, "entropy"):
-        through_triton.clear()
-        with qkeel.watch(model, optimizer, stats=stats, rules=[]) as monitor:
-            for _ in range(2):
-                model(x).sum().backward()
-                optimizer.step()
-            found.append(monitor.read())
-        assert len(through_triton) == (2 if stats == "entropy" else 0)
-    ((name, exact),) = found[0].items()
-    for field in ("max_logit", "entropy", "entropy_min", "n_queries"):
-        a, b = (getattr(stats, field).double() for stats in (found[1][name], exact))
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

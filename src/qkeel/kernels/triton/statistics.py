@@ -509,4 +509,4 @@ def sampled_head_numbers(
             *tops, lse, entropy, picked, mask, numbers, counts, b, h, r // 2, t, tops[0].shape[2], widest,
             MASK=counted is not None, BLOCK=512,
         )  # fmt: skip
-    return HeadNumbers(*numbers, counts)
+    return HeadNumbers(numbers[0], numbers[1], numbers[2], counts)

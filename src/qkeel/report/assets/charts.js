@@ -1,11 +1,10 @@
 // Draws the charts of the page from #report-data into [data-chart], and again when the width changes.
 (() => {
   "use strict";
-  const {human, finite, unique, ascending, frame, controls, ramp, draw, redraw, start, colour, dash, symbol, key, view, smoothed, axis, above, keep} = Kit;
+  const {human, unique, ascending, frame, controls, draw, redraw, start, colour, dash, symbol, key, view, smoothed, axis, above, keep} = Kit;
   let data;
   const FLOOR = 0.1; // a logarithmic axis cannot show a logit of 0
   const focus = {}; // chart name → remedy that is singled out
-  const choice = {group: null, field: null}; // of the head maps
 
   const lrText = (lr) => String(lr).replace("e-", "e−");
 
@@ -117,7 +116,7 @@
       return {remedy, x: lr * apart(remedy), value: total / values.length, low: Math.min(...values), high: Math.max(...values), n: values.length};
     })).filter((m) => m.n > 0);
     const low = Math.min(...dots.map((d) => d.value)), high = Math.max(...dots.map((d) => d.value));
-    const levels = [["before training", data.start], ["counted pairs of tokens", data.counted]].filter(([, v]) => v !== null);
+    const levels = [["before training", data.start], ["bigram model", data.counted]].filter(([, v]) => v !== null);
     const inside = levels.filter(([, v]) => v < high + 0.5 * (high - low) && v > low - 0.2 * (high - low));
     const seen = view("loss", {scale: "linear"}), log = seen.scale === "log";
     const bands = lrs.map((lr) => ({x1: lr * apart(order[0]) * 0.985, x2: lr * apart(order[order.length - 1]) * 1.015}));
@@ -196,10 +195,6 @@
     what: (x) => `${human(x)} nats`
   });
 
-  const change = (width) => byRate("change", width, "logit_change", {
-    label: "logit change per step (nats)", log: true, least: 1e-9, what: (x) => `${human(x)} nats`
-  });
-
   // The first tenth of training would squeeze the rest into a line, so at first the frame is fitted to what follows it.
   function train(width) {
     const held = (runs) => runs.flatMap((run) => run.val_loss.filter(([, v]) => v !== null).map(([step, value]) => ({step, value, remedy: run.remedy, lr: run.lr})));
@@ -249,59 +244,6 @@
     });
   }
 
-  // ── Head maps ──────────────────────────────────────────────────────────────────────────────────────────────────
-  const FIELDS = {max_logit: "largest logit (nats)", entropy: "entropy (nats)"};
-  const groupOf = (run) => `${run.role === "drift" ? "drift, " : ""}LR ${lrText(run.lr)}, seed ${run.seed}`;
-
-  function heads(width) {
-    const runs = data.runs.filter((run) => run.heads);
-    const groups = unique([...runs].sort((a, b) => (a.role === "drift") - (b.role === "drift") || a.lr - b.lr || a.seed - b.seed).map(groupOf));
-    const fields = Object.keys(FIELDS).filter((f) => runs.some((run) => run.heads[f]));
-    choice.group ??= groupOf(runs.filter((r) => r.role !== "drift").sort((a, b) => b.lr - a.lr || a.seed - b.seed)[0] ?? runs[0]);
-    choice.field ??= fields[0];
-    controls("heads", choice, [["Runs", "group", groups.map((g) => [g, g])], ["Number", "field", fields.map((f) => [f, FIELDS[f]])]]);
-    const shown = runs.filter((run) => groupOf(run) === choice.group && run.heads[choice.field]);
-    const scale = headScale(runs, choice.field);
-    const layout = panels(shown.map((run) => run.remedy), width, shown.length === 1 ? width : 300);
-    const cells = shown.flatMap((run) => run.heads.rows.flatMap((row, i) => run.heads.step.map((step, j) => ({
-      ...layout.at(run.remedy), remedy: run.remedy, row, step, value: run.heads[choice.field][i][j]
-    }))));
-    const rows = unique(shown.flatMap((run) => run.heads.rows));
-    const steps = ascending(cells.map((c) => c.step));
-    const every = Math.max(1, Math.round(steps.length / Math.max(2, Math.floor(width / layout.columns / 80))));
-    const inner = Math.max(90, Math.min(22, Math.max(6, 420 / rows.length)) * rows.length);
-    keep("heads", shown.flatMap((run) => run.heads.rows.flatMap((row, i) => run.heads.step.map((step, j) => (
-      {remedy: data.remedies[run.remedy], lr: run.lr, seed: run.seed, head: row, step, [choice.field]: run.heads[choice.field][i][j]})))));
-    ramp("heads", scale);
-    return frame("heads", width, (inner + 46) * layout.rows - 46 + 70, {
-      marginLeft: 44, marginRight: 4, marginTop: 34, marginBottom: 36,
-      fx: {axis: null, paddingInner: layout.columns > 1 ? 0.06 : 0, paddingOuter: 0},
-      fy: {axis: null, paddingInner: layout.rows > 1 ? 46 / (inner + 46) : 0, paddingOuter: 0},
-      x: {type: "band", domain: steps, ticks: steps.filter((_, i) => i % every === 0), tickFormat: (x) => x.toLocaleString("en-US"), label: "step", labelAnchor: "right", labelArrow: "right", padding: 0, tickSize: 3},
-      y: {type: "band", domain: rows, label: null, padding: rows.length > 40 ? 0 : 0.06, tickSize: 0,
-        ticks: rows.filter((_, i) => i % Math.ceil(rows.length / 24) === 0)},
-      color: scale,
-      marks: [
-        panelTitle(shown.map((run) => ({...layout.at(run.remedy), text: data.remedies[run.remedy] + (run.status === "done" ? "" : ` (${run.status})`)}))),
-        Plot.cell(cells.filter((c) => c.value !== null), {x: "step", y: "row", fx: "fx", fy: "fy", fill: "value", ariaDescription: "heads"}),
-        Plot.tip(cells, Plot.pointer({
-          x: "step", y: "row", fx: "fx", fy: "fy", fill: "var(--paper)", stroke: "var(--rule)", fontSize: 12, lineHeight: 1.25,
-          title: (c) => `${data.remedies[c.remedy]}, ${c.row.includes("·") ? `layer ${c.row.split("·")[0]}, head ${c.row.split("·")[1]}` : `layer ${c.row}`}\nstep ${c.step.toLocaleString("en-US")}: ${human(c.value)}`
-        }))
-      ]
-    });
-  }
-
-  // One scale over all runs, so that colours can be compared from choice to choice.
-  function headScale(runs, field) {
-    const values = finite(runs.flatMap((run) => (run.heads[field] ?? []).flat()));
-    if (field === "max_logit") {
-      const high = Math.max(data.alarm, ...values); // so that a harmless run never looks hot
-      return {type: "log", domain: [Math.min(1, high / 10), high], clamp: true, scheme: "magma", label: FIELDS[field]};
-    }
-    return {type: "linear", domain: [0, Math.max(1e-3, ...values)], clamp: true, scheme: "viridis", reverse: false, label: FIELDS[field]};
-  }
-
   // ── Legends and choices ────────────────────────────────────────────────────────────────────────────────────────
   function legend(name, remedies, dots, notes = []) {
     const holder = document.querySelector(`[data-legend="${name}"]`);
@@ -327,7 +269,7 @@
   }
 
   // ── Drawing ────────────────────────────────────────────────────────────────────────────────────────────────────
-  const DRAWERS = {lengths, drift, loss, logits, entropy, change, train, heads};
+  const DRAWERS = {lengths, drift, loss, logits, entropy, train};
 
   // A study in parts (other models, other optimizers) is drawn one part at a time.
   const shown = {part: null};
@@ -341,8 +283,6 @@
     data = all.parts[shown.part];
     controls("part", shown, [["Charts of", "part", names.map((name) => [name, name])]], () => {
       data = all.parts[shown.part];
-      choice.group = null;
-      document.querySelector('[data-controls="heads"]')?.replaceChildren();
       redraw();
     });
   }

@@ -1,7 +1,7 @@
 // Draws the charts of a watched model from #report-data.
 (() => {
   "use strict";
-  const {human, finite, ascending, logTicks, frame, controls, ramp, readable, endLabels, redraw, start, colour, dash, key, view, smoothed, axis, above, keep} = Kit;
+  const {human, finite, ascending, frame, controls, ramp, readable, endLabels, redraw, start, colour, dash, key, view, smoothed, axis, above, keep} = Kit;
   const data = Kit.data();
   const FLOOR = 0.1; // a logarithmic axis cannot show a logit of 0
   const choice = {run: data.runs[0].name, map: "max_logit", more: null, runs: "max_logit"};
@@ -248,37 +248,6 @@
     });
   }
 
-  function angle(width) {
-    const run = current(), n = run.layers.length, last = run.last, cosines = last?.fields.cos_max;
-    const dots = !cosines || !last.norm ? [] : cosines.flatMap((row, layer) => row.map((value, head) => ({
-      layer, head, value, step: last.norm[layer][head], logit: last.fields.max_logit?.[layer][head]
-    }))).filter((d) => d.value !== null && d.step > 0);
-    const lead = run.leader, way = !lead?.norm || !lead.cos_max ? [] : lead.norm.map((step, i) => ({step, value: lead.cos_max[i], at: run.step[i], layer: lead.layer}))
-      .filter((d) => d.step > 0 && d.value !== null);
-    const ends = way.length > 1 ? [way[0], way[way.length - 1]] : [];
-    const norms = [...dots, ...way].map((d) => d.step);
-    if (!norms.length) return frame("angle", width, 40, {axis: null, marks: [Plot.text(["not measured in this run"], {frameAnchor: "left"})]});
-    keep("angle", dots.map((d) => ({run: run.name, layer: run.layers[d.layer], head: d.head, norm_product: d.step, cos_max: d.value, max_logit: d.logit})));
-    const low = Math.min(...norms) / 1.2, high = Math.max(...norms) * 1.25;
-    depthLegend("angle", run);
-    return frame("angle", width, Math.max(300, tall(width)), {
-      marginLeft: 56, marginRight: 24, marginTop: 24, marginBottom: 40, color: {type: "identity"},
-      x: {type: "log", domain: [low, high], ticks: logTicks(low, high), tickFormat: (x) => human(x), label: "|q| · |k|"},
-      y: {label: "largest cosine of a query and a key", grid: true, nice: true},
-      marks: [
-        Plot.dot(dots, {x: "step", y: "value", r: dots.length > 600 ? 1.8 : 3, fill: (d) => depth(d.layer, n), fillOpacity: 0.75, ariaDescription: "heads"}),
-        Plot.line(way, {x: "step", y: "value", stroke: "var(--ink)", strokeWidth: 1.6, strokeLinejoin: "round", ariaDescription: "course of the leading head"}),
-        Plot.dot(ends, {x: "step", y: "value", r: 4, stroke: "var(--ink)", strokeWidth: 1.8, fill: (_, i) => (i ? "var(--ink)" : "var(--paper)")}),
-        ...ends.map((end, i) => Plot.text([end], {
-          x: "step", y: "value", dy: -12, fill: "var(--ink)", fontWeight: 600, stroke: "var(--paper)", strokeWidth: 3,
-          textAnchor: end.step * end.step > low * high ? "end" : "start",
-          text: (d) => (i ? `layer ${run.layers[lead.layer]} head ${lead.head}, step ${steps(d.at)}` : `step ${steps(d.at)}`)
-        })),
-        tips(dots, (d) => `layer ${run.layers[d.layer]}, head ${d.head}\n|q|·|k| ${human(d.step)}, cosine ${human(d.value)}${d.logit == null ? "" : `\nlargest logit ${human(d.logit)}`}`)
-      ]
-    });
-  }
-
   function more(width) {
     const run = current(), names = Object.keys(run.lines).filter((name) => !["max_logit", "entropy", "query_norm", "key_norm"].includes(name));
     if (!names.includes(choice.more)) choice.more = names[0];
@@ -317,5 +286,5 @@
   if (document.querySelector('[data-controls="run"]')) {
     controls("run", choice, [["Charts of run", "run", data.runs.map((run) => [run.name, run.name])]], redraw);
   }
-  start({runs, growth, map, entropy, norms, angle, more, loss});
+  start({runs, growth, map, entropy, norms, more, loss});
 })();

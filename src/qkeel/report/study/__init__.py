@@ -1,1 +1,0 @@
-"""The page about a study or about single runs of the lab."""

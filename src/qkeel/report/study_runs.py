@@ -1,0 +1,298 @@
+"""Reads studies and single runs of the lab. Nothing on disk is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from qkeel.errors import InvalidTypeError, RunDirectoryError, unknown
+from qkeel.metrics import Row, collapsed
+from qkeel.records import RunDirectory, RunStatus
+from qkeel.records.disk import refuse_path
+from qkeel.records.file_formats import read_object
+from qkeel.records.run_directory import flat
+
+BASELINE = "none"
+GRID, DRIFT = "grid", "drift"  # roles of runs; every other role names a part of a study, like a mix of modalities
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """One run.
+
+    remedy: the remedy, or the form of attention in a study that compares forms. source: the name of the directory that
+    was given. row: the run's row of the table, or None if it has not finished. long: the lines of
+    extrapolation.jsonl.
+    """
+
+    path: Path
+    source: str
+    run_id: str
+    remedy: str
+    lr: float
+    seed: int
+    role: str = GRID
+    status: RunStatus
+    row: Row | None = None
+    metrics: Sequence[Row] = ()
+    long: Sequence[Row] = ()
+    config: Row = dataclasses.field(default_factory=dict)
+    env: Row = dataclasses.field(default_factory=dict)
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StudyData:
+    """The runs on a page.
+
+    name: the name of the study, empty if there is no study.json. tuned: the rate chosen for each remedy, if each is
+    compared at its own. baseline: the remedy with which the others are compared. primary: the comparison that was named
+    before the runs, see `lab.plan.Primary`.
+    """
+
+    name: str
+    command: str
+    remedies: Sequence[str]
+    runs: Sequence[RunData]
+    tuned: Sequence[Row] = ()
+    baseline: str = BASELINE
+    primary: Row | None = None
+
+    @property
+    def finished(self) -> list[RunData]:
+        """The finished runs that are compared, which are all but those of the longer pair."""
+        return [run for run in self.runs if run.row is not None and run.role != DRIFT]
+
+    def lrs(self) -> list[float]:
+        """Returns the learning rates of the finished runs."""
+        return sorted({run.lr for run in self.finished})
+
+    def parts(self) -> dict[str, StudyData]:
+        """Returns the parts of the study by name, such as mixes of modalities; a study without parts is its own."""
+        roles = dict.fromkeys(run.role for run in self.runs if run.role != DRIFT)
+        if len(roles) < 2 and (not roles or GRID in roles):
+            return {"": self}
+        return {
+            role: dataclasses.replace(self, runs=[run for run in self.runs if run.role == role], primary=None)
+            for role in roles
+        }
+
+    def loss_unit(self) -> str:
+        """Returns the unit of the corpus, nats/byte or nats/token; nats/token if the runs have different units."""
+        corpora = [run.env.get("corpus") for run in self.runs]
+        units = {corpus["loss_unit"] for corpus in corpora if isinstance(corpus, dict) and corpus.get("loss_unit")}
+        return f"nats/{units.pop()}" if len(units) == 1 else "nats/token"
+
+
+def read_study(paths: str | Path | Iterable[str | Path], baseline: str = BASELINE) -> StudyData:
+    """Reads a study directory, a run directory, or several of either.
+
+    Args:
+        paths: the directories.
+        baseline: the remedy with which the other remedies are compared.
+
+    Raises:
+        RunDirectoryError: a path is neither a study nor a run, or a file in it is damaged.
+        UnknownNameError: the baseline is not "none" and does not occur in any run.
+    """
+    studies = [_open(path) for path in as_paths(paths)]
+    runs = _distinct(list({run.path.resolve(): run for study in studies for run in study.runs}.values()))
+    used = {run.remedy for run in runs}
+    stated = [remedy for study in studies for remedy in study.remedies if remedy in used]
+    remedies = list(dict.fromkeys([*stated, *(run.remedy for run in runs)]))
+    if baseline not in remedies:
+        if baseline != BASELINE:
+            raise unknown("baseline", baseline, remedies)
+        baseline = remedies[0] if remedies else BASELINE  # forms of attention are compared with the first
+    return StudyData(
+        name=" + ".join(dict.fromkeys(study.name for study in studies if study.name)),
+        command="\n".join(dict.fromkeys(study.command for study in studies if study.command)),
+        remedies=sorted(remedies, key=lambda remedy: remedy != baseline),  # the baseline first, the others in order
+        runs=runs,
+        tuned=[choice for study in studies for choice in study.tuned],
+        baseline=baseline,
+        primary=studies[0].primary if len(studies) == 1 else None,
+    )
+
+
+def as_paths(paths: str | Path | Iterable[str | Path]) -> list[Path]:
+    """Returns one path or several as a list without duplicates."""
+    several = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    for path in several:
+        if not isinstance(path, (str, Path)):
+            raise InvalidTypeError(
+                f"expected a path or a list of paths, got an item of type {type(path).__name__}; "
+                "give the directory of a study or of a run"
+            )
+    if not several:
+        raise RunDirectoryError("expected at least one study or run directory, got an empty list")
+    return list(dict.fromkeys(Path(path) for path in several))
+
+
+def _open(path: Path) -> StudyData:
+    file = path / "study.json"
+    if file.exists():
+        about = read_object(file)
+        runs = [
+            _run(RunDirectory(path / "runs" / refuse_path(planned["run_id"], str(file))), planned, path.name)
+            for planned in about["runs"]
+        ]
+        return StudyData(
+            name=str(about.get("study") or path.name),
+            command=str(about.get("command") or ""),
+            remedies=[str(remedy) for remedy in about.get("remedies") or ()],
+            runs=runs,
+            tuned=about.get("tuned") or (),
+            primary=about.get("primary"),
+        )
+    directory = RunDirectory(path)
+    if directory.status is RunStatus.MISSING:
+        there = "a file" if path.is_file() else "a directory with neither" if path.is_dir() else "no such directory"
+        raise RunDirectoryError(
+            f"cannot read {path}: expected the directory of a study or of a run, with study.json or config.json, "
+            f"got {there}. Give the directory that `qkeel study` or `qkeel run` printed; if it is a folder of runs, "
+            "give each run."
+        )
+    run = _run(directory, {}, path.name)
+    return StudyData(name="", command="", remedies=[run.remedy], runs=[run])
+
+
+def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:
+    status, path = directory.status, directory.path
+    config = {} if status is RunStatus.MISSING else directory.config()
+    if not planned:
+        file = path / "config.json"
+        _need(config, ("remedy", "optim", "seed"), file)
+        _need(config["optim"], ("lr",), file)
+        planned = {
+            "run_id": path.name, "remedy": config["remedy"], "seed": config["seed"], "lr": config["optim"]["lr"],
+        }  # fmt: skip
+    run = RunData(
+        path=path,
+        source=source,
+        run_id=str(planned["run_id"]),
+        remedy=str(planned["remedy"]),
+        lr=float(planned["lr"]),
+        seed=int(planned["seed"]),
+        role=str(planned.get("role") or GRID),
+        status=status,
+        config=config,
+    )
+    if status is RunStatus.MISSING:
+        return run
+    return dataclasses.replace(
+        run,
+        metrics=directory.metrics(),
+        row=_row(directory.summary(), run) if status is RunStatus.DONE else None,
+        env=directory.env() if (path / "env.json").exists() else {},
+        error=directory.failure() if status is RunStatus.FAILED else "",
+        long=directory.long_contexts(),
+    )
+
+
+def _need(value: Row, names: Iterable[str], file: Path) -> None:
+    missing = [name for name in names if value.get(name) is None]
+    if missing:
+        raise RunDirectoryError(
+            f"{file} lacks {', '.join(missing)}; it was not written by qkeel, or it was damaged later. "
+            "Restore it, or delete the directory and run again."
+        )
+
+
+def _row(summary: Row, run: RunData) -> Row:
+    """Returns the run's table row, with names from the study, missing values as NaN and `collapsed` filled in."""
+    row = dict(summary)
+    row.update(remedy=run.remedy, lr=run.lr, seed=run.seed, run_id=run.run_id, status=str(run.status))
+    for name in ("val_loss", "max_logit", "end_entropy", "init_loss", "cpu_seconds"):
+        row[name] = as_number(row.get(name))
+    if not isinstance(row.get("collapsed"), bool):
+        start = math.inf if math.isnan(row["init_loss"]) else row["init_loss"]
+        row["collapsed"] = collapsed(row["end_entropy"], row["val_loss"], start)
+    return row
+
+
+def as_number(value: object) -> float:
+    """Returns a recorded number as a float; NaN for null, text and booleans."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+
+
+# Names of runs with equal remedy, rate and seed: the settings in which their configurations and commands differ.
+
+_MAX_SETTINGS = 3  # in a name
+_NOT_SETTINGS = frozenset({"crc32", "kind", "sites", "missed", "fields", "seed", "remedy", "versions", "step"})
+
+
+def _distinct(runs: Sequence[RunData]) -> list[RunData]:
+    """Labels runs with equal remedy, LR and seed by the settings in which they differ, otherwise by directory."""
+
+    def cell(run: RunData) -> tuple[str, float, int, str]:
+        return run.remedy, run.lr, run.seed, run.role
+
+    times = Counter(map(cell, runs))
+    alike = [run for run in runs if times[cell(run)] > 1]
+    settings = dict(zip([run.path for run in alike], differences([run.config for run in alike])))
+    labels = (lambda run: settings.get(run.path, ""), lambda run: run.source, lambda run: run.run_id)
+    for label in labels:  # each is applied only to runs that are still ambiguous after the previous one
+        times = Counter(map(cell, runs))
+        labelled = []
+        for run in runs:
+            name = label(run) if times[cell(run)] > 1 else ""
+            labelled.append(dataclasses.replace(run, remedy=f"{run.remedy} ({name})") if name else run)
+        runs = labelled
+    return [run if run.row is None else dataclasses.replace(run, row={**run.row, "remedy": run.remedy}) for run in runs]
+
+
+def differences(settings: Sequence[Mapping[str, object]]) -> list[str]:
+    """Returns, for each of several runs, the settings that are not equal in all runs; "" if nothing differs.
+
+    >>> differences([{"optim": {"name": "adamw", "momentum": 0.9}}, {"optim": {"name": "muon", "momentum": 0.9}}])
+    ['name adamw', 'name muon']
+    >>> differences([{"command": "train.py --lr 3e-2"}, {"command": "train.py --lr 3e-3 --compile"}])
+    ['--lr 3e-2', '--compile, --lr 3e-3']
+    """
+    of_runs = [dict(_settings(run)) for run in settings]
+    names = sorted({name for run in of_runs for name in run})
+    apart = [name for name in names if len({run.get(name) for run in of_runs}) > 1]
+    labels = []
+    for run in of_runs:
+        words = [f"{name.rpartition('.')[2]} {run[name]}".strip() for name in apart if run.get(name) is not None]
+        labels.append(", ".join(words[:_MAX_SETTINGS]))
+    return labels
+
+
+def _settings(settings: Mapping[str, object]) -> Iterator[tuple[str, str | None]]:
+    for name, value in flat(settings).items():
+        if name in ("command", "watcher"):
+            yield from _options(str(value))
+        elif not _NOT_SETTINGS.intersection(name.split(".")):
+            yield name, None if value is None else str(value)
+
+
+def _options(command: str) -> Iterator[tuple[str, str]]:
+    """Yields the options of a command line with their values."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return
+    for word, following in zip(words, [*words[1:], ""]):
+        name, _, value = word.partition("=")
+        if word.startswith("--") and word != "--" and name not in ("--out", "--jobs"):
+            yield name, value or ("" if following.startswith("-") else following)
+
+
+def written_times(*runs: Path) -> dict[str, str]:
+    """Returns the times at which the first and the last file of the runs were written, or {} if there are no files.
+
+    For a copied directory, they may be the times at which it was copied.
+    """
+    files = [file for run in runs for name in ("config.json", "metrics.jsonl") if (file := run / name).exists()]
+    if not files:
+        return {}
+    times = [file.stat().st_mtime for file in files]
+    first, last = (time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) for at in (min(times), max(times)))
+    return {"Files written": first if first == last else f"{first} to {last}"}

@@ -1,0 +1,167 @@
+"""Reads the directories of watched runs. Nothing on disk is changed.
+
+Shapes: n samples, layers, heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from qkeel.metrics import Row
+from qkeel.records import (
+    Heads,
+    RunDirectory,
+    RunStatus,
+    fold_heads,
+    layer_types,
+    measured_field,
+    of_layers,
+)
+from qkeel.report.study_runs import as_number, differences
+
+KIND = "watch"
+INTERVENTIONS = ("autopilot", "decision", "refused", "effect")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Leader:
+    """The head with the largest logit in the last sample."""
+
+    layer: int
+    head: int
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Watched:
+    """A watched run; `records` [n] and `heads` [n layers heads] belong to the same n steps."""
+
+    path: Path
+    name: str
+    status: RunStatus
+    about: Row
+    env: Row
+    records: Sequence[Row]
+    heads: Heads
+    eval_records: Sequence[Row] = ()
+    eval_heads: Heads
+    alarms: Sequence[Row] = ()
+    interventions: Sequence[Row] = ()  # an autopilot's start, decisions, refusals and effects
+    notes: Sequence[Row] = ()
+
+    @property
+    def steps(self) -> list[int]:
+        """The step of each sample."""
+        return [int(record["step"]) for record in self.records]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The names of the attention layers."""
+        return self.heads.layers
+
+    @property
+    def types(self) -> dict[str, str]:
+        """The type of each layer, if the run recorded it."""
+        return layer_types(self.about, self.notes)
+
+    def measured(self) -> list[str]:
+        """Returns the head fields that were ever measured, in the order of the file."""
+        return [name for name, values in self.heads.values.items() if not np.isnan(values).all()]
+
+    def by_layer(self, name: str) -> np.ndarray | None:
+        """Returns [n layers], a head field folded over heads or a value of each layer or block; None if unknown."""
+        if of_layers(name):
+            values = [[as_number(record.get(f"{name}/{layer}")) for layer in self.layers] for record in self.records]
+            return np.array(values).reshape(len(self.records), len(self.layers))
+        heads = self.heads.values.get(measured_field(name))
+        return None if heads is None or not len(heads) else fold_heads(name, heads)
+
+    def overall(self, name: str) -> np.ndarray:
+        """Returns [n], a value of the entire model, as recorded or computed from its heads; NaN if neither exists."""
+        return overall(self.records, self.heads, name)
+
+    @property
+    def acted(self) -> bool:
+        """True if an autopilot applied a remedy during the run."""
+        return any(event.get("event") == "decision" and event.get("remedy") for event in self.interventions)
+
+    def leader(self, sample: int = -1) -> Leader | None:
+        """Returns the head with the largest logit in a sample, by default the last; None if no head was measured."""
+        values = self.heads.values.get("max_logit")
+        if values is None or not -len(values) <= sample < len(values) or np.isnan(values[sample]).all():
+            return None
+        layer, head = (int(i) for i in np.unravel_index(int(np.nanargmax(values[sample])), values[sample].shape))
+        return Leader(layer=layer, head=head, name=self.layers[layer] if self.layers else f"layer {layer}")
+
+
+def overall(records: Sequence[Row], heads: Heads, name: str) -> np.ndarray:
+    """See Watched.overall."""
+    recorded = np.array([as_number(record.get(name)) for record in records])
+    values = heads.values.get(name)
+    if values is None or not len(values) or not np.isnan(recorded).all():
+        return recorded
+    return fold_heads(name, values.reshape(len(values), -1))
+
+
+def is_watched(path: Path) -> bool:
+    """True if the directory belongs to a watched model."""
+    directory = RunDirectory(path)
+    if directory.status is RunStatus.MISSING:
+        return False
+    return directory.config().get("kind") == KIND
+
+
+def read_watched(paths: Sequence[Path]) -> list[Watched]:
+    """Reads the runs. Runs with equal names are named by their path, and several runs also by the settings that differ.
+
+    Raises:
+        RunDirectoryError: a file is damaged.
+    """
+    runs = [_read(path) for path in paths]
+    times = Counter(run.name for run in runs)
+    apart = differences([{**run.about, **run.env} for run in runs]) if len(runs) > 1 else [""]
+    names = [str(run.path) if times[run.name] > 1 else run.name for run in runs]
+    return [dataclasses.replace(r, name=f"{n} ({d})" if d else n) for r, n, d in zip(runs, names, apart, strict=True)]
+
+
+def _read(path: Path) -> Watched:
+    directory = RunDirectory(path)
+    events = directory.events()
+    records, heads = _aligned(directory.metrics(), _heads(directory, "heads"))
+    eval_records, eval_heads = _aligned(directory.eval_metrics(), _heads(directory, "eval_heads"))
+    return Watched(
+        path=path,
+        name=path.resolve().name,
+        status=directory.status,
+        about=directory.config(),
+        env=directory.env() if (path / "env.json").exists() else {},
+        records=records,
+        heads=heads,
+        eval_records=eval_records,
+        eval_heads=eval_heads,
+        alarms=[event for event in events if event.get("event") == "alarm"],
+        interventions=[event for event in events if event.get("event") in INTERVENTIONS],
+        notes=[event for event in events if event.get("event") not in ("alarm", *INTERVENTIONS)],
+    )
+
+
+def _heads(directory: RunDirectory, name: str) -> Heads:
+    if not (directory.path / f"{name}.json").exists():
+        return Heads(steps=np.zeros(0, np.int64), values={})
+    return directory.heads() if name == "heads" else directory.eval_heads()
+
+
+def _aligned(records: Sequence[Row], heads: Heads) -> tuple[Sequence[Row], Heads]:
+    """Restricts records and heads to their common steps, as a killed run may lack the heads of its last step."""
+    if not heads.values:
+        return records, heads
+    row = {int(step): i for i, step in enumerate(heads.steps)}
+    records = [record for record in records if record["step"] in row]
+    rows = [row[record["step"]] for record in records]
+    values = {name: v[rows].astype(np.float64) for name, v in heads.values.items()}
+    return records, Heads(steps=heads.steps[rows], values=values, layers=heads.layers)
