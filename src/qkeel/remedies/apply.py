@@ -24,9 +24,9 @@ from qkeel.options import parse as parse_terms
 from qkeel.patching.autograd import version_of
 from qkeel.patching.forward import ForwardPasses, joining, owners, unwrapped
 from qkeel.patching.modes import compile_again, unguarded
-from qkeel.patching.optimizers import StepHooks, when_made
+from qkeel.patching.optimizers import StepHooks
 from qkeel.remedies.base import NoRemedy, Remedy, Target, active_at, compose_all, where
-from qkeel.remedies.head_weights import check_weights, innermost, warn_of_later_optimizers
+from qkeel.remedies.head_weights import check_weights, innermost, warn_without_steps
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.one_slot import (
     AttentionTemperature,
@@ -44,7 +44,6 @@ from qkeel.remedies.processes import (
     check_added,
     check_peers,
     check_wrapper,
-    on_all_processes,
     refused_under_zero,
 )
 from qkeel.remedies.qk_clip import QKClip
@@ -205,8 +204,8 @@ def apply(
             treated as one model, such as all pipeline stages of this process.
         remedy: "lalr", "lalr:tau=0.1+qk_clip", a Remedy, or a list of these.
         optimizer: the optimizer of the model's weights. Remedies that change its steps need it, and parameters that a
-            remedy creates are added to it. An optimizer that is created later has no remedy: qkeel warns when it first
-            changes the weights in question.
+            remedy creates are added to it. A remedy that changes steps warns if the model makes 100 training passes
+            without a step of this optimizer, as it does after a change to another one.
         batch: the input of one pass, which reveals the attention of modules from other libraries. It is a tensor, a
             tuple of the forward's arguments or a dict of its keyword arguments. For several models, give one batch
             for each, as a list or a dict by name. Not needed if an optimizer is given; see above.
@@ -307,10 +306,6 @@ class AtNextPass(Handle):
         self._passes = ForwardPasses(model, self._begin, lambda *_: None, guard=unguarded)
         self._optimizers = [optimizer]
         self._steps = StepHooks(self._refuse_step, lambda _: None, innermost(optimizer))
-        later: list[weakref.ref[Optimizer]] = []  # an optimizer that, for example, the Trainer creates for itself
-        self._later = later
-        self._creations = when_made(lambda made: later.append(weakref.ref(made)))
-        weakref.finalize(model, self._creations.remove).atexit = False
         super().__init__(self._take_off, state=self._own_state, load=self._take_state)
 
     def __repr__(self) -> str:
@@ -382,10 +377,7 @@ class AtNextPass(Handle):
         errors: list[RefusedError] = []
         for optimizer in self._optimizers:
             try:
-                later = [
-                    made for ref in self._later if (made := ref()) is not None and made is not innermost(optimizer)
-                ]
-                return _apply(self._model, self._remedy, optimizer, self._more, batch=batch, later=later), optimizer
+                return _apply(self._model, self._remedy, optimizer, self._more, batch=batch), optimizer
             except RefusedError as error:
                 errors.append(error)
         raise errors[0]
@@ -401,7 +393,6 @@ class AtNextPass(Handle):
     def _wait_no_more(self) -> None:
         self._passes.remove()
         self._steps.remove()
-        self._creations.remove()
 
     def _take_off(self) -> None:
         self._wait_no_more()
@@ -428,7 +419,6 @@ def _apply(
     *,
     batch: object = None,
     sites: object = None,
-    later: Sequence[Optimizer] = (),
 ) -> Handle:
     """Applies remedies immediately; see `apply`."""
     train_length, partial = more.train_length, more.partial
@@ -448,7 +438,6 @@ def _apply(
                 sites=[],
                 batch=shown_arguments,
                 train_length=train_length,
-                later=later,
             )
             bare.append((target, known[name]))
         for target, _ in bare:
@@ -468,11 +457,10 @@ def _apply(
         return next(handles) if isinstance(model, nn.Module) else compose_all(handles)
 
     handle = dist.run_on_all(WHAT, applied, lambda _: "applied", Handle.remove)
-    whole = on_all_processes(handle, "+".join(parsed.name for parsed in found), optimizer)
     for target, _ in bare:
-        whole = refused_under_zero(whole, target.model, found, optimizer)
-    whole.about = "+".join(parsed.name for parsed in found)
-    return whole
+        handle = refused_under_zero(handle, target.model, found, optimizer)
+    handle.about = "+".join(parsed.name for parsed in found)
+    return handle
 
 
 def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, partial: bool) -> Iterator[Handle]:
@@ -551,17 +539,17 @@ def _marked(remedy: Remedy, target: Target, inner: Handle) -> Handle:
     if compiled:
         compile_again()  # code compiled earlier does not detect new hooks
 
-    ends = later = None
+    ends = warning = None
     if remedy.on_steps and target.optimizer is not None:
-        later = warn_of_later_optimizers(target, remedy.name)
+        warning = warn_without_steps(target, remedy)
         ends = weakref.finalize(
             innermost(target.optimizer), _unmark, [weakref.ref(module) for module in modules], remedy
         )
         ends.atexit = False
 
     def undo() -> None:
-        if later is not None:
-            later.remove()
+        if warning is not None:
+            warning.remove()
         if ends is not None and ends.detach() is None:  # its optimizer no longer exists
             inner.remove()
             return

@@ -36,7 +36,6 @@ class Target:
     sites: list[AttentionSite]  #: the model's attention, as far as it is known
     batch: Arguments = ((), {})  #: arguments of a forward pass that reveals the sites; empty for qkeel's own modules
     train_length: int | None = None  #: tokens per training sequence, for formulas that need it
-    later: Sequence[Optimizer] = ()  #: optimizers that were created after `apply` was called with that optimizer
     trace: ModelTrace | None = None  #: the pass that revealed the sites; None if all are qkeel's own, or were given
 
     def seen(self) -> ModelTrace:
