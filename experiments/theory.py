@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import qkeel
 from qkeel.functional.bounds import softmax_jacobian_norm
 from qkeel.functional.logits import entropy
-from qkeel.lab.config import DataConfig
+from qkeel.lab import DataConfig
 from qkeel.lab.text import Corpus, batch, heldout, load
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.spec import AttentionSpec, Fixed, RMSNorm, Rope, preset, presets
