@@ -6,14 +6,14 @@ import errno
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.contract.watch.families import decoder, token_loss
 from tests.contract.watch.small import batch, train
+from tests.contract.watch.test_bad_input import Plain
 from tests.contract.watch.test_watch_faults import caught, same
-from tests.monitor.faults import boom
-from tests.sites.test_bad_input import Plain
 from torch import Tensor, nn
 
 from qkeel import watch
@@ -24,6 +24,10 @@ from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.weight_norms import WeightNorms
 from qkeel.nn import Attention
 from qkeel.sites.tap import Tap
+
+
+def boom(*args: object, **kwargs: object) -> Any:
+    raise ValueError("boom")
 
 
 @pytest.fixture

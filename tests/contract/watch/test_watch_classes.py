@@ -202,46 +202,6 @@ def test_classes_are_told_by_ids_by_the_name_of_an_argument_by_a_function_or_by_
         assert torch.equal(other.max_logit, reads[0].max_logit)
 
 
-def test_micro_batches_merge_and_splitting_changes_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Statistics by class are torch's; the compiled pass, which takes the whole, sums in another order.
-    monkeypatch.setenv("QKEEL_NATIVE", "0")
-
-    def run(classes: Any) -> tuple[LogitStats, Tensor]:
-        torch.manual_seed(0)
-        model = llama().train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        with watch(model, optimizer, classes=classes) as monitor:
-            for part in range(2):
-                model(input_ids=ids(part), labels=ids(part)).loss.backward()
-            optimizer.step()
-            return next(iter(monitor.read().values())), model.lm_head.weight.detach()  # type: ignore[union-attr]
-
-    (plain, weights), (split_up, weights_split) = run(None), run(IMAGE)
-    assert torch.equal(weights, weights_split)
-    assert plain.classes is None
-    assert split_up.classes is not None
-    assert torch.equal(plain.max_logit, split_up.max_logit)
-    assert torch.equal(plain.entropy, split_up.entropy)
-    assert torch.equal(split_up.classes.n_pairs.sum((1, 2)), split_up.n_pairs)
-    assert torch.equal(split_up.classes.max_logit.amax((1, 2)), split_up.max_logit)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch")
-def test_a_compiled_model_is_split_in_the_pass_that_is_made_aside() -> None:
-    model, x = small().eval(), batch(0)
-    classes = torch.tensor([0, 1, 1, 0, 1])
-    with watch(model, classes=classes) as monitor:
-        model(x)
-        expected = monitor.read()
-    with watch(model, classes=classes) as monitor:
-        torch.compile(model, backend="eager")(x)
-        found = monitor.read()
-    for name, stats in found.items():
-        assert stats.classes is not None
-        assert expected[name].classes is not None
-        torch.testing.assert_close(stats.classes.mass, expected[name].classes.mass)  # type: ignore[union-attr]
-
-
 def test_the_split_is_recorded_by_head_folded_by_layer_and_stands_in_the_table(tmp_path: Path) -> None:
     model = llama().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -300,18 +260,6 @@ def test_ids_of_no_class_switch_the_monitor_off_with_one_clear_warning() -> None
         assert torch.isfinite(model(input_ids=tokens).logits).all()
 
 
-def test_ids_of_no_class_are_welcome_where_rows_do_not_count() -> None:
-    model = llama().eval()
-    given = {"input_ids": torch.cat([ids(0), torch.zeros(2, 2, dtype=torch.long)], 1)}
-    mask = (given["input_ids"] > 0).long()
-    classes = {"text": range(3, 32), "image": range(32, 64)}
-    with watch(model, classes=classes, query_mask="attention_mask") as monitor:
-        model(**given, attention_mask=mask)
-        stats = next(iter(monitor.read().values()))
-    assert stats.classes is not None
-    assert torch.equal(stats.classes.n_queries.sum(1), stats.n_queries)
-
-
 def test_classes_of_another_length_split_nothing_and_say_so() -> None:
     model = llama().eval()
     with watch(model, classes=torch.zeros(2, 5, dtype=torch.long)) as monitor:
@@ -350,14 +298,6 @@ def test_classes_without_ids_to_tell_them_from_are_refused_in_the_first_pass() -
     model = small()
     with watch(model, classes=IMAGE), pytest.warns(QkeelWarning, match="got none; pass classes as the name"):
         model(batch(0))
-
-
-def test_a_class_number_beyond_those_of_the_first_pass_is_an_error() -> None:
-    model, numbers = small(), [torch.tensor([0, 1, 0, 1, 0]), torch.tensor([0, 1, 2, 1, 0])]
-    with watch(model, classes=lambda x: numbers.pop(0)):
-        model(batch(0))
-        with pytest.warns(QkeelWarning, match="expected classes from 0 to 1"):
-            model(batch(1))
 
 
 def test_classes_can_be_frozen_with_their_names() -> None:

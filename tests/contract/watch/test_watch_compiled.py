@@ -66,29 +66,6 @@ class Tiny(nn.Module):
 @pytest.mark.filterwarnings(
     "ignore::UserWarning:torch", "ignore::DeprecationWarning:torch", "ignore:The .grad attribute"
 )
-def test_a_compiled_optimizer_step_compiles_nothing_of_the_monitor() -> None:
-    def run(watched: bool) -> tuple[Tensor, int, int]:
-        torch._dynamo.reset()
-        counters.clear()
-        torch.manual_seed(0)
-        model = Tiny()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = torch.compile(lambda: optimizer.step(), backend="aot_eager")
-        monitor = watch(model, optimizer) if watched else None
-        for i in range(4):
-            model(torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(i))).sum().backward()
-            step()
-        assert monitor is None or monitor.history.steps.tolist() == [0, 1, 2, 3]
-        return model.q.weight.detach(), counters["stats"]["unique_graphs"], counters["stats"]["calls_captured"]
-
-    (plain, graphs, ops), (seen, graphs_watched, ops_watched) = run(False), run(True)
-    assert torch.equal(plain, seen)
-    assert (graphs, ops) == (graphs_watched, ops_watched)
-
-
-@pytest.mark.filterwarnings(
-    "ignore::UserWarning:torch", "ignore::DeprecationWarning:torch", "ignore:The .grad attribute"
-)
 @each_row("parts", [False, True], ids=["the model", "its layers"])
 def test_a_measured_step_is_one_eager_pass_more_and_any_other_step_nothing(parts: bool) -> None:
     """Counted: passes, graphs, graph breaks; a recompilation is an error."""

@@ -57,29 +57,6 @@ def test_watched_steps_are_the_unwatched_ones(name: str) -> None:
     assert len(seen.monitor.read("train")) == family.sites == len(seen.monitor.sites)
 
 
-def checkpointed(reentrant: bool) -> Callable[[nn.Module], None]:
-    def prepare(model: Any) -> None:
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
-
-    return prepare
-
-
-@pytest.mark.filterwarnings("ignore:`use_cache=True` is incompatible")
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("build", one_in([llama, gpt2], 2))
-def test_with_gradient_checkpointing(build: Callable[[], nn.Module], reentrant: bool) -> None:
-    family = Family(build=build, loss=hf_loss)
-    plain, seen, bound = [
-        train(family, every=every, steps=12, come=2, go=10, prepare=checkpointed(reentrant), micro=1)
-        for every in (None, 2, Adaptive(least=3, most=9))
-    ]
-    assert seen.same(plain)
-    assert bound.same(plain)
-    assert seen.monitor is not None
-    stats = seen.monitor.read("train")
-    assert [s.n_queries.tolist() for s in stats.values()] == [[4 * 2 * 8] * 4] * 2  # once, not again in backward
-
-
 @contextlib.contextmanager
 def bf16() -> Iterator[None]:
     with torch.autocast("cpu", dtype=torch.bfloat16):

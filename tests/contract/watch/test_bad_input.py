@@ -148,8 +148,8 @@ def test_a_pass_that_fails_or_chooses_its_way_leaves_nothing_behind(width: int) 
 
 
 def test_an_example_of_the_wrong_type_gets_one_error() -> None:
-    with pytest.raises(InvalidValueError, match=r"forward pass of Plain on the example failed.*its forward takes \(x"):
-        find_sites(Plain(), "a text")
-    for example in (3, "a text"):
-        with pytest.raises(InvalidTypeError, match=r"expected the example as a tensor, a tuple .* got "):
-            apply(Plain(), "softcap:cap=3", batch=example)
+    for batch in (3, "a text"):
+        with pytest.raises(InvalidTypeError, match=r"expected the batch as a tensor, a tuple .* got "):
+            find_sites(Plain(), batch)
+        with pytest.raises(InvalidTypeError, match=r"expected the (batch|example) as a tensor, a tuple .* got "):
+            apply(Plain(), "softcap:cap=3", batch=batch)
