@@ -40,7 +40,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else []
     for room in args.rooms:
         lines = Lines(root, room, out.with_name(f"{out.stem}-lines"))
-        print(f"{room}: left out, for they fail when traced: {lines.failed}", flush=True)
+        print(f"{room}: {len(lines.tests)} tests", flush=True)
         wrong = [""]
         rows = [row for row in rows if row["room"] != room or row["by"] or not row["left"] or row["most"] >= args.most]
         while wrong:

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.processes import wrapped
-from tests.processes.context import Context, hidden, split
-from tests.processes.ending import end
-from tests.processes.pipelines import INTERLEAVED, pipelined
-from tests.processes.setups import SETUPS
-from tests.processes.watching import Collectives, context_step, made, passes
+from tests.contract.processes import wrapped
+from tests.contract.processes.context import Context, hidden, split
+from tests.contract.processes.ending import end
+from tests.contract.processes.pipelines import INTERLEAVED, pipelined
+from tests.contract.processes.setups import SETUPS
+from tests.contract.processes.watching import Collectives, context_step, made, passes
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.contract.processes.setups import SETUPS
 from tests.forked import together
-from tests.processes.setups import SETUPS
 from torch import nn
 
 import qkeel

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.monitor.small import batch, small
+from tests.contract.watch.small import batch, small
 from torch import nn
 
 import qkeel
@@ -80,7 +80,7 @@ def test_what_cannot_be_applied_as_one_changes_nothing() -> None:
     for given, options, error, words in [
         ([], {}, InvalidValueError, "at least one model to apply remedies to"),
         ([run.models[0], run.models[0]], {}, InvalidValueError, "give each only once"),
-        (run.models, {"batch": batch(0)}, InvalidTypeError, "examples of each of the models"),
+        (run.models, {"batch": batch(0)}, InvalidTypeError, "batches of each of the models"),
         (
             run.models,
             {"sites": qkeel.find_sites(run.models[0], batch(0))[:0]},

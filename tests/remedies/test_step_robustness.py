@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.processes.watching import loss_of
-from tests.processes.wrapped import batch as tokens
-from tests.processes.wrapped import llama
+from tests.contract.processes.watching import loss_of
+from tests.contract.processes.wrapped import batch as tokens
+from tests.contract.processes.wrapped import llama
 from torch import Tensor, nn
 from torch.nn import functional
 

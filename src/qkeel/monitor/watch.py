@@ -87,9 +87,9 @@ def watch(
               float64.
             - `residual`: the statistics in records.BLOCK_FIELDS for each measured training pass: the size and the
               largest channel of the hidden states that enter and leave each block.
-            - `chosen`: which keys sparse attention chooses in each measured training pass, for up to 32 rows of each
-              call: how many keys, how far away, the weight that dense attention would give them, and the overlap with
-              the previous sparse layer.
+            - `chosen`: how much of dense attention the keys that sparse attention chooses retain (recall and
+              divergence), and the divergence of an indexer's scores from it, in each measured training pass, for up to
+              32 rows of each call.
         sinks: where the numbers are recorded besides memory: "tensorboard", "wandb:project=gpt", "mlflow", "trackio",
             "csv", "parquet" or "log", as on the command line; the paths of run directories for `qkeel report`, as Path
             objects or as strings that contain a /; or Sink objects.

@@ -12,10 +12,7 @@ from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from qkeel.errors import InvalidTypeError
@@ -25,6 +22,7 @@ from qkeel.patching.modes import running_frames
 # Hooks on optimizer steps, and on the creation of optimizers, for which torch has no hook.
 
 Act = Callable[[Optimizer], None]
+Group = dict[str, Any]  # a parameter group: its weights and options, as torch stores them
 
 
 def listed(optimizer: object) -> list[Optimizer]:
@@ -237,7 +235,3 @@ def filling_state() -> bool:
 def in_real_steps(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps an optimizer hook so that it skips steps that only initialise the state."""
     return functools.wraps(hook)(lambda *args: None if _FILLS[0] in sys.modules and filling_state() else hook(*args))
-
-
-# A parameter group: its weights and options, as torch stores them.
-Group = dict[str, Any]
