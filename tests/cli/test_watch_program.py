@@ -117,7 +117,7 @@ WRONG = [
     (["--", "accelerate", "launch", "s.py"], "accelerate ... -m qkeel watch"),
     (["--", "/nowhere/python", "s.py"], "runs in the watcher's own interpreter"),
     (["--", "python", "nope.py"], "nope.py is missing; give the path of an existing file"),
-    (["--", "python", "."], "cannot use .: expected a regular file, got a directory"),
+    (["--", "python", "."], "cannot read .: Is a directory"),
     (["--", "python", "-m", "nope.at_all"], "expected a module that Python can find"),
     (["--every", "0", "--", "python", "s.py"], "at least 1 step"),
     (["--every", "2", "--adaptive", "--", "python", "s.py"], "expected one of --every"),
