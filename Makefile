@@ -47,7 +47,7 @@ slow: $(VENV)/.dev $(TRACKERS)/.done  ## tests of compilation, killed processes,
 	$(PIP) -e '.[cluster,cross]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r tools/trainers.txt
 	$(ONE_THREAD) $(BIN)/pytest -m slow --timeout 1800
-	$(ONE_THREAD) $(TRACKERS)/bin/pytest -n $(JOBS) --dist loadfile tests/integrations tests/frames tests/packaging
+	$(ONE_THREAD) $(TRACKERS)/bin/pytest -n $(JOBS) --dist loadfile tests/contract/integrations tests/integrations tests/frames tests/packaging
 
 docs: $(VENV)/.dev  ## the site, without a warning or a dead link
 	$(PIP) -e '.[docs]'

@@ -21,8 +21,8 @@ from typing import final
 import numpy as np
 from benchmarks.measure import Bench
 
-from qkeel.lab.build_run import learning_rate
-from qkeel.lab.config import OptimConfig
+from experiments.files import read_json
+from qkeel.lab import OptimConfig, RunDirectory, RunStatus, learning_rate
 from qkeel.metrics import collapsed
 from qkeel.monitor import (
     DEFAULT,
@@ -33,10 +33,9 @@ from qkeel.monitor import (
     Recording,
     Rule,
     Severity,
+    forecast,
     replay,
 )
-from qkeel.monitor.history import forecast
-from qkeel.records import RunDirectory, RunStatus, read_json
 
 GAP = 0.1  # nats of held-out loss behind qk_norm; a slow but healthy remedy (lalr at small rates) is up to 0.06 behind
 SMOOTH = 5  # records whose median is taken

@@ -36,8 +36,8 @@ from qkeel.kernels.native.build import cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERS = (
-    *(f"tests/{room}" for room in ("audit", "autopilot", "conformance", "functional", "golden", "kernels", "lab")),
-    *(f"tests/{room}" for room in ("metrics", "monitor", "nn", "parity", "remedies", "sites", "spec")),
+    *(f"tests/{room}" for room in ("audit", "autopilot", "conformance", "contract", "functional", "kernels", "lab")),
+    *(f"tests/{room}" for room in ("metrics", "monitor", "nn", "remedies", "sites", "spec")),
 )
 SYSTEM = (
     *(f"tests/{room}" for room in ("cli", "docs", "fuzz", "integrations", "kernels/native", "packaging", "processes")),

@@ -18,13 +18,19 @@ from experiments.claims.measures import MEASURES
 from experiments.claims.site_page import SITE, site_page
 from experiments.claims.studies import CORPORA, STUDIES
 from experiments.claims.table import EVERY
+from experiments.files import read_json, write_json
 from qkeel.errors import DataError, QkeelError, RunDirectoryError
-from qkeel.lab import Execution, RunConfig, make_plan, run_plan
-from qkeel.lab.checkpoint import computed_with
-from qkeel.lab.plan import Plan
-from qkeel.lab.studies import find_study
+from qkeel.lab import (
+    Execution,
+    Plan,
+    RunConfig,
+    RunDirectory,
+    computed_with,
+    find_study,
+    make_plan,
+    run_plan,
+)
 from qkeel.lab.text import load
-from qkeel.records import RunDirectory, read_json, write_json, write_text
 
 
 def asked(arguments: Sequence[str]) -> argparse.Namespace:
@@ -119,9 +125,9 @@ def run(name: str, options: argparse.Namespace, before: Mapping[str, Any]) -> di
 
 def write_pages(place: Path, results: Mapping[str, Any]) -> None:
     """Writes the full page, and that of the site where the full one has its usual place."""
-    write_text(place, page(results))
+    place.write_text(page(results), encoding="utf-8")
     if place == PAGE:
-        write_text(SITE, site_page(results))
+        SITE.write_text(site_page(results), encoding="utf-8")
 
 
 def columns(name: str) -> list[str]:

@@ -5,6 +5,8 @@ Models learn 64 bytes and are tested on 512; columns are those of records.EXTRAP
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from experiments.claims.claim import SU, Cell, Claim, at_length
 from experiments.claims.studies import METHODS
 

@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qkeel.lab.build_run import learning_rate
-from qkeel.lab.config import RunConfig
-from qkeel.records import RunDirectory
+from qkeel.lab import RunConfig, RunDirectory, learning_rate
 
 
 def logit_change(run: RunDirectory) -> float:

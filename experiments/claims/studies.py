@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qkeel.lab.plan import FULL_GRID
-from qkeel.lab.studies import FORMS, continued
+from qkeel.lab import find_study
 
 SEEDS = 16  # of a study whose runs are cheap; the dear ones name a smaller number
 # SHA-256 of the texts that runs read, by source: as lab.data.corpus cuts them in CPython 3.11.7.
@@ -27,6 +26,10 @@ MIXED = (LAYER, LAYER + DROPOUT, LAYER + SWIN, LAYER + Z_LOSS, CHAMELEON_7B, CHA
 LOUD, EVEN = "variance=16", "variance=1"  # of image embeddings; that of text is 1
 BARE, NORMED = "patches:norm=none,", "patches:norm=pre,"
 RATES = (0.01, 0.015, 0.022, 0.033, 0.05, 0.075, 0.11, 0.17, 0.25, 0.37, 0.55, 0.85, 1.3, 1.9, 2.8, 4.2)
+# Wortsman et al. 2023, arXiv 2309.14322, section 2.1.
+DECADES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+FORMS = find_study("extrapolation").grid.remedies
+CONTINUED = ("kna/none@512", "baseline/none@512", "baseline/pi@512", "baseline/abf@512")
 # Su 2023 has ReRoPE with a window of a quarter of the training length.
 METHODS = {"ntk": "ntk", "yarn": "yarn", "rerope": "rerope:window=16"}
 
@@ -47,7 +50,7 @@ class Runs:
 
 STUDIES: dict[str, Runs] = {
     "micro": Runs("lr", {"remedies": MICRO, "lrs": (0.01, 0.03, 0.1, 0.3)}),
-    "decades": Runs("lr", {"remedies": ("none", "qk_norm"), "lrs": FULL_GRID}),
+    "decades": Runs("lr", {"remedies": ("none", "qk_norm"), "lrs": DECADES}),
     "rates": Runs("lr", {"remedies": ("none", "qk_norm", "qkv_norm"), "lrs": RATES}),
     "heads": Runs("lr", {"remedies": ("none",), "lrs": (0.03, 0.1), "head_dim": (16, 64)}),
     "latent": Runs(
@@ -63,7 +66,7 @@ STUDIES: dict[str, Runs] = {
     "lengths": Runs(
         "extrapolation",
         {"remedies": (*FORMS, "kna+nope", "cosa:gain=true")},
-        posthoc=("none", *(f"{form}/{method}" for form in FORMS for method in METHODS.values()), *continued(512)),
+        posthoc=("none", *(f"{form}/{method}" for form in FORMS for method in METHODS.values()), *CONTINUED),
         seeds=8,
     ),
     "mixed": Runs("multimodal", {"remedies": MIXED, "lrs": (0.1,), "mixes": ("mix",)}),

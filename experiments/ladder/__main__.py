@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.files import read_json
 from experiments.intervals import largest_stable_lr, quantile
 from experiments.ladder.plan import ARMS, AUTOPILOT, FIRST_POLICY, LEVEL, QUESTIONS, RUNGS, Question, units
 from experiments.ladder.predict import LEAST
 from experiments.ladder.rows import RESULTS, Row, read, values
-from qkeel.records import read_json, write_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "ladder.md"
 _HEAD = """# The ladder: does it hold at 124 million?
@@ -298,4 +298,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    write_text(PAGE, page())
+    PAGE.write_text(page(), encoding="utf-8")

@@ -28,14 +28,12 @@ from typing import Any, Literal
 import numpy as np
 from scipy.stats import binomtest
 
+from experiments.files import commit, read_json, write_json
 from experiments.intervals import exact_interval
 from experiments.ladder.rows import RESULTS, Row, append, number, read
 from experiments.ladder.run import Stop, check_text, step_aside
 from qkeel.errors import DataError, RefusedError
-from qkeel.lab import run
-from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
-from qkeel.records import read_json, write_json, write_text
-from qkeel.records.run_directory import made_on
+from qkeel.lab import DataConfig, ModelConfig, OptimConfig, RunConfig, run
 
 RESEARCH = Path(__file__).parents[1] / "notes"
 SETTINGS, KEPT, MARGIN = 40, 0.9, 0.02
@@ -165,7 +163,7 @@ def config(of: Mapping[str, Any], arm: str, seed: int) -> RunConfig:
 
 def row_of(i: int, of: Mapping[str, Any], arm: str, seed: int, place: Path) -> Row:
     """Trains one run, and returns its line; of a remedy that refuses the model the line has no loss."""
-    about = {"setting": i, "arm": arm, "seed": seed, "commit": made_on().get("commit", "")}
+    about = {"setting": i, "arm": arm, "seed": seed, "commit": commit()}
     try:
         done = run(config(of, arm, seed), place, command="python -m experiments.ladder.drawn run")
     except RefusedError as error:
@@ -430,7 +428,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_left(test, options.work, options.results, Stop(), options.seed)
     else:
         rows, settings = read(test.name, options.results), read_json(test.settings_file)["settings"]
-        write_text(test.page, page(test, rows, settings))
+        test.page.write_text(page(test, rows, settings), encoding="utf-8")
         for name, value in judge(test, rows, settings).items():
             print(name, value)
     return 0

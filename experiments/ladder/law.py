@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from qkeel.lab import RunConfig
-from qkeel.lab.build_run import learning_rate
-from qkeel.records import read_json
+from experiments.files import read_json
+from qkeel.lab import RunConfig, learning_rate
 
 # Each variable is divided by the middle of the measured range before taking its logarithm.
 MIDDLE = {"w": 64.0, "l": 2.0, "d": 16.0, "b": 8.0, "r": 0.03}

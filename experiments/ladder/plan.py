@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+from qkeel.lab import DataConfig, ModelConfig, OptimConfig, RunConfig
 
 # Arm -> remedy. frozen_qk is the control: q and k at their first values.
 ARMS: Mapping[str, str] = {

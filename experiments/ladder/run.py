@@ -25,6 +25,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.files import commit, write_json
 from experiments.ladder.byte_pairs import write_tokens
 from experiments.ladder.plan import ARMS, AUTOPILOT, CORPUS, FIRST_SEED, QUESTIONS, RUNGS, Point, Question, units
 from experiments.ladder.predict import predictions
@@ -32,10 +33,7 @@ from experiments.ladder.rows import RESULTS, Row, append, number, point, read
 from qkeel.errors import DataError
 from qkeel.lab import RunConfig, RunDirectory, Watcher
 from qkeel.lab import run as train
-from qkeel.lab.config import with_values
 from qkeel.lab.text import heldout, load, read_documents
-from qkeel.records import write_json
-from qkeel.records.run_directory import made_on
 
 
 class Stop:
@@ -113,9 +111,9 @@ class Share:
         """The configuration of a run. Only a processor's cache gains from parts of a step, and on a GPU a run takes
         less time than a few checkpoints."""
         source = self.text if of.config.data.vocab_size is None else str(self.tokens)
-        found = with_values(of.config, data={"source": source})
+        found = dataclasses.replace(of.config, data=dataclasses.replace(of.config.data, source=source))
         if self.device != "cpu":
-            found = with_values(found, device=self.device, accumulate=1, checkpoint_every=0)
+            found = dataclasses.replace(found, device=self.device, accumulate=1, checkpoint_every=0)
         return found
 
 
@@ -135,7 +133,8 @@ def climb(names: Sequence[str], work: Path, results: Path, stop: Stop, share: Sh
         if rung.data.vocab_size:
             files = write_tokens(share.text, rung.data.vocab_size, work / f"{name}-tokens")
             share = dataclasses.replace(share, tokens=files.path)
-            corpus = load(with_values(rung.config(AUTOPILOT, 1.0, 0), data={"source": str(files.path)}).data)
+            data = rung.config(AUTOPILOT, 1.0, 0).data
+            corpus = load(dataclasses.replace(data, source=str(files.path)))
             targets = heldout(corpus, rung.data.context, RunConfig().eval_sequences)[:, 1:]
             factors = files.per_byte(corpus.train), files.per_byte(targets)
         done = {point(r) for r in rows}
@@ -205,7 +204,7 @@ def _predict(path: Path, questions: Sequence[Question], name: str, results: Path
             raise DataError(f"{other} is not finished; the prediction of {name} is made of it")
     found = predictions(name, below)
     about = {q.name: [dataclasses.asdict(p) for p in found[q.name]] for q in questions if q.name in found}
-    write_json(path, {"commit": made_on().get("commit", ""), "rows": {n: len(r) for n, r in below.items()}, **about})
+    write_json(path, {"commit": commit(), "rows": {n: len(r) for n, r in below.items()}, **about})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from experiments.files import read_json, write_json
 from qkeel.lab import Grid, PlannedRun, RunConfig, RunDirectory, product
 from qkeel.metrics import slope
-from qkeel.records import read_json, write_json
 
 UNMOVED, MOVED = "unmoved", "moved"  # roles of the two runs of a pair
 _LOGITS = ("max_logit", "min_logit")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         spec,
     )
     from qkeel.audit import check, explain
-    from qkeel.autopilot.autopilot import autopilot
+    from qkeel.autopilot import autopilot
     from qkeel.monitor.sinks import load
     from qkeel.monitor.watch import watch
     from qkeel.ops import attention

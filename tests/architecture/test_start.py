@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.integrations.test_trackers import OUTSIDE
+from tests.contract.integrations.test_trackers import OUTSIDE
 
 PACKAGE = Path(__file__).parents[2] / "src" / "qkeel"
 

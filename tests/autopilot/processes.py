@@ -1,4 +1,4 @@
-"""An autopilot in processes of its own: python -m tests.autopilot.processes CASE FOLDER [NUMBER NUMBER [POLICY]]."""
+"""An autopilot in processes of its own: python -m tests.autopilot.processes CASE FOLDER [NUMBER NUMBER]."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 
 import torch
-from tests.autopilot.runs import EAGER, RATE, STEPS, Run, adamw, batches, foreign, run
+from tests.autopilot.runs import EAGER, RATE, STEPS, Run, adamw, batches, foreign
 from tests.autopilot.test_refusals import Asks
 from torch import Tensor, distributed, nn
-from torch._dynamo.utils import counters
 
 import qkeel
-from qkeel.autopilot import Action, actuator
+from qkeel.autopilot import Action
 from qkeel.monitor import PlannedRates
 
 PLANNED = PlannedRates.of([RATE] * STEPS)
@@ -38,22 +37,20 @@ def parallel(folder: Path, rank: int, world: int) -> None:
     # The loss is over the whole batch, with one's own part in the place of each: any gradient will do here.
     (folder / f"decisions {rank}").write_text(json.dumps([str(d) for d in pilot.decisions]))
     torch.save(one.bits(), folder / f"bits {rank}")
-    assert pilot.actuator is not None
-    assert pilot.actuator.handles
+    assert pilot.remedies is not None
+    assert pilot.remedies.handles
     pilot.remove()
     # A norm's gains would not be averaged over processes: each says so, and what it would have replaced stays.
     one.pilot = qkeel.autopilot(wrapped, optimizer, policy=Asks(), every=1, batch=next(batches())[:, :-1])
     one.train(0, 6, call=own)
     reasons = [event["reason"] for event in one.pilot.events if event["event"] == "refused"]
     assert ["already spread this model across processes" in str(reason) for reason in reasons] == [True]
-    assert [key[0] for key in one.pilot.actuator.handles] == ["qk_clip:threshold=20"]
+    assert [key[0] for key in one.pilot.remedies.handles] == ["qk_clip:threshold=20"]
     distributed.destroy_process_group()
 
 
 def compiled(_folder: Path) -> None:
-    """Bits of a compiled training until the first action; what an action costs is said before it is paid."""
-    said: list[tuple[str, int]] = []
-    actuator.caution = lambda text: said.append((text, counters["frames"]["total"]))  # type: ignore[attr-defined]
+    """Bits of a compiled training until the first action."""
 
     def made() -> tuple[nn.Module, nn.Module]:
         torch._dynamo.reset()
@@ -72,31 +69,13 @@ def compiled(_folder: Path) -> None:
     top = pilot.monitor.history.top("max_logit")
     assert top is not None
     assert top[-1] < 60
-    assert [text for text, _ in said if "one more forward pass without gradients" in text] == [said[0][0]]
     model, call = made()
     pilot = qkeel.autopilot(call, optimizer := adamw(model), policy=Asks(), every=1, batch=next(batches())[:, :-1])
     Run(model, optimizer, pilot).train(0, 10, call=call)
-    text, frames = said[-1]
-    assert "adding a norm makes it recompile" in text
-    assert counters["frames"]["total"] > frames
-    assert pilot.actuator is not None
-    assert pilot.actuator.norm is not None
+    assert pilot.remedies is not None
+    assert pilot.remedies.norm is not None
     pilot.remove()
     Run(model, optimizer).train(10, 12, call=call)
-
-
-def part(folder: Path, first: int, last: int, policy: str) -> None:
-    """A training from one step to another: from the checkpoint of the one, if there is any, to that of the other."""
-    one = run(foreign(first), policy=policy, batch=next(batches())[:, :-1])
-    parts = (one.pilot, one.model, one.optimizer)
-    if first:
-        for part, state in zip(parts, torch.load(folder / f"checkpoint {first}"), strict=True):
-            part.load_state_dict(state)
-    one.train(first, last)
-    torch.save([part.state_dict() for part in parts], folder / f"checkpoint {last}")
-    alarms = [str(alarm) for alarm in one.pilot.monitor.alarms]
-    known = json.dumps([one.losses, one.pilot.events, list(map(str, one.pilot.decisions)), alarms])
-    torch.save([one.bits(), known], folder / f"from {first} to {last}")
 
 
 if __name__ == "__main__":
@@ -104,7 +83,5 @@ if __name__ == "__main__":
     case, place, *numbers = sys.argv[1:]
     if case == "parallel":
         parallel(Path(place), *map(int, numbers))
-    elif case == "part":
-        part(Path(place), *map(int, numbers[:2]), *numbers[2:])
     else:
         compiled(Path(place))

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.autopilot.runs import EAGER, run
 
-from qkeel.autopilot import (
-    Action,
-    Decision,
-    DecisionEffect,
-    Ladder,
-    Policy,
-    Records,
-    Refused,
-    SiteFacts,
-    policy,
-    replay,
-)
-from qkeel.autopilot.actuator import PolicyRunner
-from qkeel.autopilot.policy import active_actions
-from qkeel.errors import InvalidValueError, RunDirectoryError, UnknownNameError
-from qkeel.monitor import History, PlannedRates
+from qkeel.autopilot import Action, Decision, Ladder, Records, Refused, SiteFacts, active_actions
 from qkeel.monitor.history import Forecast
 from qkeel.monitor.recording import Recording
 
@@ -38,15 +19,15 @@ def decided(
     logits: Any, chosen: Any = WIDE, *, sites: Any = SITES, refused: Any = (), entropy: Any = None, lr: Any = None
 ) -> list[Decision]:
     """The decisions on logits [n layers heads], a record a step."""
-    log, recording = PolicyRunner(chosen, sites), Recording([s.name for s in sites])
-    log.refused += list(refused)
+    recording, decisions = Recording([s.name for s in sites]), list[Decision]()
     for step, record in enumerate(logits):
         heads = {"max_logit": np.asarray(record, dtype=float)}
         if entropy is not None:
             heads["entropy"] = np.asarray(entropy[step], dtype=float)
         recording.append({"step": step, "lr": 0.1 if lr is None else lr[step]}, heads)
-        log.see(recording.history)
-    return log.decisions
+        records = Records(history=recording.history, sites=sites, decisions=tuple(decisions), refused=tuple(refused))
+        decisions += chosen.decide(records)
+    return decisions
 
 
 def grown(n: int, power: float, top: float = 30.0) -> np.ndarray:
@@ -63,25 +44,13 @@ def clip(step: int, *heads: int, release: bool = False) -> Decision:
 
 def test_an_action_on_all_heads_stays_on_all_heads_whatever_is_added() -> None:
     def heads(*decisions: Decision) -> tuple[int, ...] | None:
-        return active_actions(decisions).get(("qk_clip", "a"), (None, None))[1]
+        return active_actions(decisions).get((Action.CLIP, "a"), (None, None))[1]
 
     assert heads(clip(1, 0), clip(2, 1)) == (0, 1)
     assert heads(clip(1, 0), clip(2)) == ()
     assert heads(clip(1), clip(2, 1)) == ()
     assert heads(clip(1, 0, 1), clip(2, 1, release=True)) == (0,)
     assert heads(clip(1), clip(2, release=True)) is None
-
-
-def test_a_release_of_some_heads_of_an_action_on_all_of_them_is_a_fault() -> None:
-    @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-    class Halfway(Policy):
-        name, line = "halfway", "clips all heads, then releases one"
-
-        def decide(self, records: Records) -> tuple[Decision, ...]:
-            return (clip(records.step) if not records.decisions else clip(records.step, 1, release=True),)
-
-    with pytest.raises(InvalidValueError, match="active on all heads of a, so it is released as a whole"):
-        decided(np.ones((2, 2, 2)), Halfway())
 
 
 @pytest.mark.parametrize("quoted", [True, False])
@@ -162,7 +131,7 @@ def test_a_norm_takes_the_place_of_all_others() -> None:
     logits[8:, 1, 1] = 900.0  # the clip does not limit it
     found = decided(logits)
     norm = next(i for i, d in enumerate(found) if d.action is Action.NORM)
-    assert list(active_actions(found[: norm + 1])) == [("watch:every=2", None), ("qk_norm", None)]
+    assert list(active_actions(found[: norm + 1])) == [(Action.WATCH, None), (Action.NORM, None)]
     assert found[norm].site is None
     assert len(found) == norm + 1
 
@@ -174,59 +143,3 @@ def test_low_entropy_under_a_clip_asks_for_more() -> None:
     clip, norm = (d for d in found if d.action is not Action.WATCH)
     assert (clip.action, clip.site, clip.heads) == (Action.CLIP, "a", (0, 1))
     assert (norm.action, norm.reason) == (Action.NORM, "its mean attention entropy is 0.01 nats")
-
-
-def random_records(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    random = np.random.default_rng(seed)
-    n = 80
-    logits = np.exp(np.cumsum(random.normal(0.05, 0.3, (n, 2, 2)), 0)) + random.random((n, 2, 2))
-    entropy = np.abs(np.cumsum(random.normal(-0.02, 0.1, (n, 2, 2)), 0) + 2)
-    logits[random.random((n, 2, 2)) < 0.03] = np.nan
-    return logits, entropy, np.abs(random.normal(0.1, 0.02, n))
-
-
-def test_the_same_records_lead_to_the_same_decisions_whoever_asks() -> None:
-    acted = 0
-    for seed in range(12):
-        logits, entropy, lr = random_records(seed)
-        planned = PlannedRates.of(np.append(lr[1:], [0.1] * 20)) if seed % 2 else None
-        log, recording = PolicyRunner(WIDE, SITES), Recording(["a", "b"], planned=planned)
-        asked = []
-        for step in range(len(logits)):
-            recording.append({"step": step, "lr": lr[step]}, {"max_logit": logits[step], "entropy": entropy[step]})
-            records = Records(history=recording.history, sites=SITES, decisions=tuple(log.decisions))
-            again = WIDE.decide(records), WIDE.decide(records)
-            assert again[0] == again[1]
-            decisions, _ = log.see(recording.history)
-            assert tuple(decisions) == again[0]
-            asked += [Decision.of(json.loads(json.dumps(d.row()))) for d in decisions]
-        whole = History(
-            steps=np.arange(len(logits), dtype=float),
-            rates=lr,
-            values={"lr": lr},
-            heads={"max_logit": logits, "entropy": entropy},
-            layers=("a", "b"),
-            planned=planned,
-        )
-        assert [d for d in replay(whole, WIDE) if isinstance(d, Decision)] == asked == log.decisions
-        acted += len(asked)
-    assert acted > 30
-
-
-def test_a_replay_of_a_recorded_run_is_what_the_autopilot_did(tmp_path: Path) -> None:
-    within = run(sinks=tmp_path / "run", every=1).train()
-    own = within.pilot.decisions
-    within.pilot.remove()
-    found = replay(tmp_path / "run", EAGER)
-    assert [d for d in found if isinstance(d, Decision)] == own
-    assert [str(e) for e in found if isinstance(e, DecisionEffect)] == [
-        e["text"] for e in within.pilot.events if e["event"] == "effect"
-    ]
-    assert {d.action for d in own} >= {Action.CLIP}
-    assert replay(tmp_path / "run", "ladder:threshold=40") != found
-    with pytest.raises(RunDirectoryError):
-        replay(tmp_path / "nothing")
-    with pytest.raises(InvalidValueError, match="largest logit"):
-        replay(History(steps=np.arange(3), values={}, heads={}))
-    with pytest.raises(UnknownNameError):
-        policy("stair")

@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.contract.cli.scripts import Result, Watch
 
 from qkeel.cli.app import main
-
-from .scripts import Result, Watch
 
 
 @pytest.fixture

@@ -14,13 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests import forked
+from tests.contract.cli.scripts import Watch, run, script, watched
 
 from qkeel.cli.watched_program import TYPED, Fix, MessageSink, MessageWriter, Program, parse, under_torchrun
 from qkeel.errors import InvalidValueError
 from qkeel.monitor import Alarm, RunDirectorySink, Sample, Severity
 from qkeel.monitor.rules import GROWTH
-
-from .scripts import Watch, run, script, watched
 
 TALKER = """
 import os, sys
@@ -117,7 +116,7 @@ WRONG = [
     (["--", "accelerate", "launch", "s.py"], "accelerate ... -m qkeel watch"),
     (["--", "/nowhere/python", "s.py"], "runs in the watcher's own interpreter"),
     (["--", "python", "nope.py"], "nope.py is missing; give the path of an existing file"),
-    (["--", "python", "."], "cannot read .: Is a directory"),
+    (["--", "python", "."], "cannot read .: Is a directory. Expected a readable file"),
     (["--", "python", "-m", "nope.at_all"], "expected a module that Python can find"),
     (["--every", "0", "--", "python", "s.py"], "at least 1 step"),
     (["--every", "2", "--adaptive", "--", "python", "s.py"], "expected one of --every"),

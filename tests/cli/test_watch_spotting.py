@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from tests.contract.cli.scripts import MODEL
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 import qkeel
 from qkeel.cli.watched_program import ModelFinder, chains
 from qkeel.monitor.monitor import Monitor
-
-from .scripts import MODEL
 
 HOME: dict[str, Callable[..., nn.Module]] = {}
 exec(MODEL, HOME)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable
 from unittest.mock import patch
 
 import torch
+from tests.contract.conformance.kinds import KINDS, model_of, refusal_of
 from tests.remedies.foreign import Hand, encoder, example, hf, out
 
 from qkeel.errors import QkeelError
-from qkeel.nn import Decoder, DecoderConfig
 from qkeel.ops import KERNELS
 from qkeel.remedies import REMEDIES, apply
 from qkeel.spec import PRESETS, preset
 from qkeel.spec.call import make_call
 
-KINDS = ("MHA", "GQA", "MLA", "GAU")
 # Attention that knows nothing of qkeel: how its heads are made, and how it is computed.
 FOREIGN = {
     "linear layers, written out": ("linear", "eager"),
@@ -61,25 +59,6 @@ why, and what to do instead.
 
 `make gpu` checks and times everything on a GPU in ten minutes ([GPU](internals/gpu.md)).
 """
-
-
-def model_of(kind: str) -> torch.nn.Module:
-    """A small decoder with that kind of attention."""
-    config = DecoderConfig(vocab_size=7, d_model=32, n_layers=1, n_kv_heads=2 if kind == "GQA" else None)
-    own = {"attention": kind.lower()} if kind in ("MLA", "GAU") else {}
-    heads = {"n_heads": 1, "head_dim": 32} if kind == "GAU" else {}
-    return Decoder(dataclasses.replace(config, **own, **heads))
-
-
-@functools.cache
-def refusal_of(name: str, kind: str) -> str:
-    """Why a remedy cannot be applied to that kind of attention; empty if it can."""
-    model = model_of(kind)
-    try:
-        apply(model, name, torch.optim.AdamW(model.parameters()), train_length=16).remove()
-    except QkeelError as error:
-        return str(error)
-    return ""
 
 
 @functools.cache

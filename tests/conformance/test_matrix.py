@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.contract.conformance.kinds import refusal_of
 
 from qkeel.ops import KERNELS
 from qkeel.remedies import REMEDIES
+from qkeel.remedies.change_spec import ChangeSpec
 from qkeel.spec import PRESETS
 
-from .matrix import FOREIGN, foreign_refusal, kernel_refusal, of_kernels, of_kinds, refusal_of
+from .matrix import FOREIGN, foreign_refusal, kernel_refusal, of_kernels, of_kinds
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 HINT = "python -m tests.conformance.modes > docs/compatibility.md"
@@ -53,6 +55,12 @@ def test_only_a_capped_preset_is_refused_by_sdpa() -> None:
 
 def test_plain_attention_refuses_no_remedy() -> None:
     assert {name: refusal_of(name, "MHA") for name in REMEDIES if refusal_of(name, "MHA")} == {}
+
+
+def test_every_remedy_says_what_it_computes() -> None:
+    """A formula of its own, or the slot of the spec that it changes."""
+    formulas = {name for name, remedy in REMEDIES.items() if remedy.rule or issubclass(remedy, ChangeSpec)}
+    assert formulas == set(REMEDIES) - {"none"}
 
 
 NORMS = ("qk_norm", "key_norm", "query_norm", "cosine")

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from tests.conformance.matrix import refusal_of
-from tests.conformance.test_remedies import SMALLEST, Model, adamw
+from tests.contract.conformance.kinds import refusal_of
+from tests.contract.conformance.test_remedies import SMALLEST, Model, adamw
 from tests.devices.accelerator import DEVICE, NAME, Accelerator
 from tests.lab.conftest import TINY
 from tests.remedies.foreign import hf, out

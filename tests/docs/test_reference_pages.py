@@ -30,7 +30,7 @@ ROOMS = (
 FORMULAS = sorted(path.stem for path in (PAGES.parents[1] / "src" / "qkeel" / "functional").glob("[a-z]*.py"))
 FORMULAS = [stem for stem in FORMULAS if "statistics" not in stem]  # their public names are those of qkeel.monitor
 # Tables of names, which their functions list; and an alias of Any in annotations.
-TABLES = {"Foreign", "ALIASES", "DEFAULT", "POLICIES", "METHODS", "POSITIONS", "PRESETS", "REMEDIES", "SINKS"}
+TABLES = {"Foreign", "ALIASES", "DEFAULT", "METHODS", "POSITIONS", "PRESETS", "REMEDIES", "SINKS"}
 
 
 def _named() -> set[str]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
-from tests.conformance.cases import MASKS, SPECS, Geometry, fits, masking, random_params, tensors, truth_of
-from tests.conformance.tolerance import allowed_error
+from tests.conformance.cases import allowed_error, truth_of
+from tests.contract.conformance.cases import MASKS, SPECS, Geometry, fits, masking, random_params, tensors
 from tests.fuzz.hostile import NUMBERS, numbers, plain, texts
 from tests.fuzz.hunt import Hunt
 from torch import nn

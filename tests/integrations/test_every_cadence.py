@@ -1,24 +1,17 @@
-"""What trackers and the logs of trainers store is the run directory, for each cadence, start and accumulation.
-
-Each number has its own step, and there are no others. One run feeds all trackers at once.
-"""
+"""What the logs of trainers store is the run directory, for each cadence, start and accumulation: each number has its
+own step, and there are no others."""
 
 from __future__ import annotations
 
-import csv
 import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from monitor.small import batch, small
+from tests.contract.integrations.stored import tensorboard_scalars
 
-from qkeel import watch
 from qkeel.monitor import Adaptive, Cadence, LogSpaced
 from qkeel.records import RunDirectory
-
-from .stored import tensorboard_scalars, wandb_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
@@ -33,64 +26,12 @@ def recorded(path: Path) -> dict[int, float]:
     return {record["step"]: record["max_logit"] for record in RunDirectory(path).metrics()}
 
 
-def trained(sinks: list[Any], every: int | Cadence, first: int, accumulate: int) -> None:
-    model = small()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with watch(model, optimizer, every=every, sinks=sinks) as monitor:
-        monitor.steps = first
-        for micro in range(STEPS * accumulate):
-            model(batch(micro)).square().mean().backward()
-            if micro % accumulate == accumulate - 1:
-                optimizer.step()
-                optimizer.zero_grad()
-
-
-def test_what_trackers_and_tables_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb, mlflow = pytest.importorskip("wandb"), pytest.importorskip("mlflow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    pytest.importorskip("tensorboard")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
-    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}.items():
-        monkeypatch.setenv(name, value)
-    mlflow.set_tracking_uri((tmp_path / "store").as_uri())
-    client, numbers, others = mlflow.MlflowClient(), set(), mlflow.tracking.fluent._get_experiment_id()
-    for i, (every, first, accumulate) in enumerate(RUNS):
-        here = tmp_path / f"run{i}"
-        here.mkdir()
-        monkeypatch.chdir(here)
-        names = f"tensorboard:directory=tb+wandb:project=p{i}+mlflow:experiment=e{i}+trackio:project=every{i},name=a"
-        trained([here / "run", f"{names}+csv:path=csv+parquet:path=parquet"], every, first, accumulate)
-        wandb.teardown()
-        expected = recorded(here / "run")
-        assert max(expected) >= first + STEPS - 1
-        numbers.add(len(expected))
-        (run,) = client.search_runs([client.get_experiment_by_name(f"e{i}").experiment_id])
-        with open(here / "csv" / "steps.csv", encoding="utf-8") as file:
-            table = [(int(row["step"]), float(row["max_logit"])) for row in csv.DictReader(file)]
-        columns = parquet.read_table(here / "parquet" / "steps.parquet")
-        stored = {
-            "tensorboard": [*tensorboard_scalars(here / "tb", KEY).items()],
-            "wandb": [(row["qkeel/step"], row[KEY]) for row in wandb_rows(here) if KEY in row],
-            "mlflow": [(entry.step, entry.value) for entry in client.get_metric_history(run.info.run_id, KEY)],
-            "trackio": [(row["step"], row[KEY]) for row in storage.get_logs(f"every{i}", "a") if KEY in row],
-            "csv": table,
-            "parquet": [*zip(*(columns.column(name).to_pylist() for name in ("step", "max_logit")), strict=True)],
-        }
-        for tool, found in stored.items():
-            where = (tool, every, first, accumulate)
-            assert [step for step, _ in found] == list(expected), where
-            assert dict(found) == pytest.approx(expected, rel=1e-6), where
-    assert len(numbers) > 2  # the cadences do differ
-    assert mlflow.tracking.fluent._get_experiment_id() == others  # the program's own runs go where they went
-
-
 def test_what_a_trainer_logs(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("tensorboard")
-    from qkeel.integrations.huggingface import QkeelCallback
+    from tests.contract.integrations.test_huggingface import trained as trained_by_trainer
 
-    from .test_huggingface import trained as trained_by_trainer
+    from qkeel.integrations.huggingface import QkeelCallback
 
     for i, (every, first, accumulate) in enumerate(RUNS):
         here = tmp_path / f"run{i}"
@@ -114,10 +55,9 @@ def test_what_lightning_logs(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     pytest.importorskip("tensorboard")
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+    from tests.contract.integrations.test_lightning import fitted, logged
 
     from qkeel.integrations.lightning import QkeelCallback
-
-    from .test_lightning import fitted, logged
 
     for i, (every, first, accumulate) in enumerate(RUNS):
         here, where = tmp_path / f"run{i}", (every, first, accumulate)

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 from monitor.small import batch, small
+from tests.contract.integrations.stored import tensorboard_scalars, wandb_rows
 
 from qkeel import watch
 from qkeel.integrations.watched_training import AccelerateSink
 from qkeel.monitor import Ceiling
 from qkeel.records import RunDirectory
-
-from .stored import tensorboard_scalars, wandb_rows
 
 KEY = "attn/max_logit"
 pytestmark = pytest.mark.filterwarnings("ignore")  # what trackers warn of is theirs, and alarms are meant

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.conformance.cases import Geometry, masking, random_params, tensors, truth_of
-from tests.conformance.tolerance import allowed_error
+from tests.conformance.cases import allowed_error, truth_of
+from tests.contract.conformance.cases import Geometry, masking, random_params, tensors
 from torch import Tensor
 
 from qkeel import reference
@@ -41,7 +41,7 @@ def laid(x: Tensor, layout: int) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One call of a kernel; `mask` is a kind of `conformance.cases.masking`, or one of additive masks below."""
+    """One call of a kernel; `mask` is a kind of the contract's `masking`, or one of additive masks below."""
 
     spec: AttentionSpec = dataclasses.field(default_factory=AttentionSpec)
     t: int = 129  #: queries

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.monitor.small import Small, batch, hooks, small
-from tests.processes.ending import end
+from tests.contract.processes.ending import end
+from tests.contract.watch.small import Small, batch, hooks, small
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor

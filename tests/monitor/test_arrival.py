@@ -18,8 +18,6 @@ from qkeel.monitor.gather import (
     Measurement,
     NumberKey,
     PartialValue,
-    SentRow,
-    SiteNumbers,
     Transfer,
     merged,
     merged_arrivals,
@@ -50,7 +48,7 @@ def random_stats(rng: random.Random, heads: int, kv_heads: int, dtype: torch.dty
 
 
 def random_measurement(rng: random.Random) -> Measurement:
-    """Blocks of sites, rows and single numbers, in random forms."""
+    """Blocks of sites and single numbers, in random forms."""
     dtype = rng.choice([torch.float32, torch.float64])
     blocks, sites = [], []
     for i in range(rng.randint(1, 3)):
@@ -62,15 +60,11 @@ def random_measurement(rng: random.Random) -> Measurement:
         sites += zip(names, heads)
     order = [name for name, _ in sites]
     rng.shuffle(order)
-    names, counts = zip(*sites)
-    rows = [
-        SentRow(name="query_weight_norm", sites=names, counts=counts, values=torch.rand(sum(counts), dtype=dtype)),
-        SentRow(name="query_grad_rms", sites=names, counts=counts, values=torch.rand(sum(counts), dtype=dtype)),
-        SentRow(name="key_grad_rms", sites=names, counts=counts, values=torch.rand(sum(counts), dtype=dtype)),
-        SentRow(name="hidden_norm", sites=names, counts=(), values=torch.rand(len(names)), weight=3),
-    ]
     single: dict[NumberKey, Tensor | PartialValue] = {("", "lr"): torch.tensor(0.25, dtype=torch.float64)}
     for site, n in sites:
+        for name in ("query_weight_norm", "query_grad_rms", "key_grad_rms"):
+            single[site, name] = torch.rand(n, dtype=dtype)
+        single[site, "hidden_norm"] = PartialValue(value=torch.rand(()), weight=torch.tensor(3.0))
         if rng.random() < 0.5:
             weight = torch.tensor([float(rng.random() < 0.7) for _ in range(n)])
             single[site, "sink_logit"] = PartialValue(value=torch.rand(n), weight=weight, own=True)
@@ -79,7 +73,7 @@ def random_measurement(rng: random.Random) -> Measurement:
         if rng.random() < 0.3:
             single[site, "lse_mean"] = PartialValue(value=torch.rand(n), weight=torch.ones(n), own=True)
             single[site, "lse_square"] = PartialValue(value=torch.rand(n) + 1, weight=torch.ones(n), own=True)
-    return Measurement(stats=SiteStats(blocks, order), numbers=SiteNumbers(rows, single))
+    return Measurement(stats=SiteStats(blocks, order), numbers=single)
 
 
 def by_definition(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +9,6 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.capture.example import arguments
-from qkeel.monitor import PlannedRates
 from qkeel.monitor.measure import LogitChanges
 from qkeel.sites.tap import Tap
 
@@ -123,39 +119,3 @@ def test_a_probe_that_is_no_batch_and_a_plan_that_is_none_are_refused() -> None:
         qkeel.watch(model, probe_batch=3)
     with pytest.raises(TypeError, match=r"PlannedRates.of"):
         qkeel.watch(model, planned=[0.1])  # type: ignore[arg-type]
-
-
-def test_sites_stand_in_the_order_of_their_calls_in_every_process() -> None:
-    # What processes send to each other must be in one order; that of a set of names differs from process to process.
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Attention() for _ in range(8)))
-    changes = LogitChanges(Tap(model), arguments(torch.randn(2, 8, 16), "probe batch"))
-    changes.before()
-    found = changes.after()
-    assert [site for site, name in found if name == "logit_change_rms"] == [str(n) for n in range(8)]
-
-
-def test_with_planned_rates_the_outlook_rule_speaks() -> None:
-    torch.manual_seed(0)
-    model, x = Attention(), torch.randn(2, 8, 16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    planned = PlannedRates.of([0.01] * 400)
-
-    def alarms(plan: PlannedRates | None) -> set[str]:
-        with torch.no_grad():
-            model.qkv.weight.copy_(torch.randn(48, 16))
-        with qkeel.watch(model, optimizer, planned=plan) as monitor:
-            for _ in range(12):
-                model(x).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                with torch.no_grad():
-                    model.qkv.weight[:32] *= 1.25
-            return {alarm.rule for alarm in monitor.alarms}
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with_plan, without = alarms(planned), alarms(None)
-    assert any("outlook" in rule for rule in with_plan), with_plan
-    assert not any("outlook" in rule for rule in without)
-    assert math.isfinite(planned.clock[-1])

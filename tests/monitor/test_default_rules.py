@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tests import forked
-from tests.monitor.small import batch, small
+from tests.contract.watch.small import batch, small
 from torch import Tensor, nn
 
 import qkeel
@@ -18,7 +16,6 @@ from qkeel import watch
 from qkeel.errors import AlarmWarning
 from qkeel.monitor import DEFAULT, Ceiling, History, Setting, Severity, replay, rules_for
 from qkeel.monitor.alarms import LOWER_RATE, fitted
-from qkeel.monitor.rules import GROWTH
 from qkeel.nn import Attention
 from qkeel.records import Heads
 from qkeel.spec import AttentionSpec, RMSNorm
@@ -73,17 +70,6 @@ def test_a_norm_that_is_seen_is_held_to_the_bound_of_its_gains() -> None:
     assert names(model, torch.randn(1, 4, 16)) == {*ALWAYS, "idle norm"}
 
 
-def test_rounding_of_large_logits_raises_the_alarm() -> None:
-    model = Written(8).to(torch.bfloat16)
-    with torch.no_grad():
-        model.q.weight.mul_(40), model.k.weight.mul_(40)
-    with warnings.catch_warnings(record=True) as caught, watch(model) as monitor:
-        warnings.simplefilter("always")
-        model(batch(0).to(torch.bfloat16))
-    assert any("scores stored in bf16 move a logit by" in str(w.message) for w in caught)
-    assert "resolution bf16 eager" in {alarm.rule for alarm in monitor.alarms}
-
-
 def test_logits_that_are_no_numbers_are_critical_and_name_the_first_layer() -> None:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -103,32 +89,9 @@ def test_logits_that_are_no_numbers_are_critical_and_name_the_first_layer() -> N
     assert series.tolist() == [[[0, 0], [0, 0]], [[0, 0], [0, 0]], [[0, 0], [1, 0]]]
 
 
-@pytest.mark.parametrize(("largest", "grew"), [(90.0, False), (110.0, True)])
-def test_logits_that_became_nan_after_they_had_grown_are_an_alarm_of_growth(largest: float, grew: bool) -> None:
-    logits = np.array([2.0, largest, np.nan]).reshape(3, 1, 1)
-    heads = Heads(steps=np.arange(3), values={"max_logit": logits, "non_finite": np.isnan(logits).astype(float)})
-    alarms = replay(History.of([{"step": step} for step in range(3)], heads, ("one",)))
-    (alarm,) = [alarm for alarm in alarms if alarm.rule == "not finite"]
-    assert (alarm.cause == GROWTH) is grew
-    assert ("qk_clip" in alarm.remedy) is grew
-
-
 def test_numbers_that_were_not_measured_are_no_alarm() -> None:
     heads = Heads(steps=torch.arange(2).numpy(), values={"max_logit": torch.full((2, 1, 1), torch.nan).numpy()})
     assert replay(History.of([{"step": 0}, {"step": 1}], heads, ("one",))) == []
-
-
-def test_the_rate_on_record_is_that_of_the_step_just_done() -> None:
-    model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-    with watch(model, optimizer, every=2) as monitor:
-        for step in range(5):
-            model(batch(step)).square().mean().backward()
-            optimizer.step()
-            schedule.step()
-    # Step s, counted from 0, is made at rate 1/(s + 1); the model after s steps has just had step s - 1.
-    assert monitor.history.values["lr"].tolist() == pytest.approx([1.0, 1 / 2, 1 / 4])
 
 
 class Normed(nn.Module):

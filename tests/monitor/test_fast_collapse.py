@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import qkeel
 from qkeel.errors import AlarmWarning
-from qkeel.monitor import Cadence, Every, Severity
+from qkeel.monitor import Cadence, Severity
 from qkeel.monitor.cadence import WHILE_LOGITS_MOVE
 
 STEPS = 40
@@ -60,20 +60,3 @@ def test_the_cadence_of_the_command_line_alarms_before_a_fifth_of_the_end_is_rea
     assert logits[0] == pytest.approx(START)
     assert logits[first[Severity.ALARM]] < END / 5
     assert len(steps) <= STEPS // 2 + 1  # never more than every second step
-
-
-def test_every_tenth_step_sees_it_only_when_it_is_there() -> None:
-    steps, _, first = steps_of_alarms(Every(10))
-    assert steps == [0, 10, 20, 30]
-    assert Severity.ALARM not in first
-
-
-def test_a_model_whose_logits_rest_is_measured_every_tenth_step_after_the_start() -> None:
-    model, x = OneLayer(), torch.randn(2, 32, 16, generator=torch.Generator().manual_seed(1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    with qkeel.watch(model, optimizer, every=WHILE_LOGITS_MOVE) as monitor:
-        for _ in range(60):
-            model(x).sum().backward()
-            optimizer.step()
-        assert [int(step) for step in monitor.history.steps] == [*range(0, 21, 2), 30, 40, 50]
-        monitor.remove()

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 import qkeel
 from qkeel.monitor import LoggingSink, Sample
-from qkeel.patching import modes
 from qkeel.records import MONITOR_FIELDS, explain_field
 
 
@@ -54,31 +52,6 @@ def test_each_step_counts_its_own_calls_and_names_sites_that_stay_silent(tmp_pat
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["monitor_calls"] for line in lines][:3] == [4, 8, 2]
     assert explain_field("monitor_silent") == "sites without a call in the step [attention layers]"
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_the_models_own_time_is_not_the_monitors(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only the model moves: the first step searches for sites by one more pass, others need none."""
-    now = [0.0]
-    monkeypatch.setattr(modes.time, "perf_counter", lambda: now[0])
-
-    class Slow(Model):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            now[0] += 1.0
-            x = super().forward(x) if own else F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
-            now[0] += 1.0
-            return x
-
-    model = Slow()
-    with qkeel.watch(model) as monitor:
-        found = []
-        for _ in range(3):
-            model(torch.randn(1, 4, 8))
-            assert monitor.sample is not None
-            found.append(monitor.sample.monitor["milliseconds"])
-    assert found[0] > 0
-    assert found[0] % 1000 == 0
-    assert found[1:] == [0, 0]
 
 
 class Broken(LoggingSink):

@@ -136,15 +136,6 @@ def test_types_are_found_and_shown(tmp_path: Path) -> None:
     assert "type      window: " in str(explained)
 
 
-def test_a_model_of_one_type_has_no_more_keys_and_no_column() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), Layer())
-    with qkeel.watch(model) as monitor:
-        model(torch.randn(2, T, 32))
-    assert monitor.sample.types == {"1": "full"}
-    assert not [key for key in monitor.sample.summaries() if key.startswith("attn/full/")]
-    assert "type" not in monitor.table().splitlines()[1]
-
-
 def test_a_longer_batch_shows_a_window_and_the_records_say_so(tmp_path: Path) -> None:
     model = Mixed()
     with qkeel.watch(model, sinks=tmp_path / "run") as monitor:
@@ -157,21 +148,6 @@ def test_a_longer_batch_shows_a_window_and_the_records_say_so(tmp_path: Path) ->
     (event,) = [event for event in run.events() if event["event"] == "layer types"]
     assert event["types"] == {"layers.1": "window"}
     assert event["step"] == 2
-
-
-def test_types_are_looked_at_on_the_longest_batch_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qkeel.monitor import measure
-
-    seen, look = [], measure.visible_sets
-    monkeypatch.setattr(measure, "visible_sets", lambda call, origin: seen.append(1) or look(call, origin))
-    model = Mixed()
-    with qkeel.watch(model, every=1):
-        for t in (6, 6, 6, 5, T, T):
-            before = len(seen)
-            model(torch.randn(2, t, 32))
-            if len(seen) - before:
-                assert len(seen) - before <= 4
-                assert (t, before) in ((6, 0), (T, 4))
 
 
 # --- Thresholds by type

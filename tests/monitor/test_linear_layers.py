@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -173,30 +172,3 @@ def test_a_rule_cannot_have_a_threshold_for_what_has_no_logits() -> None:
 def test_models_without_attention_in_lists_have_none() -> None:
     model = nn.Sequential(nn.Linear(M, M), Linear(), Full())
     assert qkeel.find_sites(nn.ModuleDict({"a": model})["a"], torch.randn(2, T, M)).linear == ("1",)
-
-
-@pytest.mark.zoo
-@pytest.mark.parametrize(
-    ("config", "name", "more"),
-    [
-        ("Qwen3NextConfig", "linear_attn", {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
-          "shared_expert_intermediate_size": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-          "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 8}),
-        ("JambaConfig", "mamba", {"attn_layer_period": 4, "attn_layer_offset": 3, "mamba_d_state": 4, "num_experts": 2,
-          "mamba_dt_rank": 4, "use_mamba_kernels": False}),
-        ("RecurrentGemmaConfig", "temporal_block", {"block_types": ["recurrent", "recurrent", "attention"],
-          "lru_width": 32, "attention_window_size": 8}),
-    ],
-)  # fmt: skip
-def test_hybrids_of_transformers(config: str, name: str, more: dict[str, object]) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4,
-             "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**sizes, **more))
-        sites = qkeel.find_sites(model, torch.randint(0, 50, (2, 16)))
-    assert len(sites) >= 1
-    assert len(sites) + len(sites.linear) == 4
-    assert all(name in one for one in sites.linear)

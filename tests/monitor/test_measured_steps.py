@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.contract.watch.small import batch, small, train
 from torch import nn
 
 from qkeel import watch
@@ -17,8 +18,6 @@ from qkeel.autopilot import attach
 from qkeel.errors import RefusedError
 from qkeel.monitor import PlannedRates
 from qkeel.monitor.monitor import Monitor
-
-from .small import batch, small, train
 
 
 def test_the_last_step_of_a_plan_is_measured_and_one_that_is_asked_for() -> None:
@@ -182,22 +181,6 @@ def test_a_plain_loop_ends_with_the_record_that_a_cadence_would_make() -> None:
         assert monitor.sample.heads.keys() == {name for name in expected.heads if "grad" not in name}
         for name, values in monitor.sample.heads.items():
             assert np.array_equal(values, expected.heads[name], equal_nan=True), (way, name)
-
-
-def test_a_step_that_never_came_is_measured_by_its_own_pass() -> None:
-    model, optimizer, monitor = watched(every=3)
-    loop(monitor, optimizer)
-    monitor.read()
-    model(batch(9))
-    monitor.training_over()
-    assert monitor.history.steps.tolist() == [0, 3, 6]
-    found = monitor.read()
-    monitor.close()
-    with watch(model, every=1) as others:
-        model(batch(9))
-    for site, expected in others.read().items():
-        assert torch.equal(found[site].max_logit, expected.max_logit)
-        assert torch.equal(found[site].n_queries, expected.n_queries)
 
 
 def test_where_the_end_is_not_measured_one_sentence_says_so() -> None:

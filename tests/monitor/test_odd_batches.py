@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.contract.watch.small import Block, batch, small
 from tests.quick import quick
 from torch import Tensor, nn
 
 import qkeel
 from qkeel.sites import Tap
-
-from .small import Block, batch, small
 
 
 class TorchAttention(nn.Module):
@@ -79,21 +78,6 @@ def test_an_empty_batch_is_counted_and_the_steps_around_it_are_measured(name: st
     assert monitor.history.steps.tolist() == [i for i in range(5) if i != where]
     monitor.remove()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("shape", EMPTY.values(), ids=EMPTY)
-@pytest.mark.parametrize("remedy", ["qk_clip:threshold=0.5", "lalr:tau=0.1"])
-def test_a_remedy_on_steps_outlives_an_empty_batch(remedy: str, shape: tuple[int, int]) -> None:
-    model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        handle = qkeel.apply(model, remedy, optimizer, batch=batch(0))
-        for i, (b, t) in enumerate([(2, 4), shape, (2, 4)]):
-            model(batch(i, b, t)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    handle.remove()
 
 
 class Experts(nn.Module):

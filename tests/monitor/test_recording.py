@@ -27,23 +27,6 @@ def record(n: int, *, most: int = 512) -> Recording:
     return recording
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 5, 300, 512])
-def test_a_short_recording_is_the_history_of_all_its_records(n: int) -> None:
-    recording = record(n)
-    seen = recording.history
-    steps = np.arange(n)
-    heads = Heads(steps=3 * steps, values={"max_logit": np.array([heads_at(i) for i in range(n)]).reshape(n, 2, 3)})
-    whole = History.of([{"step": 3 * i, "lr": 0.1 + 0.01 * (i % 7)} for i in range(n)], heads, LAYERS)
-    assert len(recording) == len(seen) == n
-    np.testing.assert_array_equal(seen.steps, whole.steps)
-    if n:
-        assert seen.rates is not None
-        np.testing.assert_array_equal(seen.rates, whole.values["lr"])
-        np.testing.assert_array_equal(seen.heads["max_logit"], whole.heads["max_logit"])
-        np.testing.assert_array_equal(seen.tops["max_logit"], whole.top("max_logit"))
-        np.testing.assert_array_equal(seen.tops["max_logit"], np.maximum(np.arange(n), 2))
-
-
 @pytest.mark.parametrize("most", [4, 5, 8, 64])
 def test_a_long_recording_keeps_both_ends_an_even_spacing_and_the_clock(most: int) -> None:
     recording = Recording(LAYERS, most=most)
@@ -63,22 +46,6 @@ def test_a_long_recording_keeps_both_ends_an_even_spacing_and_the_clock(most: in
         np.testing.assert_array_equal(seen.top("max_logit"), np.maximum(kept, 2))
     assert len(recording) == 700
     assert len(recording.history) > most // 2
-
-
-def test_names_may_come_late_and_go() -> None:
-    recording = Recording(LAYERS)
-    recording.append({"step": 0})
-    recording.append({"step": 1, "train_loss": 2.5, "note": "x"}, {"entropy": heads_at(1)})
-    for step in range(2, 40):
-        recording.append({"step": step, "train_loss": None})
-    seen = recording.history
-    assert seen.rates is None
-    assert seen.heads["entropy"].shape == (40, 2, 3)
-    assert np.isnan(seen.heads["entropy"][[0, *range(2, 40)]]).all()
-    np.testing.assert_array_equal(seen.heads["entropy"][1], heads_at(1))
-    assert seen.values["train_loss"][1] == 2.5
-    assert np.isnan(np.delete(seen.values["train_loss"], 1)).all()
-    assert np.isnan(seen.values["note"]).all()
 
 
 def test_records_that_do_not_fit_are_refused_and_leave_no_trace() -> None:
@@ -121,16 +88,3 @@ def test_a_replay_raises_what_was_raised_live_however_long_the_run() -> None:
         "not finite",
     }
     assert replay(whole, log.rules) == log.alarms
-
-
-def test_thinning_moves_no_alarm_of_a_power_law_by_more_than_a_record() -> None:
-    said = []
-    for most in (64, 2000):
-        recording, log = Recording(most=most), AlarmLog()
-        for step in range(1, 1200):
-            recording.append({"step": step, "lr": 1e-3}, {"max_logit": np.array([[0.1 * step**1.3]])})
-            log.update(recording.history)
-        said.append({alarm.rule: alarm.step for alarm in log.alarms})
-    thinned, whole = said
-    assert thinned.keys() == whole.keys() >= {"growth", "forecast 1000", "ceiling 100"}
-    assert all(abs(thinned[rule] - whole[rule]) <= 1 for rule in whole)

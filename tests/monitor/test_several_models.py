@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.monitor.small import batch, small
+from tests.contract.watch.small import batch, small
 from torch import nn
 
 import qkeel
@@ -100,7 +100,7 @@ def test_what_cannot_be_watched_as_one_is_said_and_nothing_is_left() -> None:
         ([model, 3], {}, InvalidTypeError, "Module to watch as '1', got int"),
         ({"a.b": model}, {}, InvalidValueError, "model names made of letters"),
         ({"keys": model}, {}, InvalidValueError, "and not the name of a method"),
-        ([model, other], {"probe": batch(0)}, RefusedError, "of one model"),
+        ([model, other], {"probe_batch": batch(0)}, RefusedError, "of one model"),
         ([model, other], {"sites": [qkeel.find_sites(model, batch(0))]}, InvalidTypeError, "of each of the models"),
         (
             [model, other],

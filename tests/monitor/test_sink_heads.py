@@ -8,7 +8,6 @@ import statistics
 import numpy as np
 import pytest
 
-import qkeel
 from qkeel.monitor import AllSinks, History, Sample, replay, sample_table
 from qkeel.records import LAYER_FIELDS, SINK_HEAD, explain_field, fold_heads
 
@@ -56,23 +55,6 @@ def test_the_whole_models_share_is_over_heads_and_not_over_layers() -> None:
     assert explain_field("sink_head_ratio") == f"share of heads with sink_share above {SINK_HEAD} [share]"
 
 
-def test_a_watched_model_has_them_without_a_further_measurement() -> None:
-    import torch
-
-    model = qkeel.nn.Decoder(qkeel.nn.DecoderConfig(vocab_size=20))
-    with qkeel.watch(model) as monitor:
-        model(torch.randint(0, 20, (2, 8)))
-        assert monitor.sample is not None
-        shares = monitor.sample.heads["sink_share"]
-        assert monitor.sample.by_layer("sink_head_max").tolist() == shares.max(-1).tolist()
-        found = monitor.history.by_layer("sink_head_ratio")
-        assert found is not None
-        top = monitor.history.top("sink_head_ratio")
-        assert top is not None
-        assert top.tolist() == found.max(-1).tolist()
-        assert found[-1].tolist() == (shares > SINK_HEAD).mean(-1).tolist()
-
-
 def history(shares: list[list[list[float]]], entropy: float = 0.3) -> History:
     heads = np.array(shares)
     steps = np.arange(len(heads), dtype=float)
@@ -90,17 +72,3 @@ def test_a_layer_in_which_every_head_becomes_a_sink_is_reported_by_name() -> Non
     assert (alarm.layer, alarm.head, alarm.step) == ("second", None, 1)
     assert alarm.value == pytest.approx(0.31)
     assert "every head of the layer is a sink head" in str(alarm)
-
-
-@pytest.mark.parametrize(
-    ("shares", "entropy"),
-    [
-        ([[[0.1, 0.9], [0.5, 0.5]], [[0.1, 0.9], [0.6, 0.6]]], 0.3),  # it began so
-        ([[[0.1, 0.2], [0.1, 0.2]], [[0.5, 0.3], [0.1, 0.9]]], 0.3),  # one head is none
-        ([[[0.1, np.nan], [0.1, np.nan]], [[0.5, np.nan], [0.1, np.nan]]], 0.3),  # a layer of one head
-        ([[[0.1, 0.2], [0.1, 0.2]], [[0.4, 0.4], [0.4, 0.4]]], 0.99),  # uniform weights over a few keys
-        ([[[np.nan, np.nan], [np.nan, np.nan]]] * 2, 0.3),
-    ],
-)
-def test_the_rule_is_silent_where_there_is_nothing_new(shares: list[list[list[float]]], entropy: float) -> None:
-    assert replay(history(shares, entropy), [AllSinks()]) == []

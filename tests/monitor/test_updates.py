@@ -74,21 +74,6 @@ def test_the_gains_of_a_norm_multiply_the_rows_of_the_weights(gain: str) -> None
         np.testing.assert_allclose(heads[f"{part}_spectral_norm"], torch.linalg.matrix_norm(matrix, 2), rtol=1e-6)
 
 
-def test_it_bounds_the_measured_change_of_the_logits() -> None:
-    """By Cauchy–Schwarz, over a probe batch: |x_iᵀ(Δ₂ + Δ₃)x_j| is at most (‖Δ₂‖ + ‖Δ₃‖) |x_i| |x_j|."""
-    torch.manual_seed(0)
-    model = qkeel.nn.Attention(16, 2)
-    x = torch.randn(2, 9, 16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with qkeel.watch(model, optimizer, stats="all+updates", probe_batch=(x,)) as monitor:
-        model(x).square().mean().backward()
-        optimizer.step()
-        heads = {name: values[0, 0] for name, values in monitor.history.heads.items()}
-    bound = (heads["delta2_spectral_norm"] + heads["delta3_spectral_norm"]) * float(x.norm(dim=-1).max()) ** 2 / 8**0.5
-    assert (heads["logit_change_rms"] <= bound).all()
-    assert (heads["logit_change_rms"] > bound / 1000).all()
-
-
 def test_nothing_changes_for_the_model_and_nothing_is_measured_unless_it_is_named() -> None:
     torch.manual_seed(0)
     first = qkeel.nn.Attention(16, 2)

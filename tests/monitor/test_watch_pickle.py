@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import pickletools
 
-import pytest
 import torch
 from torch import nn
 
 import qkeel
-from qkeel.handle import Handle
 
 
 def model() -> nn.Module:
@@ -46,27 +43,6 @@ def test_a_watched_model_pickles_to_the_bytes_that_it_has_without_a_watcher() ->
     assert "__getstate__" not in vars(net)
 
 
-def test_torch_load_with_safe_globals_reads_a_model_that_was_saved_while_watched() -> None:
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters())
-    plain, watched = io.BytesIO(), io.BytesIO()
-    torch.save(net, plain)
-    with qkeel.watch(net, optimizer):
-        net(torch.randn(2, 5, 16))
-        torch.save(net, watched)
-    allowed = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(plain.getvalue()))
-    assert torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(watched.getvalue())) == allowed
-
-
-def test_hooks_of_the_user_stay_in_the_pickle() -> None:
-    net = model()
-    net.register_forward_pre_hook(nn.Module.train)
-    with qkeel.watch(net):
-        loaded = pickle.loads(pickle.dumps(net))
-    assert list(loaded._forward_pre_hooks.values()) == [nn.Module.train]
-    assert not loaded._forward_hooks
-
-
 def test_a_second_watcher_that_outlives_the_first_leaves_no_trace_either() -> None:
     inner = model()
     outer = nn.Sequential(inner)
@@ -90,18 +66,3 @@ def test_a_state_that_a_class_makes_itself_is_kept_but_for_the_hooks() -> None:
     assert state["added"] == 1
     assert state["_forward_hooks"] == {}
     assert "__getstate__" not in state
-
-
-@pytest.mark.parametrize("remedy", ["lalr:tau=0.1", "qk_clip:threshold=100", "lalr:tau=0.1+qk_clip:threshold=100"])
-def test_a_model_whose_steps_alone_are_changed_loads_without_qkeel(remedy: str) -> None:
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters())
-    handle: Handle
-    with qkeel.apply(net, remedy, optimizer, batch=torch.randn(2, 5, 16)) as handle:
-        step(net, optimizer)
-        stored = pickle.dumps(net)
-        assert not {name for name in names(stored) if name != "_qkeel_applied"}
-        loaded = pickle.loads(stored)
-        with qkeel.apply(loaded, remedy, torch.optim.AdamW(loaded.parameters()), batch=torch.randn(2, 5, 16)):
-            pass
-        assert handle.active

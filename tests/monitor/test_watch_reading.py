@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.monitor.small import Small, batch, hooks, small
+from tests.contract.watch.small import Small, batch, hooks, small
 from tests.quick import one_in
 from torch import Tensor, nn
 
 from qkeel import watch
 from qkeel.errors import (
-    AlarmWarning,
     AlreadyAppliedError,
     InvalidTypeError,
     InvalidValueError,
@@ -559,19 +558,3 @@ def test_the_maxima_alone_are_those_of_everything_and_nothing_else_is_recorded(m
     assert {"max_logit", "entropy"} <= found[True][0].keys()
     assert {*found["max"][0]} - {"non_finite"} == {"max_logit"}
     np.testing.assert_allclose(found["max"][1], found[True][1], rtol=1e-5, atol=1e-6)
-
-
-def test_the_maxima_alone_merge_over_batches_and_raise_alarms() -> None:
-    model, optimizer, monitor = setup(stats="max")
-    step(model, optimizer, 0, 1)
-    both = {name: s.max_logit for name, s in monitor.read().items()}
-    fresh = small()
-    with watch(fresh, stats=True) as whole:
-        fresh(torch.cat([batch(0), batch(1)]))
-        assert all(torch.allclose(s.max_logit, both[name]) for name, s in whole.read().items())
-    model.blocks[0].q.weight.data.mul_(1e5)
-    with pytest.warns(AlarmWarning, match="max logit .* is over 1"):
-        step(model, optimizer, 2)
-    model.blocks[1].k.weight.data.fill_(math.nan)
-    with pytest.warns(AlarmWarning, match="NaN or infinite"):
-        step(model, optimizer, 3)

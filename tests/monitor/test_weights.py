@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel import find_sites
-from qkeel.monitor import weight_norms
 from qkeel.monitor.measure import Means
 from qkeel.monitor.token_classes import HiddenNorms
 from qkeel.monitor.weight_norms import WeightNorms
@@ -111,33 +109,6 @@ def test_weight_norms_are_those_of_the_heads_rows(kind: str) -> None:
     assert torch.allclose(found["key_weight_norm"], k.square().sum((1, 2)).sqrt(), rtol=1e-12)
 
 
-def test_weights_that_are_read_in_stacks_give_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several layers, other dtypes and gradients that are missing too; two weights at most are in a stack."""
-    monkeypatch.setattr(weight_norms, "STACKED", 2 * WIDTH * WIDTH * 8)
-    for kind in KINDS:
-        _, _, example = built(kind)
-        model = nn.Sequential(*(built(kind)[0] for _ in range(3))) if example is X else built(kind)[0]
-        out = model(example)
-        (out if isinstance(out, Tensor) else out[0]).square().sum().backward()
-        *_, last = model.parameters()
-        last.grad = None
-        sites = find_sites(model, example)
-        for name, p in model.named_parameters():
-            if name.startswith("2."):
-                p.data, p.grad = p.data.float(), None if p.grad is None else p.grad.float()
-        reader = WeightNorms(model, sites, torch.optim.Adam(model.parameters()))
-        alone = reader.read()
-        with monkeypatch.context() as patched:
-            patched.setattr(weight_norms, "UNSTACKED", frozenset())
-            stacked = WeightNorms(model, sites, torch.optim.Adam(model.parameters())).read()
-        assert stacked.keys() == alone.keys(), kind
-        for key, x in alone.items():
-            assert torch.allclose(stacked[key], x, rtol=1e-12 if x.dtype == torch.float64 else 1e-6, atol=0), (
-                kind,
-                key,
-            )
-
-
 def test_of_mla_the_weight_norms_are_those_of_the_up_projections() -> None:
     model, _, example = built("mla")
     found = read(model, example)
@@ -145,33 +116,6 @@ def test_of_mla_the_weight_norms_are_those_of_the_up_projections() -> None:
     k = heads(model.k_up.weight, H).square().sum((1, 2)) + heads(model.k_rope.weight, 1).square().sum((1, 2))
     assert torch.allclose(found["query_weight_norm"], q.sqrt(), rtol=1e-12)
     assert torch.allclose(found["key_weight_norm"], k.sqrt(), rtol=1e-12)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_of_an_adapted_projection_base_and_adapter_are_added() -> None:
-    import peft
-
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        vocab_size=11,
-        hidden_size=WIDTH,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=H,
-        num_key_value_heads=2,
-    )
-    model = transformers.LlamaModel(config)
-    options = peft.LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj", "k_proj"])
-    model = peft.get_peft_model(model, options).double()
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(p)
-    attention = next(m for n, m in model.named_modules() if n.endswith("self_attn"))
-    pairs = ((attention.q_proj, H), (attention.k_proj, 2))
-    q, k = (heads(p.base_layer.weight + p.get_delta_weight("default"), n) for p, n in pairs)
-    found = read(model, IDS)
-    assert torch.allclose(found["qk_spectral_norm"], spectral(q, k), rtol=1e-9)
 
 
 def test_gradients_are_root_mean_squares_over_a_heads_rows_and_over_eps() -> None:

@@ -34,17 +34,20 @@ sigterm = True
 
 
 class Tracer:
-    """A plugin of pytest that writes down the seconds of each test, and the lines of the package that it executes.
+    """A plugin of pytest that writes a line for each test: seconds, and the lines of the package that it executes.
 
-    Those of the processes it starts count, too. A test that fails has no lines, and one that is skipped is left out.
+    Those of the processes it starts count, too. A test has no seconds where it fails, is skipped, or ends the process.
+    What was traced before stays: a run that was stopped goes on.
     """
 
     def __init__(self, root: Path, output: Path) -> None:
-        self._include, self._output = f"{root}/src/qkeel/*", output
+        self._include, self._output, self._partial = f"{root}/src/qkeel/*", output, output.with_suffix(".partial")
         self._outcomes: dict[str, str] = {}
-        self._tests: dict[str, tuple[float, dict[str, list[int]]]] = {}
 
-    def pytest_sessionstart(self) -> None:
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._partial.touch()
+        done = {test for test, *_ in _read(self._partial)}
+        session.items[:] = [item for item in session.items if item.nodeid not in done]
         self._folder = Path(tempfile.mkdtemp())
         settings = self._folder / "settings"
         settings.write_text(SETTINGS.format(include=self._include, folder=self._folder), encoding="utf-8")
@@ -54,6 +57,7 @@ class Tracer:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self._write(item.nodeid, None, {})
         start = sum(os.times()[:4])
         self._coverage.switch_context(item.nodeid)
         try:
@@ -71,18 +75,24 @@ class Tracer:
                     data.read()
                     _add(lines, data)
                     path.unlink()
-            self._tests[item.nodeid] = seconds, {path: sorted(lines[path]) for path in lines}
+            if self._outcomes.get(item.nodeid) == "passed":
+                self._write(item.nodeid, seconds, {path: sorted(lines[path]) for path in lines})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.failed:
             self._outcomes[report.nodeid] = report.outcome
 
     def pytest_sessionfinish(self) -> None:
-        self._coverage.stop()
         shutil.rmtree(self._folder)
-        tests = {test: self._tests[test] for test, outcome in self._outcomes.items() if outcome == "passed"}
-        failed = [test for test, outcome in self._outcomes.items() if outcome == "failed"]
-        self._output.write_text(json.dumps({"failed": failed, "tests": tests}), encoding="utf-8")
+        self._partial.rename(self._output)
+
+    def _write(self, test: str, seconds: float | None, lines: dict[str, list[int]]) -> None:
+        with self._partial.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps([test, seconds, lines]) + "\n")
+
+
+def _read(output: Path) -> list[tuple[str, float | None, dict[str, list[int]]]]:
+    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 
 def _add(lines: dict[str, set[int]], data: CoverageData) -> None:
@@ -100,25 +110,22 @@ class Lines:
 
     Attributes:
         tests: of each that passes without a mutant the seconds, and the lines by file.
-        failed: the tests that do not while they are traced.
     """
 
     def __init__(self, root: Path, room: str, folder: Path) -> None:
         self._root = root
         self.tests: dict[str, tuple[float, dict[str, list[int]]]] = {}
-        self.failed: list[str] = []
         folder.mkdir(parents=True, exist_ok=True)
         files = test_files(root, room)
         for name in sorted({Path(test).parent.parts[1:2] for test in files}):
             output = folder / f"{''.join(name) or 'root'}.json"
-            if not output.exists():
+            while not output.exists():
                 every = {test for other in ROOMS for test in test_files(root, other)}
-                in_a_fork(root, sorted(t for t in every if Path(t).parent.parts[1:2] == name), Tracer(root, output))
-            traced = json.loads(output.read_text(encoding="utf-8"))
-            self.failed += [test for test in traced["failed"] if file_of(test) in files]
-            for test, lines in traced["tests"].items():
-                if file_of(test) in files and is_direct(test, room):
-                    self.tests[test] = lines
+                tests = sorted(test for test in every if Path(test).parent.parts[1:2] == name)
+                in_a_fork(root, ["--continue-on-collection-errors", *tests], Tracer(root, output))
+            for test, seconds, lines in _read(output):
+                if seconds is not None and file_of(test) in files and is_direct(test, room):
+                    self.tests[test] = seconds, lines
 
     def tests_of(self, mutant: Mutant, most: float) -> list[list[str]]:
         """The tests that execute the mutated statement: the likeliest killers, the others, and those that are too many.

@@ -39,8 +39,8 @@ LIBRARIES = (
     "sybil",
 )
 
-# hypothesis is imported already, which pytest would warn of. A test that hangs ends the process.
-OPTIONS = ["-q", "-rfE", "--tb=no", "-n0", "-p", "no:cacheprovider", "--timeout", "300", "--timeout-method", "thread"]
+# hypothesis is imported already, which pytest would warn of. A test that takes ten minutes ends the process.
+OPTIONS = ["-q", "-rfE", "--tb=no", "-n0", "-p", "no:cacheprovider", "--timeout-method", "thread"]
 OPTIONS += ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-m", "not slow and not gpu and not zoo"]
 # The exit status of a process that could not start its tests, and those of one in which no test fails.
 BROKEN, PASSED = 70, (0, 5)

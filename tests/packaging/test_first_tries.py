@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from tests.integrations.stored import tensorboard_scalars, wandb_rows
+from tests.contract.integrations.stored import tensorboard_scalars, wandb_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 KEY = "attn/max_logit"

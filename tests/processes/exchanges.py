@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.processes.ending import end
-from tests.processes.watching import Collectives
+from tests.contract.processes.ending import end
+from tests.contract.processes.watching import Collectives
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel

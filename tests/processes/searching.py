@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.processes import wrapped
-from tests.processes.ending import end
-from tests.processes.watching import loss_of
+from tests.contract.processes import wrapped
+from tests.contract.processes.ending import end
+from tests.contract.processes.watching import loss_of
 from torch import Tensor, distributed, nn
 
 import qkeel

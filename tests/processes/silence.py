@@ -8,8 +8,8 @@ import warnings
 from pathlib import Path
 
 import torch
-from tests.processes.ending import end
-from tests.processes.watching import Collectives
+from tests.contract.processes.ending import end
+from tests.contract.processes.watching import Collectives
 from torch import Tensor, nn
 from torch import distributed as dist
 

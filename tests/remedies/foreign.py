@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -184,11 +182,3 @@ def jolted(
         for name, p in model.named_parameters():
             if name.endswith(names):
                 p.add_(by * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p))
-
-
-Copy = Callable[[nn.Module], nn.Module]
-COPIES: dict[str, Copy] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda model: __import__("pickle").loads(__import__("pickle").dumps(model)),
-    "ema": lambda model: torch.optim.swa_utils.AveragedModel(model).module,
-}

@@ -5,13 +5,10 @@ A case is the name of a setup, whose remedies are compared with one process on t
 
 from __future__ import annotations
 
-import os
 import random
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,22 +16,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.processes import wrapped
-from tests.processes.context import Context, hidden, split
-from tests.processes.ending import end
-from tests.processes.pipelines import INTERLEAVED, pipelined
-from tests.processes.setups import SETUPS
-from tests.processes.watching import Collectives, context_step, made, passes
+from tests.contract.processes import wrapped
+from tests.contract.processes.context import Context, hidden, split
+from tests.contract.processes.ending import end
+from tests.contract.processes.pipelines import INTERLEAVED, pipelined
+from tests.contract.processes.setups import SETUPS
+from tests.contract.processes.watching import Collectives, context_step, made, passes
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
-from torch.distributed.algorithms import Join
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.func import functional_call
 from torch.nn import functional as F
 
@@ -44,7 +39,6 @@ from qkeel.errors import QkeelError, RefusedError
 from qkeel.handle import Handle
 from qkeel.monitor.monitor import Monitor
 from qkeel.nn import Decoder, DecoderConfig
-from qkeel.patching.modes import process_store
 from qkeel.remedies.apply import Asked, AtNextPass
 from qkeel.remedies.head_weights import HeadWeights
 from qkeel.remedies.lalr import LALR
@@ -134,7 +128,7 @@ def started(name: str, setup: str) -> tuple[nn.Module, torch.optim.Optimizer, Ha
     if early is not None:
         return model, optimizer, early
     by_example = name in BY_EXAMPLE or setup == "fsdp2_found"
-    shown: dict[str, Any] = {"example": example} if by_example else {"sites": sites}
+    shown: dict[str, Any] = {"batch": example} if by_example else {"sites": sites}
     return model, optimizer, qkeel.apply(model, CALLS[name], optimizer, **shown)
 
 
@@ -353,78 +347,14 @@ def stages_under_fully_shard() -> None:
     assert farthest(found[1], found[2]) < 1e-12
 
 
-def inside_join() -> None:
-    """A clip inside torch's Join is refused on every process before a step; lalr, which waits for nobody, acts."""
-    model, optimizer = own("ddp")
-    before = weights(model)
-    handle = qkeel.apply(model, "qk_clip:threshold=0.1", optimizer)
-    refused = pytest.raises(RefusedError, match="a process that has run out of data takes no steps")
-    with refused, Join([model]):  # type: ignore[list-item]
-        own_step(model, optimizer)
-    optimizer.zero_grad()
-    assert farthest(before, weights(model)) == 0
-    handle.remove()
-    model, optimizer = own("ddp")  # torch's Join, left by an error, goes on for the first
-    with qkeel.apply(model, "qk_clip:threshold=0.1", optimizer):
-        own_step(model, optimizer)  # outside it is a step as any other
-    with qkeel.apply(model, "lalr", optimizer), Join([model]):  # type: ignore[list-item]
-        for _ in range(2 + dist.rank()):
-            own_step(model, optimizer)
-    distributed.barrier()
-
-
 CUT_ALONE: dict[str, dict[str, Tensor]] = {}  # filled before there are other processes
 
 
 Misuse = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
 
 
-def alone_applies(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    with waiting(3):
-        if dist.rank() == on:
-            qkeel.apply(model, "qk_clip:threshold=0.1", optimizer)
-
-
-@contextmanager
-def waiting(seconds: float) -> Iterator[None]:
-    """The process group waits so long."""
-    store = process_store()
-    before = store.timeout
-    store.set_timeout(timedelta(seconds=seconds))
-    try:
-        yield
-    finally:
-        store.set_timeout(before)
-
-
-def one_comes_late() -> None:
-    """A process that comes to apply later than others is waited for, with a warning; the remedy is on both."""
-    model, optimizer = own("ddp")
-    distributed.barrier()
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        patch.setattr("qkeel.dist.agreement.PATIENCE", 0.3)
-        if dist.rank() == 1:
-            time.sleep(1.5)
-        handle = qkeel.apply(model, "qk_clip:threshold=0.1", optimizer)
-    own_step(model, optimizer)
-    handle.remove()
-    waited = [str(w.message) for w in said if "waits for" in str(w.message)]
-    # Once for each agreement that took longer: how many do, and whether the late one waits too, the load decides.
-    if dist.rank() == 0:
-        assert {*waited} == {"qkeel.apply waits for process 1, at most 60 seconds in total"}
-
-
 def thresholds_differ(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
     qkeel.apply(model, "qk_clip", optimizer, threshold=0.1 + (dist.rank() == on))
-
-
-def remedies_differ(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    qkeel.apply(model, "lalr" if dist.rank() == on else "qk_lr", optimizer)
-
-
-def an_optimizer_is_missing(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    qkeel.apply(model, "lalr", None if dist.rank() == on else optimizer)
 
 
 def an_option_is_wrong(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
@@ -440,28 +370,6 @@ def weights_are_not_finite(model: nn.Module, optimizer: torch.optim.Optimizer, o
         qkeel.apply(model, "lalr", optimizer)
     finally:
         dist.local(query).detach().copy_(kept)
-
-
-def removed_alone(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    handle = qkeel.apply(model, "lalr:tau=0.5+qk_clip:threshold=0.1", optimizer)
-    own_step(model, optimizer)
-    try:
-        if dist.rank() == on:
-            handle.remove()
-        own_step(model, optimizer)
-    finally:
-        handle.remove()  # on the other process too, after as many steps
-
-
-def removed_a_step_apart(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    handle = qkeel.apply(model, "qk_lr", optimizer)
-    try:
-        for number in range(3):
-            if number == 1 + (dist.rank() == on):
-                handle.remove()
-            own_step(model, optimizer)
-    finally:
-        handle.remove()
 
 
 def fails_inside(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
@@ -485,33 +393,12 @@ def fails_inside(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) ->
         raise RefusedError("it was not called as often")
 
 
-def fails_at_another_place(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    """One process fails at the end of the first remedy, the others when they check the second; each reports it once."""
-    original = LALR.apply
-
-    def failing(*given: Any) -> None:
-        original(*given).remove()
-        raise ValueError("boom")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.rank() == on:
-            patch.setattr(LALR, "apply", failing)
-        qkeel.apply(model, "lalr+lalr:tau=0.5", optimizer)
-
-
 MISUSES: tuple[Misuse, ...] = (
-    alone_applies,
     thresholds_differ,
-    remedies_differ,
-    an_optimizer_is_missing,
     an_option_is_wrong,
     weights_are_not_finite,
-    removed_alone,
-    removed_a_step_apart,
     fails_inside,
-    fails_at_another_place,
 )
-WITHOUT_WAITING = MISUSES[1:]
 chosen = random.Random(0)
 
 
@@ -531,10 +418,7 @@ def own_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def misuse(setup: str, act: Misuse, on: int) -> None:
-    """Every process gets an error of qkeel's, nothing of the remedy is left, and training goes on alike.
-
-    A process that waits in vain gets torch's error when the group's patience ends, which is none of qkeel's.
-    """
+    """Every process gets an error, nothing of the remedy is left, and training goes on alike."""
     model, optimizer = own(setup)
     hooks = [len(h) for h in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)]
     try:
@@ -543,13 +427,7 @@ def misuse(setup: str, act: Misuse, on: int) -> None:
     except (QkeelError, ValueError) as caught:
         error = caught
     optimizer.zero_grad()
-    if act is alone_applies and dist.rank() != on:
-        assert error is None  # it has not called anything of qkeel's
-        distributed.barrier()
-    else:
-        assert error is not None, act
-        if act is alone_applies:
-            distributed.barrier()
+    assert error is not None, act
     for _ in range(2):
         own_step(model, optimizer)
     assert hooks == [len(h) for h in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)]
@@ -568,7 +446,7 @@ def misuses() -> None:
     """Each misuse once."""
     for act in MISUSES:
         misuse("ddp", act, on=0)
-    for act in WITHOUT_WAITING:
+    for act in MISUSES:
         misuse("fsdp2", act, on=1)
 
 
@@ -597,16 +475,9 @@ def a_state_that_one_process_lacks() -> None:
 
 
 def some_misuses() -> None:
-    """Those that do not wait for a silent process, sharded ones: the quick suite runs them."""
-    for act in (fails_at_another_place, thresholds_differ, weights_are_not_finite, removed_alone):
+    """Two of them on sharded weights, for the quick suite."""
+    for act in (thresholds_differ, weights_are_not_finite):
         misuse("fsdp2", act, on=1)
-
-
-def random_misuses() -> None:
-    """200 pairs of a setup and a misuse, on a random process."""
-    for _ in range(200):
-        setup = chosen.choice(("ddp", "fsdp2", "fsdp2_kept"))
-        misuse(setup, chosen.choice(WITHOUT_WAITING), on=chosen.randrange(dist.world()))
 
 
 def refused_before_anything() -> None:
@@ -626,42 +497,6 @@ def refused_before_anything() -> None:
         model, optimizer = own(setup)
         with pytest.raises(RefusedError, match=f"adds parameters .*{wrapper} has already spread"):
             qkeel.apply(model.get_submodule("module") if setup == "ddp" else model, "qk_norm", optimizer)
-
-
-def a_late_stage_is_refused() -> None:
-    """Equal layers are applied to before their PipelineStage is made: no stage takes the first step, and none waits."""
-    for name in ("qk_clip", "z_loss"):
-        torch.manual_seed(0)
-        model = qkeel.nn.Attention(16, 4).double()
-        optimizer = adamw(model)
-        options: dict[str, Any] = {"module": "q_proj", "weight": "mean"} if name == "z_loss" else {}
-        handle = qkeel.apply(model, name, optimizer, **options)
-        stage = PipelineStage(model, dist.rank(), dist.world(), torch.device("cpu"))
-        x = torch.rand(4, 3, 16, dtype=torch.float64)
-        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, t: (y - t).square().mean())
-        schedule.step(x) if dist.rank() == 0 else schedule.step(target=x)
-        before = weights(model)
-        with pytest.raises(RefusedError, match="before the PipelineStage of this model was created"):
-            optimizer.step()
-        assert farthest(weights(model), before, 3) == 0
-        handle.remove()
-        distributed.barrier()  # as the passes before a step are
-        optimizer.step()
-        del stage, schedule
-
-
-def a_swapped_weight_stops_all() -> None:
-    """One process finds that a weight was replaced; the other, which waits for it in the clip, is told so."""
-    model, optimizer = own("one")
-    qkeel.apply(model, "qk_clip:threshold=0.1", optimizer)
-    if dist.rank() == 0:
-        query = model.get_submodule("blocks.0.attention.q_proj")
-        query.weight = nn.Parameter(query.weight.detach().clone())
-    with pytest.raises(RefusedError, match="has been replaced"):
-        own_step(model, optimizer)
-    dist.gather_messages("both have their error", "")
-    print("well", flush=True)
-    os._exit(0)  # a reduction that one process never joins is still under way
 
 
 def save(folder: Path) -> None:
@@ -712,14 +547,9 @@ FUNCTIONS: tuple[Callable[[], None], ...] = (
     misuses,
     some_misuses,
     a_state_that_one_process_lacks,
-    random_misuses,
     refused_before_anything,
-    a_late_stage_is_refused,
-    a_swapped_weight_stops_all,
     heads_that_fully_shard_cuts,
-    one_comes_late,
     stages_under_fully_shard,
-    inside_join,
 )
 WITH_FOLDER = (save, go_on)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import Any
 
@@ -27,7 +26,7 @@ from qkeel.remedies import REMEDIES, Remedy, Target, canonical, note, parse
 from qkeel.remedies.base import NoRemedy
 from qkeel.remedies.lalr import LALR
 
-from .models import assert_same, attention, decoder, snapshot, tokens, train
+from .models import assert_same, decoder, snapshot, tokens, train
 
 NORMS = ("qk_norm", "qkv_norm", "key_norm", "query_norm", "cosine")
 # Pairs that make no sense together, whichever comes first.
@@ -58,20 +57,6 @@ def apply(*args: Any, **options: Any) -> Handle:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-@pytest.mark.parametrize("name", [name for name in MECHANISMS if name not in ("peri_norm", "final_softcap")])
-def test_a_handle_restores_an_attention_without_a_model_around_it_bit_for_bit(name: str) -> None:
-    model, x = attention(torch.float32), torch.randn(1, 5, 16)
-    optimizer = adamw(model)
-    before, out = snapshot(model, optimizer), model(x)
-    handle = apply(model, name, optimizer)
-    assert handle.active
-    handle.remove()
-    handle.remove()
-    assert not handle.active
-    assert_same(before, snapshot(model, optimizer))
-    assert torch.equal(out, model(x))
 
 
 @pytest.mark.parametrize("name", quick(REMEDIES, lambda name: name in (*MECHANISMS, "qkv_norm", "dropout")))
@@ -177,15 +162,6 @@ def test_an_exception_inside_with_still_removes() -> None:
     assert_same(before, snapshot(model))
 
 
-def test_a_copy_of_a_treated_model_computes_the_same() -> None:
-    model = decoder()
-    optimizer = adamw(model)
-    with apply(model, "qk_norm+softcap+sigma_reparam", optimizer):
-        copied = copy.deepcopy(model).eval()
-        model.eval()
-        assert torch.equal(model(tokens()), copied(tokens()))
-
-
 # --- names
 
 
@@ -246,7 +222,7 @@ def test_a_wrong_name_or_option_is_one_clear_error(named: Any, options: Any, err
 def test_what_acts_on_steps_asks_for_the_optimizer(name: str) -> None:
     model = decoder()
     before = snapshot(model)
-    with pytest.raises(RefusedError, match=rf"{name} acts on optimizer steps: call qkeel.apply\('{name}', model, opt"):
+    with pytest.raises(RefusedError, match=rf"{name} acts on optimizer steps: call qkeel.apply\(model, '{name}'"):
         apply(model, f"softcap+{name}")
     assert_same(before, snapshot(model))
 
@@ -255,7 +231,7 @@ def test_the_wrong_kind_of_argument_is_one_clear_error() -> None:
     model = decoder()
     with pytest.raises(InvalidTypeError, match=r"expected a torch.nn.Module to apply remedies to, got int"):
         apply(3, "lalr")  # type: ignore[arg-type]
-    with pytest.raises(InvalidTypeError, match=r"expected a torch.optim.Optimizer, got StepLR"):
+    with pytest.raises(InvalidTypeError, match=r"expected a torch.optim.Optimizer or a list of them, got StepLR"):
         apply(model, "lalr", torch.optim.lr_scheduler.StepLR(adamw(model), 1))  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match="found no attention in this Linear"):
         apply(nn.Linear(2, 2), "lalr", None)

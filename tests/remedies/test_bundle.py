@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import qkeel
 from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.remedies.base import Target
 from qkeel.remedies.head_groups import HeadGroups, HeadView, factor_per_row, frobenius_norm, views_by_tensor
 from qkeel.remedies.head_weights import HeadWeights, check_weights
 from qkeel.sites import HeadSlice, find_sites
 
-from .models import attention, gradients, step_by
+from .models import attention
 
 
 def rows(index: Tensor, axis: int = 0) -> HeadSlice:
@@ -92,51 +91,6 @@ def test_every_layout_is_moved_and_scaled_as_weights_are_one_by_one(dtypes: tupl
             assert torch.allclose(sizes[first : first + s.n].double(), frobenius_norm(s.heads(before)), rtol=1e-6), i
 
 
-def test_copies_are_decayed_before_the_step_is_scaled() -> None:
-    case = Case(torch.float64)
-    keep, (bundle,) = torch.full_like(case.row, 0.5), case.bundles.all
-    keep[-1] = 1
-    old = case.numbers()
-    bundle.copy(None)
-    for w in case.weights:
-        w.mul_(3)
-    bundle.decay(keep)
-    bundle.interpolate(case.row)
-    for w, a, f in zip(case.weights, old, case.factors()):
-        scaled = (f != 1).expand_as(a)
-        assert torch.allclose(w[scaled], torch.lerp(0.5 * a, 3 * a, f.expand_as(a))[scaled], rtol=1e-14)
-        assert torch.equal(w[~scaled], 3 * a[~scaled])
-
-
-def test_they_are_made_anew_only_where_a_tensor_lies_elsewhere() -> None:
-    case = Case(torch.float32)
-    made = case.bundles.all
-    assert not case.bundles.update(case.parts())
-    assert case.bundles.all is made
-    case.weights[3].data = case.weights[3].data.clone()
-    assert case.bundles.update(case.parts())
-    assert case.bundles.all is not made
-
-
-@pytest.mark.parametrize("remedy", ["lalr:tau=0.3", "qk_weight_decay", "qk_lr:factor=0.5"])
-def test_weights_may_get_another_storage_or_dtype_between_steps(remedy: str) -> None:
-    found: list[nn.Module] = []
-    for change in (False, True):
-        model = attention(torch.float64)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with qkeel.apply(model, remedy, optimizer):
-            for i, grads in enumerate(gradients(model, 4)):
-                if change and i == 2:
-                    for p in model.parameters():
-                        p.data = p.data.clone()
-                if change and i == 3:
-                    model.float()
-                step_by(model, optimizer, {n: g.to(next(model.parameters()).dtype) for n, g in grads.items()})
-        found.append(model.double())
-    for a, b in zip(*(model.parameters() for model in found)):
-        assert (a - b).abs().max() < 1e-6
-
-
 def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused() -> None:
     model = attention()
     (site,) = find_sites(model)
@@ -150,36 +104,6 @@ def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused() -
                 HeadWeights.of(target)
         else:
             assert len(HeadWeights.of(target).parameters) == 2
-
-
-def test_factors_that_the_host_reads_are_applied_as_those_that_it_does_not() -> None:
-    found = []
-    for on_host in (False, True):
-        torch.manual_seed(0)
-        case = Case(torch.float32)
-        for bundle in case.bundles.all:
-            bundle.scale(case.row, on_host=on_host)
-        found.append(case.weights)
-    for a, b in zip(*found):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
-
-
-def test_parts_without_a_number_have_no_place_among_the_groups() -> None:
-    weights = [torch.randn(4, 3), torch.empty(4, 0), torch.randn(6, 3)]
-    slices = [rows(torch.arange(len(w)).view(2, -1)) for w in weights]
-    pairs = [
-        (view, view.weight) for _, _, own in views_by_tensor([*weights, None], [*slices, slices[0]]) for view in own
-    ]
-    groups = HeadGroups(lambda view: view.places([2, 2, 2]))
-    assert groups.update(pairs)
-    (group,) = groups.all
-    assert len(group.views) == 2
-    assert sorted(groups.firsts[i] for i in (0, 2)) == [0, 2]
-    group.scale(torch.tensor([0.5, 1.0, 9.0, 9.0, 2.0, 3.0, 1.0]))
-    old = [pair[1].clone() for pair in pairs]
-    group.scale(torch.tensor([2.0, 1.0, 9.0, 9.0, 0.5, 1 / 3, 1.0]))
-    torch.testing.assert_close(weights[0][:2], 2 * old[0][:2])
-    torch.testing.assert_close(weights[2], old[2] * torch.tensor([0.5] * 3 + [1 / 3] * 3)[:, None])
 
 
 def test_weights_are_finite_have_values_and_are_confirmed_before_a_remedy_takes_them() -> None:

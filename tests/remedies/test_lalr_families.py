@@ -166,13 +166,6 @@ def factors(family: str, change: Callable[[Layer], list[tuple[Part, float]]]) ->
     return found, layer
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "gpt_neox", "nn.TransformerEncoder"])
-def test_golden_o17_heads(family: str) -> None:
-    found, layer = factors(family, lambda x: [*((q, 5.0) for q in x.q), *((k, 3.0) for k in x.k)])
-    assert [found[q] for q in layer.q] == pytest.approx([1 / 3] * 4)
-    assert [found[k] for k in layer.k] == pytest.approx([1 / 5] * len(layer.k))
-
-
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v3 without a query latent"])
 def test_golden_o17_latent_attention_with_norms_on_the_latents(family: str) -> None:
     found, layer = factors(family, lambda x: [(q, 2.0) for q in x.q])

@@ -136,9 +136,6 @@ class Pooled(nn.Module):
         return ((q @ k.mT * D**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-def test_heads_that_are_channels_of_a_convolution_are_normed() -> None:
-    model, x = Pooled().double(), torch.randn(2, T, M, dtype=torch.float64)
-    q, k, v = (conv(x.mT).mT.unflatten(-1, (H, D)).transpose(1, 2) for conv in (model.q, model.k, model.v))
-    expected = ((unit(q) @ unit(k).mT * D**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
-    with qkeel.apply(model, "qk_norm", batch=x):
-        torch.testing.assert_close(model(x), expected)
+def test_heads_that_are_channels_of_a_convolution_are_refused() -> None:
+    with pytest.raises(RefusedError, match="the queries are not the last dimension of a module's output"):
+        qkeel.apply(Pooled(), "qk_norm", batch=torch.randn(2, T, M))

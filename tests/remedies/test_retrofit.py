@@ -1,4 +1,4 @@
-"""retrofit: a norm in a trained model, fitted so that it hardly shows, blended in, taken out bit for bit, exported."""
+"""retrofit: a norm in a trained model, fitted so that it hardly shows, taken out bit for bit, exported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RefusedError
 from qkeel.remedies.change_norm import HeadNorm
-from qkeel.remedies.retrofit import Retrofit, RetrofitConfig, retrofit
+from qkeel.remedies.retrofit import RetrofitConfig, retrofit
 from qkeel.remedies.retrofit.fit_gains import Balance, least_squares
 from qkeel.remedies.retrofit.replay import QueryRows, Reference, captured
 from qkeel.sites import find_sites
@@ -216,44 +216,8 @@ def test_least_squares_recovers_a_scale_per_head_and_ignores_what_softmax_ignore
     assert torch.allclose(least_squares([one], [two], shared=True), torch.log(torch.tensor([3.0]).double()))
 
 
-def test_a_norm_is_blended_in_over_the_optimizers_steps(llama: nn.Module, batches: list[Tensor]) -> None:
-    model = copy.deepcopy(llama)
-    out = model(batches[0]).logits
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    how = RetrofitConfig(iterations=0, anneal=4)
-    found = retrofit(model, "qk_norm", batches[:1], optimizer=optimizer, config=how)
-    assert found.share == 0
-    assert torch.equal(model(batches[0]).logits, out)
-    gaps, shares = [], []
-    for _ in range(6):
-        model(batches[0]).logits.sum().backward()
-        optimizer.step()
-        shares.append(found.share)
-        gaps.append((model(batches[0]).logits - out).abs().max().item())
-    assert shares == [0.25, 0.5, 0.75, 1, 1, 1]
-    assert gaps[0] < gaps[1] < gaps[3] == gaps[5]
-    whole = model(batches[0]).logits
-    found.remove()
-    assert torch.equal(model(batches[0]).logits, out)
-    with retrofit(model, "qk_norm", batches[:1], config=RetrofitConfig(iterations=0)):
-        assert torch.equal(model(batches[0]).logits, whole)
-
-
-def test_blending_resumes_from_a_checkpoint_and_by_hand(llama: nn.Module, batches: list[Tensor]) -> None:
-    def fresh() -> tuple[nn.Module, Retrofit]:
-        model = copy.deepcopy(llama)
-        return model, retrofit(model, "qk_norm", batches[:1], config=RetrofitConfig(iterations=0, anneal=10))
-
-    model, found = fresh()
-    found.advance(3)
-    other, resumed = fresh()
-    resumed.load(found.state())
-    assert resumed.share == 0.3
-    assert torch.equal(model(batches[0]).logits, other(batches[0]).logits)
-
-
 @pytest.mark.parametrize("gain", ["dim", "head"])
-def test_own_models_are_retrofitted_and_blended_too(gain: str) -> None:
+def test_own_models_are_retrofitted_too(gain: str) -> None:
     model = decoder(n_kv_heads=2)
     train(model, torch.optim.AdamW(model.parameters(), lr=0.01), 30)
     model.zero_grad()
@@ -261,19 +225,9 @@ def test_own_models_are_retrofitted_and_blended_too(gain: str) -> None:
         for block in model.blocks:
             block.attention.q_proj.weight.mul_(4)
     given, before = [tokens(8, 12)], snapshot(model)
-    out = model(given[0])
     with retrofit(model, f"qk_norm:gain={gain}", given, config=RetrofitConfig(iterations=4, distil=10)) as found:
         report = found.report
         assert report.gap.kl < report.fitted.kl < report.naive.kl
-    assert_same(before, snapshot(model))
-    found = retrofit(model, f"qk_norm:gain={gain}", given, config=RetrofitConfig(iterations=4, anneal=2))
-    assert torch.equal(model(given[0]), out)
-    found.advance()
-    half = model(given[0])
-    found.advance()
-    assert not torch.equal(half, model(given[0]))
-    assert "RMS" in model.blocks[0].attention.spec.explain()
-    found.remove()
     assert_same(before, snapshot(model))
 
 
@@ -317,10 +271,8 @@ def test_what_is_normed_already_or_has_nothing_to_fit_is_refused_and_left_alone(
         {"iterations": 1.5},
         {"lr": 0.0},
         {"eps": -1.0},
-        {"anneal": True},
-        {"distil": 1, "anneal": 1},
     ):
-        with pytest.raises(InvalidValueError, match=r"expected|not both"):
+        with pytest.raises(InvalidValueError, match="expected"):
             RetrofitConfig(**options)  # type: ignore[arg-type]
     assert_same(before, snapshot(llama))
 
@@ -366,12 +318,7 @@ def test_an_export_is_what_the_model_computes_or_is_refused(
     model = copy.deepcopy(llama)
     with pytest.raises(RefusedError, match="q and k are not normed yet"):
         qkeel.export(model, "qwen3", tmp_path / "a")
-    found = retrofit(
-        model, "qk_norm:gain=one_plus_dim", batches[:1], config=RetrofitConfig(iterations=1, anneal=2, eps=1e-3)
-    )
-    with pytest.raises(RefusedError, match="still being blended in"):
-        qkeel.export(model, "qwen3", tmp_path / "a")
-    found.advance(2)
+    retrofit(model, "qk_norm:gain=one_plus_dim", batches[:1], config=RetrofitConfig(iterations=1, eps=1e-3))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(qkeel.export(model, "qwen3", tmp_path / "b"))
     logits = model(batches[0]).logits
     assert (loaded.eval()(batches[0]).logits - logits).abs().max() <= 1e-6 * logits.abs().max()
@@ -475,12 +422,3 @@ def test_a_llama_reordered_and_normed_over_all_heads_is_an_olmo_2(batches: list[
     assert type(loaded).__name__ == "Olmo2ForCausalLM"
     logits = model(batches[0]).logits
     assert (loaded.eval()(batches[0]).logits - logits).abs().max() <= 1e-6 * logits.abs().max()
-
-
-@pytest.mark.slow
-def test_a_longer_trained_model_is_ten_times_closer_too(batches: list[Tensor], held_out: list[Any]) -> None:
-    model = trained(1000, width=96, layers=3)
-    reference, naive = naive_kl(model, held_out)
-    with retrofit(model, "qk_norm", batches, config=RetrofitConfig(iterations=30, distil=150, lr=3e-3)) as found:
-        assert found.report.gap.kl < found.report.naive.kl / 10
-        assert reference.gap().kl < naive / 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.monitor.small import batch, small
+from tests.contract.watch.small import batch, small
 
 import qkeel
 from qkeel.errors import RefusedError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.monitor.small import batch, small
+from tests.contract.watch.small import batch, small
 from torch import nn
 
 import qkeel
@@ -29,7 +29,7 @@ class Run:
                 qkeel.apply(model, REMEDIES, self.optimizer, batch=example)
         elif how:
             given: Any = dict(zip("ab", self.models)) if how == "by name" else self.models
-            shown: dict[str, Any] = {"example": examples} if how == "examples" else {"sites": sites}
+            shown: dict[str, Any] = {"batch": examples} if how == "examples" else {"sites": sites}
             shown = {"sites": dict(zip("ab", sites))} if how == "by name" else shown
             self.handle = qkeel.apply(given, REMEDIES, self.optimizer, **shown)
 
@@ -80,14 +80,14 @@ def test_what_cannot_be_applied_as_one_changes_nothing() -> None:
     for given, options, error, words in [
         ([], {}, InvalidValueError, "at least one model to apply remedies to"),
         ([run.models[0], run.models[0]], {}, InvalidValueError, "give each only once"),
-        (run.models, {"example": batch(0)}, InvalidTypeError, "examples of each of the models"),
+        (run.models, {"batch": batch(0)}, InvalidTypeError, "batches of each of the models"),
         (
             run.models,
             {"sites": qkeel.find_sites(run.models[0], batch(0))[:0]},
             RefusedError,
             "no module with the name of any site",
         ),
-        ([run.models[0], nn.Linear(8, 8)], {"example": [batch(0), batch(0)]}, RefusedError, "no attention"),
+        ([run.models[0], nn.Linear(8, 8)], {"batch": [batch(0), batch(0)]}, RefusedError, "no attention"),
     ]:
         with pytest.raises(error, match=words):
             qkeel.apply(given, REMEDIES, run.optimizer, **options)  # type: ignore[arg-type]

@@ -215,7 +215,7 @@ def test_what_makes_the_final_logits_is_observed_or_named() -> None:
 
     with pytest.raises(RefusedError, match=r"has none\. Name the module"):
         qkeel.apply(Odd(), "final_softcap", batch=tokens())
-    with pytest.raises(RefusedError, match="Pass an example batch"):
+    with pytest.raises(RefusedError, match="Pass a batch"):
         qkeel.apply(Odd(), "z_loss")
     with pytest.raises(RefusedError, match=r"no module 'inner.hed'"):
         qkeel.apply(Odd(), "z_loss:module=inner.hed")

@@ -9,7 +9,6 @@ from torch.nn.utils import parametrize
 
 import qkeel
 from qkeel import find_sites
-from qkeel.errors import RefusedError
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig
 from qkeel.nn.mla import LatentSizes
 from qkeel.sites import HeadSlice, Tap
@@ -114,11 +113,6 @@ def test_a_parametrized_weight_is_found_under_its_original() -> None:
     name = find_sites(model)[0].query[0].parameter
     assert name == "0.q_proj.parametrizations.weight.original"
     assert model.get_parameter(name).shape == (16, 16)
-
-
-def test_a_model_without_attention_is_refused() -> None:
-    with pytest.raises(RefusedError, match="found no attention"):
-        find_sites(nn.Sequential(nn.Linear(2, 2)))
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -288,44 +287,6 @@ def test_watching_computes_the_same_and_shows_the_same_signature() -> None:
         with CaptureMode(model, lambda s: None):
             assert inspect.signature(flex_attention) == signature
             assert torch.equal(model(q, k, v), expected)
-
-
-def test_another_thread_passes_unseen() -> None:
-    q, k, v = parts("thread")
-    model = Flex(functools.partial(flex_attention, enable_gqa=True))
-    found: list[CapturedCall] = []
-    with torch.no_grad(), CaptureMode(model, found.append):
-        other = threading.Thread(target=model, args=(q, k, v))
-        other.start()
-        other.join()
-        assert found == []
-        model(q, k, v)
-    assert len(found) == 1
-
-
-def test_two_threads_that_watch_see_their_own_calls_each() -> None:
-    q, k, v = parts("threads")
-    model = Flex(functools.partial(flex_attention, enable_gqa=True))
-    counts: dict[int, int] = {}
-    barrier = threading.Barrier(2)
-
-    def work(calls: int) -> None:
-        found: list[CapturedCall] = []
-        with torch.no_grad(), CaptureMode(Flex(model.call), found.append):
-            barrier.wait()
-            for _ in range(calls):
-                flex_attention(q, k, v, enable_gqa=True)
-            barrier.wait()
-        counts[calls] = len(found)
-
-    before = code()
-    threads = [threading.Thread(target=work, args=(n,)) for n in (1, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert counts == {1: 1, 3: 3}
-    assert code() == before
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import qkeel
 from qkeel import apply, find_sites, watch
 from qkeel.errors import RefusedError
 from qkeel.records import RunDirectory
@@ -247,20 +245,6 @@ def test_what_find_sites_sees_in_a_script_the_tap_the_monitor_and_the_clip_see_t
     assert not torch.equal(m.odd.q.weight, before)
 
 
-def test_a_tap_looks_for_scripts_once_and_changes_nothing_by_it() -> None:
-    m = Model(lambda _, z: z)
-    passes: list[int] = []
-    m.odd.register_forward_hook(lambda *_: passes.append(1))
-    torch.manual_seed(2)
-    stream = torch.get_rng_state()
-    with torch.no_grad(), Tap(m) as tap:
-        for _ in range(3):
-            m(x())
-    assert len(passes) == 4
-    assert len(tap.read()) == 2
-    assert torch.equal(torch.get_rng_state(), stream)
-
-
 def test_a_monitor_and_a_clip_that_see_no_call_say_so_once() -> None:
     class Sometimes(Model):
         attends = True
@@ -283,11 +267,6 @@ def test_a_monitor_and_a_clip_that_see_no_call_say_so_once() -> None:
         "a pass that should have been measured made no attention call",
         "qk_clip saw no attention call in training mode between two steps of the optimizer",
     ]
-
-
-def test_the_hosts_log_keeps_its_level() -> None:
-    assert logging.getLogger("qkeel").level == logging.NOTSET
-    assert qkeel.sites.Sites([]).missed == ()
 
 
 class Either(nn.Module):

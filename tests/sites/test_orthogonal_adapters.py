@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.monitor.small import Small, batch
+from tests.contract.watch.small import Small, batch
 from torch import Tensor, nn
 
 import qkeel

@@ -216,14 +216,11 @@ def test_deepseek_v4_of_transformers_is_seen_as_its_own_weights_say(transformers
     model, ids = v4(transformers), torch.randint(0, 50, (2, 24), generator=torch.Generator().manual_seed(2))
     given: list[Tensor] = []
     scorer = model.get_submodule("model.layers.1.self_attn.compressor.indexer.scorer")
-    made: list[tuple[Tensor, ...]] = []
     with qkeel.watch(model, stats="all+chosen") as monitor:
         model(ids)
         hook = scorer.register_forward_hook(lambda module, args, out: given.append(out.detach().double()))
-        more = scorer.register_forward_hook(lambda module, args, out: made.append(tuple(x.double() for x in args)))
         weights = model(ids, output_attentions=True).attentions
         hook.remove()
-        more.remove()
         sample = monitor.sample
     assert sample is not None
     assert [*sample.types.values()] == ["window", "compressed", "compressed"]
@@ -241,12 +238,6 @@ def test_deepseek_v4_of_transformers_is_seen_as_its_own_weights_say(transformers
     expected = index.masked_fill(~reached, -torch.inf).amax().item()
     assert sample.heads["index_max_logit"][1, 0] == pytest.approx(expected, rel=1e-5)
     assert np.isnan(sample.heads["index_max_logit"][[0, 2]]).all()
-    ((q, keys, hidden),) = made
-    w = hidden @ scorer.get_parameter("weights_proj.weight").double().mT  # before the scale 2 ** -0.5 of two heads
-    assert sample.heads["index_query_norm"][1, 0] == pytest.approx(q.norm(dim=-1).mean().item(), rel=1e-5)
-    assert sample.heads["index_key_norm_max"][1, 0] == pytest.approx(keys.norm(dim=-1).max().item(), rel=1e-5)
-    assert sample.heads["index_weight_mean"][1, 0] == pytest.approx(w.mean().item() / 2**0.5, rel=1e-4)
-    assert sample.heads["index_weight_negative"][1, 0] == (w < 0).double().mean().item()
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -268,24 +259,8 @@ def test_deepseek_v32_of_transformers_is_sparse_and_has_indexers(transformers: A
     assert [one.name.removesuffix("#index") for one in sites.indexers] == [site.name for site in sites]
     short = qkeel.find_sites(model, ids[:, :6])  # every key is among the six best
     assert [site.layer_type for site in short] == ["latent", "latent"]
-    parts = {name: [] for name in ("wq_b", "k_norm", "weights_proj")}
-    indexers = [layer.self_attn.indexer for layer in model.model.layers]
     with qkeel.watch(model, sites=sites, stats="all+chosen") as monitor:
         for _ in range(3):
             model(ids)
             assert monitor.sample is not None
             assert np.isfinite(monitor.sample.heads["index_entropy"][:, 0]).all()
-        for name, found in parts.items():
-            for one in indexers:
-                getattr(one, name).register_forward_hook(lambda m, args, out, found=found: found.append(out.double()))
-        model(ids)
-        sample = monitor.sample
-    assert sample is not None
-    heads = sample.heads
-    for layer, (q, k, w) in enumerate(zip(*parts.values(), strict=True)):  # a rotation keeps the length
-        q, w = q.unflatten(-1, (2, 8)).norm(dim=-1), w / 2**0.5
-        truth = {"query_norm": q.mean(), "query_norm_max": q.max(), "key_norm": k.norm(dim=-1).mean()}
-        truth |= {"key_norm_max": k.norm(dim=-1).max(), "weight_mean": w.mean(), "weight_max": w.abs().max()}
-        truth |= {"weight_negative": (w < 0).double().mean()}
-        for name, x in truth.items():
-            assert heads[f"index_{name}"][layer, 0] == pytest.approx(x.item(), rel=1e-5, abs=1e-7), name

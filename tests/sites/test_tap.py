@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkeel import preset
-from qkeel.capture import intercept
 from qkeel.functional.statistics import TENSORS, LogitStats, merge
 from qkeel.kernels.statistics import logit_stats
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig, KVCache
@@ -64,24 +63,6 @@ def test_reading_starts_anew_and_calls_between_reads_merge() -> None:
         both = tap.read()
     for name in both:
         assert same(both[name], merge(first[name], second[name]))
-
-
-def test_a_tap_changes_no_bit_of_training() -> None:
-    def trained(tapped: bool) -> dict[str, Tensor]:
-        model = decoder(dropout=0.2)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        torch.manual_seed(5)
-        tap = Tap(model) if tapped else None
-        for step in range(3):
-            loss = nn.functional.cross_entropy(model(tokens(step)).flatten(0, 1), tokens(step + 9).flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        assert tap is None or tap.read()
-        return model.state_dict()
-
-    for (name, a), b in zip(trained(False).items(), trained(True).values()):
-        assert torch.equal(a, b), name
 
 
 def test_after_remove_nothing_is_watched_and_a_second_tap_is_its_own() -> None:
@@ -159,47 +140,6 @@ def test_a_module_used_twice_is_one_site_and_its_calls_merge() -> None:
         stats = tap.read()
         assert list(stats) == ["0"]
         assert stats["0"].n_queries.tolist() == [6, 6]
-
-
-def test_where_the_number_of_key_heads_is_known_no_keys_are_compared_which_would_wait_for_a_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Repeated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q, self.k))
-            k = k.repeat_interleave(2, 1)
-            return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
-
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Repeated(), nn.Linear(16, 16)), torch.randn(2, 6, 16)
-    found = []
-    for known in (False, True):
-        with Tap(model) as tap:
-            if known:
-                tap.sites = find_sites(model, x)
-                monkeypatch.setattr(intercept, "fewest_keys", None)  # it is not called
-            model(x)
-            found.append(tap.read()["0"])
-    assert same(*found)
-    assert len(found[1].key_norm) == 2
-
-
-def test_the_inside_of_own_modules_is_not_followed_which_would_wait_for_a_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def followed(*_: object, **__: object) -> None:
-        raise AssertionError("followed")
-
-    monkeypatch.setenv("QKEEL_NATIVE", "0")  # by operators of torch, one by one
-    monkeypatch.setattr(intercept.CaptureMode, "_read", followed)
-    model = nn.Sequential(Attention(16, 4), Attention(16, 2))
-    with Tap(model) as tap:
-        model(torch.randn(2, 5, 16))  # the first pass, which is searched for attention of others; a fault would warn
-        assert set(tap.read()) == {"0", "1"}
 
 
 class _Far(nn.Module):

@@ -358,16 +358,6 @@ def flex_call(
 # --- ScoresCall: a captured call of hand-written attention, and the statistics of the scores its softmax received
 
 
-class IndexVectors(NamedTuple):
-    """The tensors from which an indexer's scores were computed: queries and keys, and the factors of its heads. The
-    last dimension of queries and keys is that of the vectors; the others match the scores' dimensions, with size 1
-    where the vectors are shared."""
-
-    queries: Tensor
-    keys: Tensor
-    weights: tuple[Tensor, ...]
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoresCall:
     """The logits [b h t s] before the cap, the `capped` logits that the softmax received, and which pairs are hidden.
@@ -379,7 +369,7 @@ class ScoresCall:
     else the sum contains. `query_mask` [b t] is False for query rows that are left out of the statistics; `classes`
     splits the statistics. If `gathered` is True, the keys were picked for each query, so a column does not belong to a
     single key and the first key of a row is unknown; sink_share is then NaN. `sink` is the logsumexp of the attached
-    columns that are not keys, if there are any. `index` holds the tensors from which an indexer's scores were computed.
+    columns that are not keys, if there are any.
     """
 
     spec: AttentionSpec
@@ -395,7 +385,6 @@ class ScoresCall:
     classes: TokenClasses | None = None
     gathered: bool = False
     sink: Float[Tensor, "b h t"] | None = None
-    index: Callable[[], IndexVectors | None] | None = None
 
     @property
     def headless(self) -> bool:

@@ -356,7 +356,7 @@ class CaptureMode(CallObserver):
         known = self.index_layouts(frame.name)
         frame.indexes += 1
         try:
-            call = index_call(tag, x, frame, self.handwritten.tags, known=known, names=self._names)
+            call = index_call(tag, x, frame, known=known, names=self._names)
         except Exception as error:  # the attention after it is still observed
             caution(f"the scores by which {frame.name or 'the model itself'} chooses keys cannot be read: {error}")
             return

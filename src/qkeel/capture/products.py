@@ -308,7 +308,7 @@ class Lost:
     is something else. `others` are further possible numbers of queries, because a product does not distinguish heads
     from queries if all heads share their keys. `doubtful` is True if only a size in `others` still occurs, so that a
     softmax over the tensor is not certain to be attention. `frame` is the module call in which the product was made,
-    `parts` are the products, and `factors` are tensors by which their sum was multiplied.
+    `parts` are the products.
     """
 
     operation: str
@@ -317,7 +317,6 @@ class Lost:
     columns: int
     others: frozenset[int] = frozenset()
     parts: tuple[Product, ...] = ()
-    factors: tuple[Tensor, ...] = ()
     doubtful: bool = False
 
     def passes_to(self, out: Tensor) -> bool:

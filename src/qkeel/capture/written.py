@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.calls import HIDES, HeadLayout, IndexVectors, ScoresCall, fewest_keys, head_counts, layout
+from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, fewest_keys, head_counts, layout
 from qkeel.capture.example import ModuleCall
 from qkeel.capture.products import (
     ELEMENTWISE,
@@ -134,9 +134,6 @@ class EagerAttentionTracer:
             if name in PRODUCTS:
                 self.lost.product(name, (args, kwargs), out)
             else:
-                if name in ("mul", "multiply", "imul"):
-                    others = [a for a in (*args, *kwargs.values()) if a is not place and isinstance(a, Tensor)]
-                    tag = dataclasses.replace(tag, factors=(*tag.factors, *others))
                 self.lost.go_on(name, frame, tag, out)
         elif isinstance(tag, Scores) and place is not None:
             self._scores(name, frame, tag, place, (args, kwargs), out)
@@ -477,7 +474,6 @@ def index_call(
     tag: Scores | Lost,
     x: Tensor,
     frame: ModuleCall,
-    tags: Tags,
     *,
     known: HeadLayout | None,
     names: dict[int, str] | None,
@@ -487,7 +483,8 @@ def index_call(
 
     A pair is hidden if a mask of the same value would hide it, or if it is always chosen (+inf).
     """
-    of, tag = tag, tag if isinstance(tag, Scores) else Scores(parts=(), frame=tag.frame)
+    if isinstance(tag, Lost):
+        tag = Scores(parts=(), frame=tag.frame)
     keys, x = x.ndim - 1, x.detach()
     parts = [_sides(part, x, keys, (0, x.shape[keys])) for part in tag.parts]
     with torch.set_grad_enabled(names is not None):
@@ -504,26 +501,7 @@ def index_call(
         q=None,
         k=None,
         layout=how,
-        index=lambda: _index_vectors(of, tags),
     )
-
-
-def _index_vectors(tag: Scores | Lost, tags: Tags) -> IndexVectors | None:
-    """The tensors from which an indexer's scores Σ_j w_j f(q_j·k) are computed, where w multiplies f(q·k) element by
-    element or in a product that is summed over j. None if the product of q and k is unknown."""
-    summed = []
-    for a, b in [part.operands for part in tag.parts]:
-        for x, other in ((a, b), (b, a)):
-            if isinstance(inner := tags.get(x), Lost):
-                tag, summed = inner, [other]
-    # A factor that varies along keys is a mask.
-    factors = [x for x in tag.factors if x.numel() == 1 or x.shape[-1] == 1] if isinstance(tag, Lost) else []
-    sides = tag.parts[0].sides if len(tag.parts) == 1 else None
-    if sides is None or sides[0].varies(-1) == sides[1].varies(-1):  # the last dimension is the key dimension
-        return None
-    query, key = sides if sides[1].varies(-1) else sides[::-1]
-    q, k = (side.picked(narrowed(side.index)).detach() for side in (query, key) if side.index is not None)
-    return IndexVectors(q, k, tuple([w.detach() for w in (*factors, *summed)]))
 
 
 @torch.no_grad()

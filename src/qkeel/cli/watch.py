@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 from cyclopts import Parameter
 
-from qkeel.autopilot import policy as known_policy
+from qkeel.autopilot import named_policy
 from qkeel.cli.commands import OK
 from qkeel.cli.parameters import Switch, Unset
 from qkeel.cli.watched_program import (
@@ -109,7 +109,7 @@ def watch(
     place = out or Path("qkeel-runs") / program.title
     named = policy or ("ladder" if autopilot else None)
     if named is not None:
-        known_policy(named)
+        named_policy(named)
     plan = WatchPlan(
         cadence=cadence,
         out=place.absolute(),

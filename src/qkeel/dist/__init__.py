@@ -3,7 +3,6 @@
 from qkeel.dist.agreement import (
     PATIENCE,
     ApartError,
-    Membership,
     StepExchange,
     StepMaxima,
     agreed_collectives,
@@ -38,7 +37,6 @@ from qkeel.dist.sharding import (
 
 __all__ = [
     "ApartError",
-    "Membership",
     "PATIENCE",
     "PartialSums",
     "Span",

@@ -340,55 +340,6 @@ def _unlike(words: Sequence[str]) -> str:
     return f"On process 0: {words[0]}. On process {other}: {words[other]}"
 
 
-@final
-class Membership:
-    """A change that every process of a run has made, and that all processes must remove after the same step.
-
-    Processes that train one model wait for each other in every step. What a process stored before a step is therefore
-    visible to the others once they have run the step's passes, so it is enough to read the store without waiting.
-    """
-
-    def __init__(self, what: str) -> None:
-        self._what, self._steps, self._here, self._refused = what, 0, True, -1
-        self._head = f"{_ROUND}/left/{_number()}"
-        self._over = False  # True once the store is gone, so that no process can be informed
-
-    def leave(self) -> None:
-        """Records that this process has removed the change, unless the store is gone."""
-        self._here = False
-        try:
-            store = process_store()
-            store.set(f"{self._head}/{rank()}", str(self._steps))
-            store.compare_set(self._head, "", str(self._steps))
-        except (DistError, ValueError):  # the store's host has ended, or this process has left its group
-            self._over = True
-
-    def step(self) -> bool:
-        """Checks membership before a step; returns False once no more checks are needed.
-
-        Raises:
-            ApartError: not all processes removed the change before the same step.
-        """
-        if self._over:
-            return False
-        store = process_store()
-        if self._here and not (store.check([self._head]) and int(store.get(self._head).decode()) <= self._steps):
-            self._steps += 1
-            return True
-        keys = [f"{self._head}/{other}" for other in range(world())]
-        steps = [int(store.get(key).decode()) if store.check([key]) else None for key in keys]
-        refused = f"{self._head}/refused/{self._steps}"  # once one rank refuses this step, all do
-        if len(set(steps)) == 1 and (self._refused == self._steps or not store.check([refused])):
-            return False
-        store.set(refused, "")
-        self._refused = self._steps
-        raise ApartError(
-            f"{self._what} was not removed on all processes of this run after the same step: the number of steps that "
-            f"each took with it is {', '.join('not yet known' if n is None else str(n) for n in steps)}. The step was "
-            "not taken; remove the change on every process after the same step"
-        )
-
-
 # Collectives that do not wait forever for a process that has failed.
 
 _FAILED_THERE = "qkeel/failed"

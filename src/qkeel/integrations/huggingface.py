@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qkeel.autopilot import Policy, attach
+from qkeel.autopilot import Ladder, attach
 from qkeel.capture.example import same_random_streams
 from qkeel.errors import RefusedError, caution, needed
 from qkeel.frames import Foreign
@@ -229,7 +229,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
         rules: Sequence[Rule] | None = None,
         query_mask: MaskSource | None = "attention_mask",
         per_layer: bool = True,
-        autopilot: bool | str | Policy = False,
+        autopilot: bool | str | Ladder = False,
     ) -> None:
         super().__init__(every, sinks, rules, query_mask, autopilot)
         self._per_layer = per_layer

@@ -8,7 +8,7 @@ from typing import final
 
 from torch import nn
 
-from qkeel.autopilot import Policy, attach
+from qkeel.autopilot import Ladder, attach
 from qkeel.errors import InvalidValueError, needed
 from qkeel.handle import State
 from qkeel.integrations.watched_training import CALLBACK_CADENCE, Sinks, WatchedTraining
@@ -54,7 +54,7 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
         sinks: Sinks = (),
         rules: Sequence[Rule] | None = None,
         query_mask: MaskSource | None = None,
-        autopilot: bool | str | Policy = False,
+        autopilot: bool | str | Ladder = False,
         batch: object = None,
     ) -> None:
         super().__init__(every, sinks, rules, query_mask, autopilot)

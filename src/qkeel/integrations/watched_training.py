@@ -9,7 +9,7 @@ from typing import Literal, final
 from torch import nn
 from torch.optim import Optimizer
 
-from qkeel.autopilot import Autopilot, Policy, policy
+from qkeel.autopilot import Autopilot, Ladder, named_policy
 from qkeel.errors import InvalidTypeError
 from qkeel.frames import Foreign
 from qkeel.monitor import Adaptive, Alarm, Cadence, Rule, Sample, Sink
@@ -96,14 +96,14 @@ class WatchedTraining:
         sinks: Sinks,
         rules: Sequence[Rule] | None,
         query_mask: MaskSource | None,
-        autopilot: bool | str | Policy,
+        autopilot: bool | str | Ladder,
     ) -> None:
         super().__init__()  # initialises the trainer's callback class
         self.monitor: Monitor | None = None
         self.pilot: Autopilot | None = None
-        self._policy: str | Policy | Literal[False] = "ladder" if autopilot is True else autopilot
+        self._policy: str | Ladder | Literal[False] = "ladder" if autopilot is True else autopilot
         if self._policy is not False:
-            policy(self._policy, parameters=False)
+            named_policy(self._policy, parameters=False)
         self._every, self._rules, self._query_mask = every, rules, query_mask
         self._sinks = [sinks] if isinstance(sinks, (Sink, str, Path)) else list(sinks)
         self._queue = SampleQueue()

@@ -14,7 +14,7 @@ from qkeel.kernels.native.operators import NONE, WHOLE, functions, norm_rope, no
 from qkeel.kernels.triton import available
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall
-from qkeel.spec.norm import Norm, NormedPart, NormKind
+from qkeel.spec.norm import Norm, NormKind
 from qkeel.spec.rope import Position, Rope
 from qkeel.spec.slot import Keys, Params, PosK, PosQ, Queries, Values
 
@@ -127,7 +127,7 @@ def fused(
     if operator is None or (plan.on_gpu and (operator is norm_rope or not _fits(plan, q, k))):
         return None
     step = {"step": 2} if plan.position is not None and plan.position.pairing == "interleaved" else {}
-    gain_q, gain_k = _gain(plan, "q", params), _gain(plan, "k", params)
+    gain_q, gain_k = plan.norm.weight("q", params), plan.norm.weight("k", params)
     table_q, table_k = _tables(plan, q, k, pos_q, pos_k)
     kinds = plan.kind_q, plan.kind_k
     at_once = table_q is table_k and (table_q is not None or all(kinds))
@@ -159,7 +159,7 @@ def _directly(
     native = functions()
     if native is None:
         return None
-    gain_q, gain_k = _gain(plan, "q", params), _gain(plan, "k", params)
+    gain_q, gain_k = plan.norm.weight("q", params), plan.norm.weight("k", params)
     cos = sin = None
     if plan.position is not None:
         place = native.place(pos_q)
@@ -245,12 +245,6 @@ def _one(
     if kind == NONE:
         return x if table is None else operator(x, None, table, NONE, 0.0, False)
     return operator(x, gain, table, kind, eps, _keeps(x, gain))
-
-
-def _gain(plan: _EncodePlan, part: NormedPart, params: Params) -> Tensor | None:
-    """Returns the gain as [], [d], [h 1] or [h d] or, for a stack of runs, as [h 1 1|d]."""
-    gain = plan.norm.weight(part, params)
-    return gain[:, 0] if gain is not None and gain.ndim == 3 else gain
 
 
 def _keeps(x: Tensor, gain: Tensor | None) -> bool:

@@ -4,13 +4,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from qkeel.lab.build_run import learning_rate
+    from qkeel.lab.checkpoint import computed_with
     from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
     from qkeel.lab.execute import Execution, StudyResult, make_plan, run_plan, study
     from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun, Study, product
     from qkeel.lab.run_record import Watcher
     from qkeel.lab.studies import find_study
     from qkeel.lab.train import run
-    from qkeel.records import RunDirectory
+    from qkeel.records import RunDirectory, RunStatus
 
 __all__ = [
     "DataConfig",
@@ -24,10 +26,13 @@ __all__ = [
     "PlannedRun",
     "RunConfig",
     "RunDirectory",
+    "RunStatus",
     "Study",
     "StudyResult",
     "Watcher",
+    "computed_with",
     "find_study",
+    "learning_rate",
     "make_plan",
     "product",
     "run",
@@ -41,14 +46,16 @@ _HOMES = {
     **dict.fromkeys(("Execution", "StudyResult", "make_plan", "run_plan", "study"), "execute"),
     **dict.fromkeys(("Grid", "LongContexts", "Plan", "PlannedRun", "Study", "product"), "plan"),
     "Watcher": "run_record",
+    "computed_with": "checkpoint",
     "find_study": "studies",
+    "learning_rate": "build_run",
     "run": "train",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name == "RunDirectory":
-        return importlib.import_module("qkeel.records").RunDirectory
+    if name in ("RunDirectory", "RunStatus"):
+        return getattr(importlib.import_module("qkeel.records"), name)
     if name not in _HOMES:
         raise AttributeError(f"module 'qkeel.lab' has no attribute {name!r}")
     return getattr(importlib.import_module(f"qkeel.lab.{_HOMES[name]}"), name)

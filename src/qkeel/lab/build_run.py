@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from qkeel import remedies
-from qkeel.autopilot import attach
-from qkeel.autopilot.policy import spelled
+from qkeel.autopilot import attach, named_policy
 from qkeel.errors import InvalidValueError
 from qkeel.functional.bounds import newton_schulz
 from qkeel.handle import Handle
@@ -232,7 +231,9 @@ def canonical(text: str) -> str:
         raise InvalidValueError(
             f"expected autopilot without other remedies, because the autopilot chooses the remedies, got {text!r}"
         )
-    return spelled(Term(POLICY, term.options)).replace(POLICY, AUTOPILOT, 1)
+    ladder = str(Term(POLICY, term.options))
+    named_policy(ladder, parameters=False)
+    return ladder.replace(POLICY, AUTOPILOT, 1)
 
 
 def _is_autopilot(text: str) -> bool:

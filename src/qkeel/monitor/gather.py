@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, final
 
 import numpy as np
@@ -47,91 +47,8 @@ class PartialValue:
     own: bool = False
 
 
-GivenNumbers = Mapping[
-    NumberKey, Tensor | PartialValue
-]  # all processes that hold the same weights know the same tensor
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SentRow:
-    """One named number for many sites, with one value per head or one per site.
-
-    Args:
-        name: the name of the number.
-        sites: the names of the sites.
-        counts: the number of heads of each site; () if there is one value per site.
-        values: [heads of all sites], or [sites].
-        weight: the number of tokens or other data over which each value is a mean; None for values that all processes
-            know.
-        how: how the values of several processes are combined, see PartialValue.
-    """
-
-    name: str
-    sites: tuple[str, ...]
-    counts: tuple[int, ...]
-    values: Tensor
-    weight: int | None = None
-    how: Reduction = "mean"
-
-    def split(self) -> Iterator[tuple[NumberKey, Tensor | PartialValue]]:
-        """Yields the values of each site."""
-        parts = self.values.split_with_sizes(self.counts) if self.counts else self.values.unbind()
-        for site, x in zip(self.sites, parts, strict=True):
-            known = (
-                x
-                if self.weight is None
-                else PartialValue(value=x, weight=torch.full_like(x, self.weight), how=self.how)
-            )
-            yield (site, self.name), known
-
-
-@final
-class SiteNumbers(Mapping[NumberKey, Tensor | PartialValue]):
-    """Numbers by site and name. Numbers that all sites have are stored as rows, which are split when a single number is
-    read."""
-
-    def __init__(self, rows: Iterable[SentRow] = (), single: GivenNumbers | None = None) -> None:
-        """Creates the mapping from rows and single numbers; if a key occurs more than once, its last value is used."""
-        self.rows, self.single = tuple(rows), single or {}
-
-    @functools.cached_property
-    def _by_key(self) -> dict[NumberKey, Tensor | PartialValue]:
-        return {**dict(itertools.chain.from_iterable(row.split() for row in self.rows)), **self.single}
-
-    def __getitem__(self, key: NumberKey) -> Tensor | PartialValue:
-        return self._by_key[key]
-
-    def __iter__(self) -> Iterator[NumberKey]:
-        return iter(self._by_key)
-
-    def __len__(self) -> int:
-        return len(self._by_key)
-
-    def __or__(self, other: GivenNumbers) -> SiteNumbers:
-        """Returns these numbers combined with others."""
-        if isinstance(other, SiteNumbers):
-            return SiteNumbers((*self.rows, *other.rows), {**self.single, **other.single})
-        return SiteNumbers(self.rows, {**self.single, **other})
-
-    def each(self, change: Callable[[str, Tensor], Tensor]) -> SiteNumbers:
-        """Applies `change(name, x)` to every number; the weights of partial values stay the same."""
-        rows = [dataclasses.replace(row, values=change(row.name, row.values)) for row in self.rows]
-        single: dict[NumberKey, Tensor | PartialValue] = {}
-        for key, x in self.single.items():
-            share = isinstance(x, PartialValue)
-            single[key] = dataclasses.replace(x, value=change(key[1], x.value)) if share else change(key[1], x)
-        return SiteNumbers(rows, single)
-
-    def only(self, wanted: Callable[[str], bool]) -> SiteNumbers:
-        """Returns the numbers whose names are wanted."""
-        single = {key: x for key, x in self.single.items() if wanted(key[1])}
-        return SiteNumbers([row for row in self.rows if wanted(row.name)], single)
-
-    def renamed(self, rename: Callable[[str, str], str]) -> SiteNumbers:
-        """Returns the numbers with sites renamed by `rename(site, name of the number)`."""
-        rows = [dataclasses.replace(r, sites=tuple([rename(site, r.name) for site in r.sites])) for r in self.rows]
-        return SiteNumbers(rows, {(rename(site, name), name): x for (site, name), x in self.single.items()})
+# All processes that hold the same weights know the same tensor.
+SiteNumbers = Mapping[NumberKey, Tensor | PartialValue]
 
 
 def _smaller_over_eps(query: Tensor, key: Tensor, eps: Tensor) -> Tensor:
@@ -178,7 +95,7 @@ class Measurement:
     """
 
     stats: Mapping[str, LogitStats]
-    numbers: GivenNumbers
+    numbers: SiteNumbers
     monitor: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def form(self) -> MeasurementForm:
@@ -237,7 +154,6 @@ class _Form(NamedTuple):
 
     sites: tuple[str, ...]
     blocks: tuple[tuple[object, ...], ...]
-    rows: tuple[tuple[str, tuple[str, ...], tuple[int, ...]], ...]
     single: tuple[NumberKey, ...]
     shares: tuple[NumberKey, ...]
     tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
@@ -265,7 +181,6 @@ class Packing:
         for layout, fields, classes, by_class in form.blocks:
             own = {name: next(places) for name in by_class}  # type: ignore[attr-defined]
             self.blocks.append(BlockPlaces(layout, {name: next(places) for name in fields}, classes, own))  # type: ignore
-        self.rows = {(name, sites, counts): next(places) for name, sites, counts in form.rows}
         self.single = {key: next(places) for key in form.single}
         weights = [next(places) for _ in form.shares]
         self._shares = _indices([self.single[key] for key in form.shares])
@@ -278,7 +193,7 @@ class Packing:
     def of(cls, measured: Measurement) -> tuple[Packing, list[Tensor]]:
         """Returns the packing of a measurement, and the tensors of the measurement in the order of the packing."""
         stats = SiteStats.of(measured.stats)
-        numbers = measured.numbers if type(measured.numbers) is SiteNumbers else SiteNumbers((), measured.numbers)
+        numbers = measured.numbers
         tensors: list[Tensor] = []
         blocks = []
         for block in stats.blocks:
@@ -286,15 +201,13 @@ class Packing:
             by_class = {} if classes is None else classes.tensors()
             tensors += [*by_class.values(), *fields.values()]
             blocks.append((block.layout, tuple(fields), None if classes is None else classes.names, tuple(by_class)))
-        tensors += [row.values for row in numbers.rows]
-        tensors += [x.value if isinstance(x, PartialValue) else x for x in numbers.single.values()]
-        shares = {key: x.weight for key, x in numbers.single.items() if isinstance(x, PartialValue)}
+        tensors += [x.value if isinstance(x, PartialValue) else x for x in numbers.values()]
+        shares = {key: x.weight for key, x in numbers.items() if isinstance(x, PartialValue)}
         tensors += shares.values()
         form = _Form(
             stats.names,
             tuple(blocks),
-            tuple([(row.name, row.sites, row.counts) for row in numbers.rows]),
-            tuple(numbers.single),
+            tuple(numbers),
             tuple(shares),
             tuple([(x.dtype, tuple(x.shape)) for x in tensors]),
         )
@@ -326,9 +239,6 @@ class Packing:
     def _make(self) -> None:
         """Finds the numbers that are derived from others according to MADE."""
         known = {key: place.indices for key, place in self.single.items()}
-        for (name, sites, counts), place in self.rows.items():
-            parts = np.split(place.indices, np.cumsum(counts)[:-1]) if counts else place.indices
-            known |= {key: x for key, x in zip([(site, name) for site in sites], parts) if key not in known}
         for name, (parts, only, make) in MADE.items():
             sites = [site for site, other in known if other == parts[-1]]
             ready = [site for site in sites if all((site, part) in known for part in parts)]
@@ -375,12 +285,7 @@ class Arrived:
 
     def number(self, name: str) -> dict[str, Tensor]:
         """Returns one of the numbers other than the statistics, keyed by site."""
-        found = {site: place.read(self.vector) for (site, of), place in self.packing.single.items() if of == name}
-        for (of, sites, counts), place in self.packing.rows.items():
-            if of == name:
-                x = place.read(self.vector)
-                found = {**dict(zip(sites, x.split_with_sizes(counts) if counts else x.unbind())), **found}
-        return found
+        return {site: place.read(self.vector) for (site, of), place in self.packing.single.items() if of == name}
 
 
 def on_device(device: torch.device, dtype: torch.dtype, x: Tensor) -> Tensor:

@@ -231,11 +231,6 @@ class RecordTable:
             first += len(self._derived) * sum(block.layout[1])
         self._measured = tuple(index)  # names measured from the logits of calls
         scalars: dict[str, int] = {}
-        for (name, names, n_heads), place in packing.rows.items():
-            if not n_heads:
-                scalars |= zip([f"{name}/{site}" for site in names], place.indices.tolist())
-            elif name in HEAD_FIELDS:
-                self._put(name, names, n_heads, place.indices, index, counts)
         for (site, name), place in packing.single.items():
             if not place.shape:
                 scalars[f"{name}/{site}" if site else name] = place.first

@@ -27,15 +27,7 @@ from qkeel.capture.example import Arguments, tensors
 from qkeel.capture.visible_sets import KeyOrigin, LayerType, VisibleSets, layer_type, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution, unknown
 from qkeel.functional.bounds import LogitChange
-from qkeel.functional.chosen_keys import (
-    Pairs,
-    chosen_distances,
-    dense_comparison,
-    index_choice,
-    index_divergence,
-    index_sizes,
-    key_coverage,
-)
+from qkeel.functional.chosen_keys import dense_divergence, index_divergence
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import KernelRows, LogitStats, merge, row_moments, sink_gate
 from qkeel.handle import Handle
@@ -55,7 +47,7 @@ from qkeel.kernels.statistics import (
 from qkeel.kernels.triton import available
 from qkeel.monitor.alarms import Setting
 from qkeel.monitor.cadence import MeasuredSteps
-from qkeel.monitor.gather import WHOLE_MODEL, NumberKey, PartialValue, Reduction, SentRow, SiteNumbers, Stats, merged
+from qkeel.monitor.gather import WHOLE_MODEL, NumberKey, PartialValue, Reduction, SiteNumbers, Stats, merged
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.residual_stream import ResidualStream
 from qkeel.monitor.token_classes import HiddenNorms, PassTokens
@@ -165,7 +157,7 @@ class RowSums(Revertible[tuple[str, str], Tensor]):
         for site, sink in self._sinks.items():
             found[site, "sink_logit"] = PartialValue(value=sink, weight=torch.ones_like(sink), own=True)
         self._sinks = {}
-        return SiteNumbers((), found)
+        return found
 
 
 @final
@@ -192,43 +184,29 @@ class IndexSums(Revertible[str, LogitStats]):
             numbers[layer, "index_max_logit"] = PartialValue(value=x.max_logit, weight=n, how="max")
             numbers[layer, "index_mean_logit"] = PartialValue(value=x.mean_logit, weight=x.n_pairs.to(n.dtype))
             numbers[layer, "index_entropy"] = PartialValue(value=x.entropy, weight=n)
-        return SiteNumbers((), numbers)
+        return numbers
 
 
 @final
 class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
-    """Collects, by site, which keys sparse attention chooses in a step: select_*, dense_*, index_margin and
-    index_top_mass [h] from up to 32 query rows of each call that have a choice, and the sizes of the indexer's queries,
-    keys and head weights, over all tokens."""
+    """Collects, by site, how much of dense attention the chosen keys of sparse attention retain in a step:
+    dense_recall, dense_kl [h] and index_kl, from up to 32 query rows of each call that have a choice."""
 
     ROWS = 32
-    _MAXIMA = frozenset({"dense_kl", "index_query_norm", "index_key_norm"})  # for these, the largest value is kept too
 
     def __init__(self, tokens: PassTokens) -> None:
         super().__init__()
         self._tokens = tokens
-        self._last: Pairs | None = None  # the keys that the previous sparse layer has chosen
         self._index: dict[str, ScoresCall] = {}  # the latest scores of each layer's indexer
 
     def begin(self) -> None:
         """Begins a pass."""
         super().begin()
-        self._last = None
         self._index.clear()
 
-    @torch.no_grad()
     def scored(self, layer: str, call: ScoresCall) -> None:
         """Records the scores by which a layer's indexer chooses keys."""
-        self._index[layer] = call = self._tokens.on(call)  # type: ignore[assignment]
-        vectors = None if call.index is None else call.index()
-        if vectors is None:
-            return
-        q, k, *weights = (x.to(widest(x.device)) for x in (vectors.queries, vectors.keys, *vectors.weights))
-        w = functools.reduce(torch.mul, weights) if weights else None
-        for name, x in index_sizes(q, k, w).items():
-            over = _keys_scored(call, x) if name == "index_key_norm" else _of_tokens(call, x)
-            if over is not None:
-                self._count((layer, name), x.reshape(1, 1, -1), over.expand(x.shape).reshape(1, 1, -1))
+        self._index[layer] = call
 
     @torch.no_grad()
     def add(self, site: str, call: Seen) -> None:
@@ -238,78 +216,40 @@ class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
         (_, t), index = call.query_shape, self._index.pop(site, None)
         step = -(-t // self.ROWS)
         rows = slice((t - 1) % step, t, step)
-        found = dense_rows(call, rows)
-        if found is None:
+        measured = dense_rows(call, rows)
+        if measured is None:
             return
-        z, chosen, counted = found
-        positions = torch.arange(t, device=z.device)[rows]
-        later = torch.arange(t, device=z.device) > positions[:, None]
+        z, chosen, counted = measured
+        later = torch.arange(t, device=z.device) > torch.arange(t, device=z.device)[rows, None]
         causal = ~(chosen & later).any()
         allowed = ~(later & causal).expand(chosen.shape)
         if call.query_mask is not None:  # a token that does not count cannot be chosen as a key either
             allowed = allowed & call.query_mask[:, None, None]
         allowed = allowed | chosen
-        reached = chosen.sum(-1)
-        over = counted & (reached > 0) & (reached < allowed.sum(-1))
-        for name, x in {**chosen_distances(chosen, allowed, positions), **dense_comparison(z, chosen, allowed)}.items():
-            self._count((site, name), x, over)
-        reachable, taken = allowed & over[..., None], chosen & over[..., None]
-        self._count((site, "select_coverage"), key_coverage(taken, reachable)[..., None], over.any(-1, keepdim=True))
-        last, self._last = self._last, chosen
-        if last is not None and last.shape == chosen.shape:
-            self._count((site, "select_overlap"), (last & chosen).sum(-1) / (last | chosen).sum(-1).clamp_min(1), over)
+        n_chosen = chosen.sum(-1)
+        over = counted & (n_chosen > 0) & (n_chosen < allowed.sum(-1))
+        divergence = dense_divergence(z, chosen, allowed)
+        self._count((site, "dense_kl"), divergence, over)
+        self._count((site, "dense_recall"), (-divergence).exp(), over)
         if index is not None and index.logits.shape[2:] == (t, t):
-            scores, of = index.logits[:, :, rows].to(z.dtype), chosen.any(1, keepdim=True)
-            found = index_choice(scores, of, allowed[:, :1])
-            found["index_kl"] = index_divergence(scores, z, allowed.any(1, keepdim=True) & (scores > HIDES))
-            for name, x in found.items():
-                self._count((site, name), x, over.any(1, keepdim=True))
+            scores = index.logits[:, :, rows].to(z.dtype)
+            seen = allowed.any(1, keepdim=True) & (scores > HIDES)
+            self._count((site, "index_kl"), index_divergence(scores, z, seen), over.any(1, keepdim=True))
 
     def _count(self, of: tuple[str, str], x: Tensor, over: Tensor) -> None:
-        total, n = x.to(widest(x.device)).masked_fill(~over, 0.0), over.expand(x.shape).sum((0, 2))
+        total = x.to(widest(x.device)).masked_fill(~over, 0.0).sum((0, 2))
+        n = over.expand(x.shape).sum((0, 2))
         known = self._found.get(of)
-        largest = of[1].endswith("_max")
-        new = total.amax((0, 2)) if largest else total.sum((0, 2))
-        if known is not None:
-            new, n = torch.maximum(new, known[0]) if largest else new + known[0], n + known[1]
-        self._found[of] = new, n
-        if of[1] in self._MAXIMA:
-            self._count((of[0], f"{of[1]}_max"), x, over)
+        self._found[of] = (total, n) if known is None else (total + known[0], n + known[1])
 
     def read(self) -> SiteNumbers:
         """The numbers since the last read, once."""
-        found: dict[NumberKey, Tensor | PartialValue] = {}
-        for (site, name), (x, n) in self.taken().items():
-            weight, largest = n.to(x.dtype), name.endswith("_max")
-            value = x if largest else x / weight.clamp_min(1)
-            how: Reduction = "max" if largest else "mean"
-            found[site, name] = PartialValue(value=value, weight=weight, how=how, own=not name.startswith("index_"))
-        return SiteNumbers((), found)
-
-
-def _of_tokens(call: ScoresCall, x: Tensor) -> Tensor | None:
-    """A mask of the values of an indexer's queries or weights that belong to tokens that count; None if the shape of x
-    does not reveal this."""
-    mask, rows = call.query_mask, call.query_shape
-    if mask is None:
-        return torch.ones((), dtype=torch.bool, device=x.device)
-    at = [i for i, n in enumerate(x.shape) if i and n == rows[1]]
-    if x.shape[0] != rows[0] or len(at) != 1:
-        return None
-    return mask.view([n if i in (0, *at) else 1 for i, n in enumerate(x.shape)])
-
-
-def _keys_scored(call: ScoresCall, x: Tensor) -> Tensor | None:
-    """A mask of an indexer's keys, the last dimension of x, that a query that counts may choose; None if the shape of x
-    does not reveal this."""
-    seen = torch.ones_like(call.logits, dtype=torch.bool) if call.hidden is None else ~call.hidden
-    if call.query_mask is not None:
-        seen = seen & call.query_mask[:, None, :, None]
-    keys = seen.expand(call.logits.shape).any((1, 2))
-    if x.shape[-1] != keys.shape[1] or x.shape[0] not in (1, len(keys)):
-        return None
-    keys = keys if len(keys) == x.shape[0] else keys.any(0, keepdim=True)
-    return keys.view([len(keys), *[1] * (x.ndim - 2), -1])
+        numbers: dict[NumberKey, Tensor | PartialValue] = {}
+        for (site, name), (total, n) in self.taken().items():
+            weight = n.to(total.dtype)
+            own = not name.startswith("index_")
+            numbers[site, name] = PartialValue(value=total / weight.clamp_min(1), weight=weight, own=own)
+        return numbers
 
 
 @final
@@ -633,7 +573,7 @@ class StepNumbers(Visitor):
         self._collected = [x for x in (self._means, self._indexes, self._rows, self._chosen) if x is not None]
         self._hidden: HiddenNorms | None = None  # from the first measured pass on
         self._readers: tuple[WeightNorms, GainBounds] | None = None  # created when the sites are known
-        self._read = SiteNumbers()
+        self._read: SiteNumbers = {}
 
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         for one in self._collected:
@@ -721,7 +661,7 @@ class StepNumbers(Visitor):
         if self._spectra is not None:
             self._spectra.before()
         if gradient_scale is not None:
-            self._read = self._read.each(lambda name, x: x / gradient_scale if "grad" in name else x)
+            self._read = {key: _unscaled(x, gradient_scale) if "grad" in key[1] else x for key, x in self._read.items()}
 
     def _compared(self, sites: list[AttentionSite]) -> StepSpectra:
         """The object that compares the weights of these sites; warns if those of other sites cannot be compared."""
@@ -740,24 +680,29 @@ class StepNumbers(Visitor):
             model, sites = self._sites.model, self._sites.weighed
             self._readers = WeightNorms(model, sites, self._optimizer), GainBounds(model, sites)
         if self._readers is not None:
-            read = self._readers[0].read() | self._readers[1].read()
-            self._read = read if gradients else read.only(lambda name: "grad" not in name)
+            read = {**self._readers[0].read(), **self._readers[1].read()}
+            self._read = {key: x for key, x in read.items() if gradients or "grad" not in key[1]}
 
     def after_step(self) -> None:
         """Reads how much the step has changed the weights and the logits of the probe batch."""
         if self._spectra is not None:
-            self._read |= self._spectra.after()
+            self._read = {**self._read, **self._spectra.after()}
         if self._changes is not None:
             changes = self._changes.after().items()
-            self._read |= {key: PartialValue(value=x, weight=torch.ones_like(x), own=True) for key, x in changes}
+            partial = {key: PartialValue(value=x, weight=torch.ones_like(x), own=True) for key, x in changes}
+            self._read = {**self._read, **partial}
 
     def take(self) -> SiteNumbers:
         """Returns all numbers of the step, and forgets them."""
-        read, self._read = self._read, SiteNumbers()
-        read = read | self._means.read() | self._indexes.read()
-        for one in (self._rows, self._chosen):
-            read = read if one is None else read | one.read()
+        read, self._read = self._read, {}
+        for collected in (self._means, self._indexes, self._rows, self._chosen):
+            if collected is not None:
+                read = {**read, **collected.read()}
         return read
+
+
+def _unscaled(x: Tensor | PartialValue, scale: Tensor) -> Tensor | PartialValue:
+    return dataclasses.replace(x, value=x.value / scale) if isinstance(x, PartialValue) else x / scale
 
 
 def joined(how: Reduction, known: Tensor, new: Tensor, share: float) -> Tensor:
@@ -774,48 +719,28 @@ def joined(how: Reduction, known: Tensor, new: Tensor, share: float) -> Tensor:
 
 
 @final
-class Means(Revertible["_Of", tuple[Tensor, int]]):
-    """Collects means on their device, each over a number of values, and combines them.
-
-    A mean is a single value, or a row with one value for each of several sites.
-    """
+class Means(Revertible[NumberKey, tuple[Tensor, int]]):
+    """Collects means on their device, each over a number of values, and combines them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._hows: dict[_Of, Reduction] = {}
+        self._reductions: dict[NumberKey, Reduction] = {}
 
-    def add(self, of: _Of, mean: Tensor, n: int, how: Reduction = "mean") -> None:
-        """Adds a mean over n values, for one site or for several sites as one tensor. how: how several means are
-        combined."""
+    def add(self, of: NumberKey, mean: Tensor, n: int, how: Reduction = "mean") -> None:
+        """Adds a mean over n values. how: how several means are combined."""
+        self._reductions[of] = how
         known, before = self._found.get(of, (mean, 0))
-        if how != "mean":
-            self._hows[of] = how
-        self._found[of] = mean if not before else joined(how, known, mean, n / (before + n)), before + n
+        if before:
+            mean = joined(how, known, mean, n / (before + n))
+        self._found[of] = mean, before + n
 
     def read(self) -> SiteNumbers:
         """The means since the last read, once."""
-        rows: list[SentRow] = []
-        single: dict[NumberKey, Tensor | PartialValue] = {}
-        found = self.taken()
-        keys = [(site, name) for sites, name in found for site in ([sites] if isinstance(sites, str) else sites)]
-        if len(set(keys)) < len(keys):  # passes with different sites, for example with dropped layers
-            apart = Means()
-            for (sites, name), (x, n) in found.items():
-                how = self._hows.get((sites, name), "mean")
-                for site, mean in [(sites, x)] if isinstance(sites, str) else zip([(s,) for s in sites], x[:, None]):
-                    apart.add((site, name), mean, n, how)
-            return apart.read()
-        for (sites, name), (x, n) in found.items():
-            if n and isinstance(sites, tuple):
-                how = self._hows.get((sites, name), "mean")
-                rows.append(SentRow(name=name, sites=sites, counts=(), values=x, weight=n, how=how))
-            elif n:
-                assert isinstance(sites, str)
-                single[sites, name] = PartialValue(value=x, weight=torch.full_like(x, n))
-        return SiteNumbers(rows, single)
-
-
-_Of = tuple[str | tuple[str, ...], str]  # the site, "" for the whole model, or several; and the name of the number
+        return {
+            of: PartialValue(value=x, weight=torch.full_like(x, n), how=self._reductions[of])
+            for of, (x, n) in self.taken().items()
+            if n
+        }
 
 
 # The models that a monitor watches together; usually there is only one.
@@ -926,13 +851,13 @@ class WatchedModels:
     def take(self, rate: Tensor | None) -> SiteNumbers:
         """Returns all numbers of the step and forgets them. rate: the learning rate of the step, or None if there is no
         optimizer."""
-        found = SiteNumbers((), {} if rate is None else {("", "lr"): rate})
+        numbers: dict[NumberKey, Tensor | PartialValue] = {} if rate is None else {("", "lr"): rate}
         for name in self._order():
-            own = self._numbers[name].take()
-            if name:
-                own = own.renamed(lambda site, number: "" if number in WHOLE_MODEL else within(name, site))  # noqa: B023
-            found |= own
-        return found
+            for (site, number), x in self._numbers[name].take().items():
+                if name:
+                    site = "" if number in WHOLE_MODEL else within(name, site)
+                numbers[site, number] = x
+        return numbers
 
     def _order(self) -> list[str]:
         return sorted(self._taps, key=lambda name: self._stages.get(name) or 0)

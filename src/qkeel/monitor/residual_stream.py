@@ -14,7 +14,7 @@ from qkeel.capture.example import tensors
 from qkeel.errors import caution
 from qkeel.functional.norms import stream_statistics
 from qkeel.handle import Handle
-from qkeel.monitor.gather import Reduction
+from qkeel.monitor.gather import NumberKey, Reduction
 from qkeel.monitor.token_classes import blocks_of
 from qkeel.patching.modes import Guarded, Hook, ModuleTree, in_this_thread, put_hooks, remove_hooks, unguarded
 from qkeel.records import BLOCK_FIELDS
@@ -35,12 +35,12 @@ class ResidualStream:
         self,
         model: nn.Module,
         sites: Sequence[str],
-        add: Callable[[tuple[tuple[str, ...], str], Tensor, int, Reduction], None],
+        add: Callable[[NumberKey, Tensor, int, Reduction], None],
         guard: Guarded = unguarded,
         tree: ModuleTree | None = None,
     ) -> None:
-        """add: receives the names of layers and the field, the values, the number of tokens each value covers, and how
-        values are combined. guard: runs the hooks' code."""
+        """add: receives the layer and the field, the value, the number of tokens it covers, and how several values are
+        combined. guard: runs the hooks' code."""
         self._add, self._guard = add, guard
         self._tree = ModuleTree(model) if tree is None else tree
         block_of_site = blocks_of(model, sites)
@@ -84,5 +84,6 @@ class ResidualStream:
                 n_tokens = stream.numel() // stream.shape[-1]
                 for statistic, x in stream_statistics(stream.detach()).items():
                     field = f"block_{side}_{statistic}"
-                    self._add((layers, field), x.expand(len(layers)), n_tokens, BLOCK_FIELDS[field].over)
+                    for layer in layers:
+                        self._add((layer, field), x, n_tokens, BLOCK_FIELDS[field].over)
             return

@@ -156,7 +156,7 @@ class HiddenNorms:
         self,
         model: nn.Module,
         sites: Sequence[str],
-        add: Callable[[tuple[str | tuple[str, ...], str], Tensor, int], None],
+        add: Callable[[tuple[str, str], Tensor, int], None],
         guard: Guarded = unguarded,
         tree: ModuleTree | None = None,
     ) -> None:
@@ -217,23 +217,13 @@ class HiddenNorms:
 
     @without_gradients
     def _over(self) -> None:
-        """Ends the pass; the means of all blocks are computed at once if their states have the same form."""
-        found, self._found, last, self._last = self._found, [], self._last, None
+        """Ends the pass."""
+        states, self._found, last, self._last = self._found, [], self._last, None
         if last is not None and not self._final:
-            found.append(((), next(norms for sites, norms in reversed(found) if sites)))
-        blocks: dict[tuple[str, ...], list[Tensor]] = {}  # the calls of each block, which may be called again
-        for sites, norms in found:
-            blocks.setdefault(sites, []).append(norms)
-        for norms in blocks.pop((), ()):
-            self._take_norm(("", "final_hidden_norm"), norms.mean(), norms.numel())
-        groups: dict[object, list[tuple[tuple[str, ...], Tensor]]] = {}
-        for sites, calls in blocks.items():
-            norms = calls[0] if len(calls) == 1 else torch.cat([x.flatten() for x in calls])
-            groups.setdefault((norms.shape, norms.dtype, norms.device), []).append((sites, norms))
-        for group in groups.values():
-            means = torch.stack([norms for sites, norms in group for _ in sites]).flatten(1).mean(1)
-            names = tuple([site for sites, _ in group for site in sites])
-            self._take_norm((names, "block_output_norm"), means, group[0][1].numel())
+            states.append(((), next(norms for sites, norms in reversed(states) if sites)))
+        for sites, norms in states:
+            for of in [(site, "block_output_norm") for site in sites] or [("", "final_hidden_norm")]:
+                self._take_norm(of, norms.mean(), norms.numel())
 
 
 def _norms(state: Tensor) -> Tensor:

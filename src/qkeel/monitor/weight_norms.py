@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -16,217 +14,10 @@ from qkeel.dist.sharding import counted, local, local_block
 from qkeel.functional.bounds import interaction_norm, spectrum, step_products
 from qkeel.functional.norms import wide, widest
 from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct
-from qkeel.monitor.gather import NumberKey, PartialValue, SentRow, SiteNumbers
+from qkeel.monitor.gather import NumberKey, PartialValue, SiteNumbers
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.modes import without_gradients
 from qkeel.spec.slot import ParameterSizes, Params
-
-# The heads of many weights in few operations; heads of the same shape are combined into one tensor.
-
-STACKED = 128 * 2**20  # bytes of a stack, which is created when backward has freed the activations
-_K = TypeVar("_K", bound=Hashable)
-TOGETHER = 1 << 16  # elements of small weights that are read together on the host, so that they stay in a core's cache
-UNSTACKED = frozenset({"cpu"})  # types of devices where an operation costs less than a copy
-
-
-NormsByWeight = list[tuple[list[int], Tensor]]  # indices of weights, and the values for all of their heads
-
-
-def norms_and_grams(
-    weights: Sequence[Tensor], rows: Sequence[int], squared: int
-) -> tuple[NormsByWeight, NormsByWeight]:
-    """The norms [Σn] of the heads of all weights, and W Wᵀ [Σn r r] for the heads of the first `squared` weights, in
-    float32 or wider.
-
-    On a CPU small weights of one shape are read together; on a GPU all heads are read in `stacks`.
-
-    Args:
-        weights: the heads of each weight as [n r m], or concatenated as [n·r m].
-        rows: r for each weight.
-        squared: the number of weights for which products are computed.
-    """
-    norms, grams = NormsByWeight(), NormsByWeight()
-    if all([x.device.type in UNSTACKED for x in weights]):  # noqa: C419
-        for own in _small_together(weights, rows):
-            x = _heads(weights[own[0]] if len(own) == 1 else torch.cat([weights[i] for i in own]), rows[own[0]])
-            kind = wide(x.dtype)
-            norms.append((own, torch.linalg.vector_norm(x, dim=(1, 2), dtype=None if x.dtype == kind else kind)))
-            if some := [i for i in own if i < squared]:  # they come first
-                x = x if len(some) == len(own) else x[: len(x) * len(some) // len(own)]  # weights of one shape
-                x = x if x.dtype == kind else x.to(kind)
-                grams.append((some, torch.bmm(x, x.mT)))
-        return norms, grams
-    heads = [_heads(x, r) for x, r in zip(weights, rows)]
-    for own, stack in stacks(heads):
-        norms.append((own, torch.linalg.vector_norm(stack, dim=(1, 2), dtype=wide(stack.dtype))))
-        if some := [i for i in own if i < squared]:  # they come first
-            x = stack[: sum(len(heads[i]) for i in some)].to(wide(stack.dtype))
-            grams.append((some, x @ x.mT))
-    return norms, grams
-
-
-def _heads(weight: Tensor, r: int) -> Tensor:
-    """The heads [n r m] of a weight that has this shape or the shape [n·r m]."""
-    return weight if weight.ndim == 3 else weight.view(-1, r, weight.shape[1])
-
-
-def _small_together(weights: Sequence[Tensor], rows: Sequence[int]) -> Iterator[list[int]]:
-    """Yields the indices of weights that are read in one operation on the host: small weights of the same shape and
-    dtype, because an operation costs more than copying them."""
-    waiting: dict[object, list[int]] = {}
-    for i, x in enumerate(weights):  # no Python call for each, because there are some hundred in a step
-        n = x.numel()
-        if n > TOGETHER:
-            yield [i]
-            continue
-        kind = x.shape, rows[i], x.dtype
-        own = waiting.get(kind)
-        if own is None:
-            own = waiting[kind] = []
-        own.append(i)
-        if len(own) * n > TOGETHER:
-            yield waiting.pop(kind)
-    yield from waiting.values()
-
-
-def stacks(heads: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
-    """Yields stacks of the heads [n r m] of several weights, concatenated to [Σn r m], with the indices of these
-    weights.
-
-    The heads in a stack have the same shape, dtype and device. A stack is a copy of at most STACKED bytes in float32; a
-    weight that is alone in its stack is not copied, and neither is any weight on a device in UNSTACKED.
-    """
-    for _, places in _grouped(range(len(heads)), lambda i: (heads[i].shape[1:], heads[i].dtype, heads[i].device)):
-        first = heads[places[0]]
-        most = 0 if first.device.type in UNSTACKED else STACKED // wide(first.dtype).itemsize
-        while places:
-            n, numbers = 1, heads[places[0]].numel()
-            while n < len(places) and (numbers := numbers + heads[places[n]].numel()) <= most:
-                n += 1
-            chunk, places = places[:n], places[n:]
-            yield chunk, _one([heads[i] for i in chunk])
-
-
-def _grouped(numbers: Iterable[int], key: Callable[[int], _K]) -> Iterable[tuple[_K, list[int]]]:
-    found: dict[_K, list[int]] = {}
-    for i in numbers:
-        found.setdefault(key(i), []).append(i)
-    return found.items()
-
-
-@final
-class Joined:
-    """Concatenated tensors [n …], and the indices of each source in them."""
-
-    def __init__(self) -> None:
-        self.sources: dict[Hashable, range] = {}
-        self._parts: list[Tensor] = []
-        self._length = 0
-
-    def add(self, x: Tensor, lengths: Iterable[tuple[Hashable, int]]) -> None:
-        """Adds a tensor that contains the given number of values for each source, in this order."""
-        self._parts.append(x)
-        for source, n in lengths:
-            self.sources[source] = range(self._length, self._length + n)
-            self._length += n
-
-    def at(self, source: Hashable, site: AttentionSite) -> Tensor:
-        """The indices [h] of the values that each query head of the site uses from a source."""
-        mine = self.sources[source]
-        return mine.start + site.used(len(mine))
-
-    def whole(self) -> Tensor:
-        """Returns the concatenation on the device of the first tensor, in the widest of the dtypes."""
-        return joined(self._parts)
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenates tensors on the device of the first tensor, in the widest of their dtypes."""
-    first = parts[0]
-    if all([x.dtype == first.dtype and x.device == first.device for x in parts]):  # noqa: C419
-        return _one(parts)
-    dtype = functools.reduce(torch.promote_types, [x.dtype for x in parts])
-    return _one([x.to(first.device, dtype) for x in parts])
-
-
-WeightParts = tuple[
-    Sequence[Tensor], float | Tensor
-]  # the indices [h] of each part that counts, and a factor, a scalar or [h]
-
-
-@final
-class Places:
-    """The indices of each query head's values in a tensor [n …], by name; the host never waits for them during a step.
-
-    If there are several indices for a value, it is the root of the sum of squares at these indices, times the factor.
-    """
-
-    def __init__(
-        self,
-        alone: Mapping[NumberKey, WeightParts],
-        pairs: Mapping[NumberKey, tuple[WeightParts, WeightParts]],
-        like: Tensor,
-    ) -> None:
-        """alone: names with one set of indices. pairs: names whose values are computed from two sets. like: the tensor,
-        or one like it."""
-        self._alone, single = _by_name({key: len(place[0][0]) for key, place in alone.items()})
-        self._pairs, double = _by_name({key: len(place[0][0][0]) for key, place in pairs.items()})
-        self._sizes = sum(row.total for row in self._alone), *(2 * [sum(row.total for row in self._pairs)])
-        self._any = bool(alone or pairs)
-        if not self._any:
-            return
-        wanted = [alone[key] for key in single] + [pairs[key][i] for i in (0, 1) for key in double]
-        rows = [
-            torch.cat([parts[i] if i < len(parts) else torch.full_like(parts[0], len(like)) for parts, _ in wanted])
-            for i in range(max(len(parts) for parts, _ in wanted))
-        ]
-        self._index = (rows[0] if len(rows) == 1 else torch.stack(rows)).to(like.device)
-        factors = torch.cat([torch.as_tensor(f, dtype=like.dtype).expand(len(parts[0])) for parts, f in wanted])
-        self._factors = None if bool((factors == 1).all()) else factors.to(like.device)
-
-    def taken(self, x: Tensor, made: Callable[[Tensor, Tensor], Tensor]) -> list[SentRow]:
-        """Returns the values in the current tensor; for a pair, what `made` computes from both, for all pairs at
-        once."""
-        if not self._any:
-            return []
-        if self._index.ndim == 1:
-            found = x[self._index]
-        else:
-            found = torch.linalg.vector_norm(torch.nn.functional.pad(x, (0, 1))[self._index], dim=0)
-        found = found if self._factors is None else found * self._factors
-        alone, first, second = found.split_with_sizes(self._sizes)
-        parts = [*alone.split_with_sizes([row.total for row in self._alone])] if self._alone else []
-        if self._pairs:
-            parts += made(first, second).split_with_sizes([row.total for row in self._pairs])
-        return [
-            SentRow(name=row.name, sites=row.sites, counts=row.counts, values=part)
-            for row, part in zip((*self._alone, *self._pairs), parts)
-        ]
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Row:
-    """A row without its values."""
-
-    name: str
-    sites: tuple[str, ...]
-    counts: tuple[int, ...]
-    total: int
-
-
-def _by_name(counts: Mapping[NumberKey, int]) -> tuple[list[_Row], list[NumberKey]]:
-    """Returns one row per name, and all keys in the order of the rows."""
-    found: dict[str, dict[str, int]] = {}
-    for (site, name), n in counts.items():
-        found.setdefault(name, {})[site] = n
-    rows = [_Row(name, tuple(of), tuple(of.values()), sum(of.values())) for name, of in found.items()]
-    return rows, [(site, row.name) for row in rows for site in row.sites]
-
-
-def _one(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
-
 
 # Products of the weights on the paths of q and k from the input to a head's logits.
 
@@ -431,64 +222,42 @@ class GainBounds:
         self._parameters = dict(model.named_parameters())
         self.sites = [site for site in sites if site.query_gains and site.key_gains and not self._unknown(site)]
         self._placed: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
-        self._places: Places | None = None
 
     @without_gradients
     def read(self) -> SiteNumbers:
         """Returns the bound of each site for the current gains; for gains that are split across processes, returns this
         process's part of the factors of query and key."""
-        if not self.sites:
-            return SiteNumbers()
-        joined = Joined()
-        norms = dict.fromkeys(norm for site in self.sites for norm in (*site.query_gains, *site.key_gains))
-        gained = [norm for norm in norms if _has_gain_alone(norm)]
-        for offset in dict.fromkeys(norm.offset for norm in gained):
-            alike = [norm for norm in gained if norm.offset == offset]
-            rows = [self._gains(*_gain(norm), offset)[..., None] for norm in alike]
-            for numbers, stack in stacks(rows):
-                gains = stack.to(wide(stack.dtype))
-                largest = torch.linalg.vector_norm(gains + offset if offset else gains, torch.inf, dim=(1, 2))
-                joined.add(largest, [(alike[i], len(rows[i])) for i in numbers])
-        for norm in norms:
-            if not _has_gain_alone(norm):
-                longest = self._longest(norm)
-                joined.add(longest, [(norm, len(longest))])
-        lengths = joined.whole()
-        self._places = self._places or self._looked_up(joined, lengths)
-        rows = SiteNumbers(self._places.taken(lengths, torch.mul))
-        if not any([self._is_split(site) or _scale_params(site) for site in self.sites]):  # noqa: C419
-            return rows
-        found: dict[NumberKey, Tensor] = dict(rows)  # type: ignore[arg-type]
+        numbers: dict[NumberKey, Tensor | PartialValue] = {}
         for site in self.sites:
-            scaled = (site.name, "query_bound" if self._is_split(site) else "gain_bound")
-            if _scale_params(site):
-                found[scaled] = _scale(site, found[scaled]) * found[scaled]
-        return SiteNumbers((), {key: _largest(x) if key[1] != "gain_bound" else x for key, x in found.items()})
-
-    def _looked_up(self, joined: Joined, like: Tensor) -> Places:
-        alone: dict[NumberKey, WeightParts] = {}
-        pairs: dict[NumberKey, tuple[WeightParts, WeightParts]] = {}
-        for site in self.sites:
-            at, factor = _served(site.query_gains, site.n_heads, joined)
-            query: WeightParts = [at], factor * (1.0 if _scale_params(site) else _scale(site, factor))
-            at, factor = _served(site.key_gains, site.n_kv_heads, joined)
-            used = site.used(site.n_kv_heads)
-            key: WeightParts = [at[used]], factor[used]
+            query = self._longest_heads(site.query_gains, site.n_heads)
+            key = site.per_query_head(self._longest_heads(site.key_gains, site.n_kv_heads))
+            query = query * _scale(site, query)
             if self._is_split(site):
-                alone |= {(site.name, "query_bound"): query, (site.name, "key_bound"): key}
+                numbers[site.name, "query_bound"] = _largest(query)
+                numbers[site.name, "key_bound"] = _largest(key)
             else:
-                pairs[site.name, "gain_bound"] = query, key
-        return Places(alone, pairs, like)
+                numbers[site.name, "gain_bound"] = query * key
+        return numbers
+
+    def _longest_heads(self, norms: tuple[NormGain, ...], n_heads: int) -> Tensor:
+        """The largest norm [heads] of each head's vectors."""
+        lengths = [norm.factor * self._longest(norm) for norm in norms]
+        if len(norms) == 1:
+            return lengths[0].expand(n_heads)
+        of_heads = lengths[0].new_zeros(n_heads)
+        for norm, length in zip(norms, lengths):
+            of_heads[list(norm.heads)] = length
+        return of_heads
 
     def _is_split(self, site: AttentionSite) -> bool:
         norms = (*site.query_gains, *site.key_gains)
         return any(n.parameter is not None and dist.is_split(self._parameters[n.parameter]) for n in norms)
 
     def _longest(self, norm: NormGain) -> Tensor:
-        """‖x‖max [n] for a norm with a bias or without a gain."""
+        """‖x‖max [n] behind a norm, before later operations stretch it."""
         length = torch.full((1,), norm.length, device=next(iter(self._parameters.values())).device)
-        if norm.parameter is not None:
-            gains = self._gains(*_gain(norm), norm.offset)
+        if norm.parameter is not None and norm.index is not None:
+            gains = self._gains(norm.parameter, norm.index, norm.offset)
             length = norm.length * (norm.offset + gains.to(wide(gains.dtype))).abs().amax(-1)
         if norm.bias is not None and norm.bias_index is not None:
             bias = self._gains(norm.bias, norm.bias_index, 0.0)
@@ -520,26 +289,6 @@ class GainBounds:
         return any(map(dist.is_split, (*learned, *(self._parameters[name] for name in biases))))
 
 
-def _has_gain_alone(norm: NormGain) -> bool:
-    return norm.parameter is not None and norm.bias is None
-
-
-def _gain(norm: NormGain) -> tuple[str, Tensor]:
-    assert norm.parameter is not None
-    assert norm.index is not None
-    return norm.parameter, norm.index
-
-
-def _served(norms: tuple[NormGain, ...], heads: int, joined: Joined) -> tuple[Tensor, Tensor]:
-    """The index of each head's vector with the largest norm, and the factor by which it is multiplied."""
-    at, factors = torch.empty(heads, dtype=torch.long), torch.empty(heads, dtype=torch.float64)
-    for norm in norms:
-        mine, own = joined.sources[norm], torch.tensor(norm.heads)
-        at[own] = torch.arange(mine.start, mine.stop).expand(len(own))
-        factors[own] = norm.factor * (norm.length if _has_gain_alone(norm) else 1.0)
-    return at, factors
-
-
 def _largest(value: Tensor) -> PartialValue:
     return PartialValue(value=value, weight=torch.ones_like(value), how="max", of="weights")
 
@@ -560,18 +309,6 @@ def _scale(site: AttentionSite, like: Tensor) -> Tensor:
 
 
 # Statistics of the weights behind a head: their norms, the largest singular value of W_QᵀW_K, their gradients.
-
-# For each of several tensors, the sources that it contains and the number of values for each.
-_SourceSizes = tuple[tuple[tuple[Hashable, int], ...], ...]
-
-
-# A weight; whether its gradient is meant; its heads; the rows of each; whether these are all its rows in order.
-_Source = tuple[HeadSlice, bool, int, int, bool]
-
-
-def _source(part: HeadSlice, of_grad: bool) -> _Source:
-    n, r = part.index.shape
-    return part, of_grad, n, r, part.axis == 0 and part.grid == (0, r, 1)
 
 
 @final
@@ -605,11 +342,6 @@ class WeightNorms:
         ]
         self._own = {site.name: {side: own_rows(chains) for side, chains in _sides(site)} for site in self.sites}
         self._squared = [site for site in self.sites if self._has_products(site)]
-        self._plain = {part for site in self._squared if _is_plain(site) for part in (*site.query, *site.key)}
-        self._are_plain = {site.name for site in self._squared if _is_plain(site)}
-        self._parts = [*dict.fromkeys(part for sides in self._own.values() for own in sides.values() for part in own)]
-        self._known: tuple[tuple[bool, ...] | None, list[_Source], int] = None, [], 0
-        self._places: dict[Hashable, Places] = {}
 
     @property
     def multiplied(self) -> list[AttentionSite]:
@@ -621,94 +353,39 @@ class WeightNorms:
     def read(self) -> SiteNumbers:
         """Returns the current statistics of all sites; for weights that are split across processes, this process's
         part."""
-        split: dict[NumberKey, Tensor | PartialValue] = {}
-        for one in self._split:
-            split |= {(one.site.name, name): share for name, share in one.shares().items()}
-        rows = list[SentRow]()
-        for kind, key, parts in self._read():
-            whole = joined(parts)
-            places = self._places.get((kind, key, whole.device))
-            if places is None:
-                arranged = Joined()
-                for x, lengths in zip(parts, key):
-                    arranged.add(x, lengths)
-                look_up = self._norms if kind == "norms" else self._products
-                places = self._places[kind, key, whole.device] = look_up(whole, arranged)
-            rows += places.taken(whole, torch.minimum if kind == "norms" else interaction_norm)
-        return SiteNumbers(rows, split)
-
-    def _read(self) -> Iterator[tuple[str, _SourceSizes, list[Tensor]]]:
-        """Yields the norms of the rows of weights and gradients, then Gram matrices, grouped by size: for each, the
-        tensors, and for each tensor which sources it contains and how many values of each."""
-        sources, squared = self._sources()
-        weights, rows = list[Tensor](), list[int]()
-        for (
-            part,
-            of_grad,
-            n,
-            r,
-            one_by_one,
-        ) in sources:  # no Python call for each, because there are some hundred in a step
-            p = self._parameters[part.parameter]
-            x = p.grad if of_grad and p.grad is not None else p
-            weights.append(x if one_by_one and x.ndim == 2 and x.shape[0] == n * r else part.heads(x))
-            rows.append(r)
-        norms, grams = norms_and_grams(weights, rows, squared)
-        if norms:
-            held = [tuple([(sources[i][:2], sources[i][2]) for i in numbers]) for numbers, _ in norms]
-            yield "norms", tuple(held), [x for _, x in norms]
-        sizes: dict[int, tuple[list[tuple[tuple[Hashable, int], ...]], list[Tensor]]] = {}
-        for numbers, x in grams:
-            names, parts = sizes.setdefault(x.shape[1], ([], []))
-            names.append(tuple([(sources[i][0], sources[i][2]) for i in numbers]))
-            parts.append(x)
-        for site in self._squared:
-            for side, chains in () if site.name in self._are_plain else _sides(site):
-                product = gram(chains, self._weight)
-                names, parts = sizes.setdefault(product.shape[-1], ([], []))
-                names.append((((site.name, side), product.shape[0]),))
-                parts.append(product)
-        for r, (names, parts) in sizes.items():
-            yield f"products of {r}", tuple(names), parts
-
-    def _sources(self) -> tuple[list[_Source], int]:
-        """The weights and the existing gradients, and the number of weights at the front for which products are
-        computed."""
-        graded = tuple([self._parameters[part.parameter].grad is not None for part in self._parts])
-        if self._known[0] != graded:
-            plain = [part for part in self._parts if part in self._plain]
-            weights = [*dict.fromkeys([*plain, *self._parts])]
-            of_grad = [False] * len(weights) + [True] * sum(graded)
-            weights += [part for part, has in zip(self._parts, graded) if has]
-            self._known = graded, [_source(*each) for each in zip(weights, of_grad)], len(plain)
-        return self._known[1], self._known[2]
-
-    def _norms(self, like: Tensor, arranged: Joined) -> Places:
-        alone: dict[NumberKey, WeightParts] = {}
-        pairs: dict[NumberKey, tuple[WeightParts, WeightParts]] = {}
+        numbers: dict[NumberKey, Tensor | PartialValue] = {}
+        for split in self._split:
+            numbers |= {(split.site.name, name): share for name, share in split.shares().items()}
         for site in self.sites:
-            over_eps: list[WeightParts] = []
-            eps = self._eps_of(site)
-            for side, own in self._own[site.name].items():
+            grads = []
+            for side, parts in self._own[site.name].items():
                 if not site.reparametrised:
-                    alone[site.name, NORMS[side]] = [arranged.at((part, False), site) for part in own], 1.0
-                if all((part, True) in arranged.sources for part in own):
-                    size = sum(p.index.shape[1] * self._columns(p) for p in own) ** 0.5
-                    places = [arranged.at((part, True), site) for part in own]
-                    alone[site.name, f"{side}_grad_rms"] = places, 1 / size
-                    over_eps += [(places, 1 / size / eps)] if eps else []
-            if len(over_eps) == 2:
-                pairs[site.name, "grad_over_eps"] = over_eps[0], over_eps[1]
-        return Places(alone, pairs, like)
+                    weights = [part.heads(self._parameters[part.parameter]) for part in parts]
+                    numbers[site.name, NORMS[side]] = _length(weights, site)
+                of_grad = [self._parameters[part.parameter].grad for part in parts]
+                if all(grad is not None for grad in of_grad):
+                    rows = [part.heads(grad) for part, grad in zip(parts, of_grad) if grad is not None]
+                    size = sum(x.shape[1] * x.shape[2] for x in rows)
+                    grads.append(_length(rows, site) / size**0.5)
+                    numbers[site.name, f"{side}_grad_rms"] = grads[-1]
+            eps = self._eps_of(site)
+            if eps and len(grads) == 2:
+                numbers[site.name, "grad_over_eps"] = torch.minimum(*grads) / eps
+        numbers |= self._products()
+        return numbers
 
-    def _products(self, like: Tensor, arranged: Joined) -> Places:
-        pairs: dict[NumberKey, tuple[WeightParts, WeightParts]] = {}
+    def _products(self) -> dict[NumberKey, Tensor]:
+        """The largest singular values; heads of one size are decomposed together, because each call is expensive."""
+        grams: dict[object, list[tuple[AttentionSite, Tensor, Tensor]]] = {}
         for site in self._squared:
-            sources = [own[0] if _is_plain(site) else (site.name, side) for side, own in self._own[site.name].items()]
-            if sources[0] in arranged.sources:
-                query, key = ([arranged.at(source, site)] for source in sources)
-                pairs[site.name, "qk_spectral_norm"] = (query, 1.0), (key, 1.0)
-        return Places({}, pairs, like)
+            query, key = (site.per_query_head(gram(chains, self._weight)) for _, chains in _sides(site))
+            grams.setdefault((query.shape[-1], key.shape[-1], query.dtype, query.device), []).append((site, query, key))
+        numbers: dict[NumberKey, Tensor] = {}
+        for group in grams.values():
+            norms = interaction_norm(torch.cat([query for _, query, _ in group]), torch.cat([key for *_, key in group]))
+            for (site, *_), values in zip(group, norms.split([site.n_heads for site, *_ in group])):
+                numbers[site.name, "qk_spectral_norm"] = values
+        return numbers
 
     def _has_products(self, site: AttentionSite) -> bool:
         return not site.reparametrised and all(map(self._multiplies, site.terms))
@@ -730,14 +407,10 @@ class WeightNorms:
     def _is_split(self, part: HeadSlice) -> bool:
         return dist.is_split(self._parameters[part.parameter])
 
-    def _values(self, part: HeadSlice, of_grad: bool) -> Tensor:
-        p = self._parameters[part.parameter]
-        return p.detach() if p.grad is None or not of_grad else p.grad.detach()
-
     def _weight(self, part: HeadSlice) -> Tensor:
         """The heads' rows [n r m] in float32 or wider."""
-        x = self._values(part, of_grad=False)
-        return part.heads(x).to(wide(x.dtype))
+        x = part.heads(self._parameters[part.parameter].detach())
+        return x.to(wide(x.dtype))
 
     def _columns(self, part: HeadSlice) -> int:
         p = self._parameters[part.parameter]
@@ -831,17 +504,12 @@ def _rows(part: HeadSlice, x: Tensor) -> Tensor:
 
 def _length(parts: Sequence[Tensor], site: AttentionSite) -> Tensor:
     """The Frobenius norm [h] of each query head's rows of several weights as one matrix."""
-    norms = [site.per_query_head(torch.linalg.vector_norm(x, dim=(1, 2))) for x in parts]
-    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    norms = [site.per_query_head(torch.linalg.vector_norm(x, dim=(1, 2), dtype=wide(x.dtype))) for x in parts]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
 def _sides(site: AttentionSite) -> tuple[tuple[str, list[Chain]], tuple[str, list[Chain]]]:
     return ("query", [t.query for t in site.terms]), ("key", [t.key for t in site.terms])
-
-
-def _is_plain(site: AttentionSite) -> bool:
-    """True if q and k are each the product of one weight with the input."""
-    return len(site.terms) == 1 and len(site.terms[0].query) == len(site.terms[0].key) == 1
 
 
 def _lines(part: HeadSlice, x: Tensor) -> int:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextvars
-import dataclasses
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, FunctionType, ModuleType
-from typing import Any, TypeVar, final
+from types import ModuleType
+from typing import Any, final
 
 import torch
 import torch.utils.checkpoint
@@ -18,12 +16,9 @@ from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from qkeel.patching.modes import compiler_loaded, constant_when_compiled, graph_task, run_uncompiled, running_frames
-
 # Private attributes of graph nodes and tensors: saved operands, the base of a view, versions.
 
 _NORM = "qkeel: a norm"
-T = TypeVar("T")
 
 
 def saved_operand(node: Node, place: int) -> Tensor | None:
@@ -93,90 +88,6 @@ def version_of(x: Tensor) -> int:
 def is_wrapper(x: Tensor) -> bool:
     """True for tensor subclasses that wrap other tensors, such as DTensor and quantised ones."""
     return is_traceable_wrapper_subclass(x)
-
-
-# The checkpoints in which code runs, so that a recomputation can use what its first pass has noted.
-
-
-_C: Any = torch._C
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RunningCheckpoints:
-    """The checkpoints in which this code runs, innermost first, as the objects that torch keeps with the graph.
-
-    A first pass and its recomputation have the same object. Of non-reentrant checkpoints inside one another, only the
-    innermost is known in a first pass.
-    """
-
-    first: list[object]  #: checkpoints whose first pass is running
-    again: list[object]  #: checkpoints that are being recomputed
-    task: int  #: the number of the backward pass that runs now, or -1
-
-
-def running_checkpoints() -> RunningCheckpoints:
-    """Returns the checkpoints in which this code runs.
-
-    In a pass without checkpoints whose gradients are recorded, this is one call of torch."""
-    first, again, task = list[object](), list[object](), graph_task()
-    hooks = _C._autograd._top_saved_tensors_default_hooks(False)
-    pack: Any = None if hooks is None else inspect.unwrap(hooks[0])
-    if pack is not None and "_checkpoint_hook." in getattr(pack, "__qualname__", ""):
-        first += [value for name, value in _enclosed(pack) if name == "frame"]
-    if task == -1 and torch.is_grad_enabled():
-        return RunningCheckpoints(first=first, again=again, task=task)
-    for frame in running_frames():
-        code = frame.f_code
-        if code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",):
-            ctx = frame.f_locals["ctx"]  # a reentrant checkpoint, of torch or of another package
-            if isinstance(ctx, torch.autograd.function.FunctionCtx):
-                (first if code.co_name == "forward" else again).append(ctx)
-        elif code.co_name == "unpack_hook" and "frame" in code.co_freevars:
-            again.append(frame.f_locals["frame"])
-    return RunningCheckpoints(first=first, again=again, task=task)
-
-
-def _enclosed(function: FunctionType) -> list[tuple[str, object]]:
-    return [(n, cell.cell_contents) for n, cell in zip(function.__code__.co_freevars, function.__closure__ or ())]
-
-
-@constant_when_compiled
-def in_checkpoint() -> bool:
-    """True if a checkpoint runs or recomputes this code; in compiled code, if one did so when it was compiled."""
-    running = running_checkpoints()
-    inside = bool(running.first or running.again or running.task != -1) or any(
-        map(_compiles_checkpoint, running_frames())
-    )
-    if inside and compiler_loaded():
-        run_uncompiled(call_uncompiled.__code__)
-    return inside
-
-
-def _compiles_checkpoint(frame: FrameType) -> bool:
-    """True for the frame in which torch.compile makes a checkpoint part of the code that it compiles."""
-    if not frame.f_code.co_filename.endswith("higher_order_ops.py"):
-        return False
-    return type(frame.f_locals.get("self")).__name__ == "CheckpointHigherOrderVariable"
-
-
-def call_uncompiled(function: Callable[..., T], *args: object) -> T:
-    """Calls a function that torch.compile neither compiles nor makes part of other compiled code."""
-    run: Any = torch.compiler.disable
-    why = "it depends on the checkpoint in which it runs (sigma_reparam); fullgraph=False is needed there"
-    return run(function, reason=why)(*args)
-
-
-call_uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
-
-
-def memory_of(call: object) -> dict[object, Any]:
-    """Returns a table that exists as long as an object from `running_checkpoints`."""
-    return vars(call).setdefault("qkeel_memory", {})
-
-
-def graph_is_kept() -> bool:
-    """True in a backward pass after which there can be another one through the same graph (retain_graph=True)."""
-    return graph_task() != -1 and _C._autograd._get_current_graph_task_keep_graph()
 
 
 # Checkpointing in a pass whose graph is read: each part runs once and is freed after it has been read.

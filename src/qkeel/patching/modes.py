@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
 
@@ -406,20 +406,6 @@ def pickle_by(module: nn.Module, reduced: Callable[[Any, object], tuple[object, 
 
     torch gives each such module a class of its own and forbids pickling it."""
     type(module).__reduce_ex__ = reduced  # type: ignore[assignment,method-assign]
-
-
-def forward_inside(module: nn.Module, around: Callable[[Any], AbstractContextManager[None]]) -> None:
-    """Makes a parametrized module run its forward inside `around(module)`.
-
-    A hook would disable torch's fast path for attention."""
-    cls = type(module)
-    plain = cls.forward
-
-    def forward(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with around(own):
-            return plain(own, *args, **kwargs)
-
-    cls.forward = functools.wraps(plain)(forward)
 
 
 # Torch operators without a public function: attention kernels that return their logsumexp, and operators over lists.

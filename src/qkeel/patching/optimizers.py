@@ -12,18 +12,36 @@ from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from qkeel.errors import InvalidTypeError
 from qkeel.handle import Handle
 from qkeel.patching.modes import running_frames
 
 # Hooks on optimizer steps, and on the creation of optimizers, for which torch has no hook.
 
 Act = Callable[[Optimizer], None]
+Group = dict[str, Any]  # a parameter group: its weights and options, as torch stores them
+
+
+def listed(optimizer: object) -> list[Optimizer]:
+    """Returns one optimizer or several as a list, and none as an empty one.
+
+    Raises: InvalidTypeError if something else is given.
+    """
+    if optimizer is None:
+        return []
+    several: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if not several:
+        raise InvalidTypeError("expected at least one optimizer, got an empty list")
+    for entry in several:
+        if isinstance(entry, type) and issubclass(entry, Optimizer):
+            name = entry.__name__
+            raise InvalidTypeError(f"expected an optimizer, got the class {name}; make one: {name}(model.parameters())")
+        if not isinstance(entry, Optimizer):
+            raise InvalidTypeError(f"expected a torch.optim.Optimizer or a list of them, got {type(entry).__name__}")
+    return several
 
 
 @final
@@ -217,7 +235,3 @@ def filling_state() -> bool:
 def in_real_steps(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps an optimizer hook so that it skips steps that only initialise the state."""
     return functools.wraps(hook)(lambda *args: None if _FILLS[0] in sys.modules and filling_state() else hook(*args))
-
-
-# A parameter group: its weights and options, as torch stores them.
-Group = dict[str, Any]

@@ -146,16 +146,6 @@ def make_directory(path: Path, parents: bool = True) -> bool:
     return True
 
 
-def move_directory(path: Path, to: Path) -> None:
-    """Renames a directory within its folder; an empty directory with the new name is replaced.
-
-    Raises:
-        RunDirectoryError: the directory cannot be renamed.
-    """
-    with _reported("create", to, "Choose a writable directory with free space."):
-        os.replace(path, to)
-
-
 def hold_lock(file: int, wait: float) -> bool:
     """Locks an open file for this process until its last descriptor is closed, and returns whether that succeeded.
 

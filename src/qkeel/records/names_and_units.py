@@ -202,42 +202,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
     ),
     "index_mean_logit": HeadField("1", "mean score of an indexer over the keys that it may choose", "mean"),
     "index_entropy": HeadField("nats", "mean entropy of a softmax over an indexer's scores", "mean"),
-    "index_margin": HeadField(
-        "1", "mean score of the keys that an indexer chose minus the mean score of all other keys", "min"
-    ),
-    "index_top_mass": HeadField(
-        "share", "sum of the positive scores of the keys that an indexer chose, divided by the sum for all keys", "min"
-    ),
     "index_kl": HeadField("nats", "mean divergence of a softmax over an indexer's scores from dense attention", "max"),
-    "index_query_norm": HeadField("1", "mean L2 norm of an indexer's queries, over its heads", "mean"),
-    "index_query_norm_max": HeadField("1", "largest L2 norm of an indexer's query", "max"),
-    "index_key_norm": HeadField("1", "mean L2 norm of the keys that an indexer scores", "mean"),
-    "index_key_norm_max": HeadField("1", "largest L2 norm of a key that an indexer scores", "max"),
-    "index_weight_mean": HeadField("1", "mean weight of an indexer's heads in its scores", "mean"),
-    "index_weight_max": HeadField("1", "largest magnitude of an indexer's head weight", "max"),
-    "index_weight_negative": HeadField("share", "share of an indexer's head weights that are negative", "max"),
-    "select_share": HeadField(
-        "share",
-        "number of keys that a query of a sparse layer reaches, divided by the number of keys it may choose from",
-        "mean",
-        column="chosen",
-    ),
-    "select_distance": HeadField(
-        "1", "mean distance of the chosen keys in tokens, divided by the number of keys to choose from", "mean"
-    ),
-    "select_distance_max": HeadField(
-        "1", "largest distance of a chosen key in tokens, divided by the number of keys to choose from", "max"
-    ),
-    "select_local_share": HeadField(
-        "share", "share of the c chosen keys that are among the c nearest keys; 1 means a sliding window", "max"
-    ),
-    "select_overlap": HeadField(
-        "share",
-        "number of keys chosen by both this layer and the preceding sparse layer, divided by the number chosen by "
-        "either",
-        "mean",
-    ),
-    "select_coverage": HeadField("share", "share of the keys that at least one sampled query has chosen", "min"),
     "dense_recall": HeadField(
         "share",
         "weight that dense attention would give to the chosen keys, averaged over rows",
@@ -247,9 +212,6 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "dense_kl": HeadField(
         "nats", "mean divergence of sparse from dense attention, which is -ln of the recall averaged over rows", "max"
     ),
-    "dense_kl_max": HeadField("nats", "largest divergence of sparse from dense attention over query rows", "max"),
-    "dense_top_share": HeadField("share", "share of rows whose largest dense logit belongs to a chosen key", "min"),
-    "dense_entropy": HeadField("nats", "mean entropy of dense attention over the keys to choose from", "mean"),
     "delta2_spectral_norm": HeadField(
         "1",
         f"largest singular value of the first-order change of W_QᵀW_K in a step{_STORED}",

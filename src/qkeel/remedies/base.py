@@ -36,7 +36,6 @@ class Target:
     sites: list[AttentionSite]  #: the model's attention, as far as it is known
     batch: Arguments = ((), {})  #: arguments of a forward pass that reveals the sites; empty for qkeel's own modules
     train_length: int | None = None  #: tokens per training sequence, for formulas that need it
-    later: Sequence[Optimizer] = ()  #: optimizers that were created after `apply` was called with that optimizer
     trace: ModelTrace | None = None  #: the pass that revealed the sites; None if all are qkeel's own, or were given
 
     def seen(self) -> ModelTrace:
@@ -170,7 +169,7 @@ def unconfirmed(site: AttentionSite) -> Refusal:
     """Returns the refusal to change the weights of a site's heads, which an experiment did not confirm."""
     return Refusal(
         f"the weights of its heads are not confirmed: {site.unverified}",
-        "give an example in which its inputs differ, apply the remedy to a part of the model without this attention, "
+        "give a batch in which its inputs differ, apply the remedy to a part of the model without this attention, "
         "or use a remedy that changes what the call computes (softcap)",
     )
 

@@ -104,7 +104,7 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
             raise RefusedError(
                 f"{remedy} at {where(site)}: expected a block that computes x + A(N₁(x)), then x + M(N₂(x)), "
                 "with A, M and both norms as direct children, but found none around this attention (post-norm, "
-                "parallel and fused blocks differ; for blocks from other libraries, pass an example batch: "
+                "parallel and fused blocks differ; for blocks from other libraries, pass a batch: "
                 "apply(..., batch=batch)); build the model with the norm order you want"
             )
         branches.update({(b.name, b.function): b for b in found})
@@ -221,15 +221,12 @@ def ordered(block: nn.Module, order: NormOrder) -> Handle:
 
 # Norms after the projections that produce the heads: before the rotation, and before keys enter a cache.
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # transposed convolutions order their channels differently
-
 
 @final
 class HeadNorm(nn.Module):
     """The norm x̃ = norm(x) · gain · factor (· learned scale) of x [... h d], where `weight` is the gain.
 
-    `share` s blends the norm in as (1 - s) x + s x̃, which is exactly x at 0 and exactly x̃ at 1. `factor` implements a
-    change of the logit scale and differs from 1 on only one side, q or k.
+    `factor` implements a change of the logit scale and differs from 1 on only one side, q or k.
     """
 
     def __init__(
@@ -250,14 +247,7 @@ class HeadNorm(nn.Module):
         scale = None if learned is None else learned.init_params(geometry)["logit_scale"].squeeze(-1)
         self.weight = None if gain is None else nn.Parameter(gain.to(like))
         self.logit_scale = None if scale is None else nn.Parameter(scale.to(like))
-        self.share: Tensor | None = None
         self.replaces = False  # True if it has replaced an nn.Identity, which the model still calls
-
-    def blend(self, share: float) -> None:
-        """Sets the share. It is a tensor, so that changing it does not cause recompilation."""
-        if self.share is None:
-            self.share = torch.ones((), device=next(self.parameters()).device)
-        self.share.fill_(share)
 
     def forward(self, x: Tensor, *, from_projection: bool = False) -> Tensor:
         """Returns x [... h d] normed, in its dtype, or x itself if the model calls the Identity that this replaces."""
@@ -271,7 +261,6 @@ class HeadNorm(nn.Module):
             y = y * (self.factor * self.logit_scale).to(y.dtype)
         elif self.factor != 1.0:
             y = y * self.factor
-        y = y if self.share is None else torch.lerp(x, y, self.share.to(x.dtype))
         return y.clone() if self.by_itself else y
 
     @property
@@ -319,7 +308,7 @@ def heads_of(
             slices.append(s)
     if not slices:
         return refuse_heads(f"it is not known which weights produce the {side} ({site.why})")
-    if not all(_made_last(model, s, several=len(site.terms) > 1) for s in slices):
+    if any(model.get_parameter(s.parameter).ndim > 2 for s in slices):  # channels of a convolution
         shaped = ", ".join(s.parameter for s in slices)
         return refuse_heads(f"the {side} are not the last dimension of a module's output: {shaped} produces them")
     apart: dict[str, list[HeadSlice]] = {}
@@ -358,15 +347,6 @@ def _branch(parameter: str, site: AttentionSite) -> str:
     return ".".join(owner[: shared + 1])
 
 
-def _made_last(model: nn.Module, s: HeadSlice, *, several: bool) -> bool:
-    """True if heads are features in the last dimension of a module's output, or channels of a convolution's output.
-
-    Channels count only if the logit is a single product."""
-    if isinstance(model.get_submodule(_owner(s.parameter)), _CONVOLUTIONS):
-        return s.axis == 0 and not several
-    return model.get_parameter(s.parameter).ndim <= 2
-
-
 def _common_module(slices: list[HeadSlice]) -> tuple[str, Tensor | None]:
     """Returns the innermost module around all these weights, and each head's features in its output (None if unknown).
 
@@ -403,9 +383,6 @@ class NormedProjection(InstanceForward):
         self.norms = norms
         self.size = heads[0].size
         self.seen: list[int] | None = None
-        made = heads[0].module
-        # The feature dimension, counted from the end.
-        self.channels = -made.weight.ndim + 1 if isinstance(made, _CONVOLUTIONS) else -1
         self.cuts = _cuts([h.index for h in heads], self.size)
         if self.cuts is None:
             home = next(self.module.parameters()).device
@@ -422,12 +399,7 @@ class NormedProjection(InstanceForward):
     def normed(self, out: Tensor) -> Tensor:
         """Returns a projection's output with its heads normed."""
         if self.seen is not None:
-            self.seen.append(out.shape[self.channels] if isinstance(out, Tensor) else 0)
-        if self.channels == -1:
-            return self._features(out)
-        return self._features(out.movedim(self.channels, -1)).movedim(-1, self.channels)
-
-    def _features(self, out: Tensor) -> Tensor:
+            self.seen.append(out.shape[-1] if isinstance(out, Tensor) else 0)
         if self.cuts is None:
             for norm in self.norms:
                 index = norm.get_buffer("features")

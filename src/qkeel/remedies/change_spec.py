@@ -20,7 +20,7 @@ from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import forwards_of
 from qkeel.patching.modes import names_in_use, parameters_of, shard_alike, submodules_of
 from qkeel.remedies.base import Remedy, Target, compose_all, inside, module_name, where
-from qkeel.remedies.changed_call import ChangedCalls, HiddenPairs, PlacedChange, changed
+from qkeel.remedies.changed_call import ChangedCalls, PlacedChange, changed
 from qkeel.remedies.head_steps import join
 from qkeel.sites.find import is_normed
 from qkeel.sites.trace import biased, run_once
@@ -281,7 +281,7 @@ def number(scale: Scale, head_dim: int) -> float:
 
 def exchange_calls(change: PlacedChange, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
     """Replaces the attention calls of modules, and checks in one pass on the example that all of them were replaced."""
-    hidden = _hidden_by_small(target, sites)
+    _check_masks(target, sites)
     changed_modules: dict[ChangedCalls, list[AttentionSite]] = {}
     for module in {id(site.module): site.module for site in sites}.values():
         here = [site for site in sites if site.module is module]
@@ -292,27 +292,29 @@ def exchange_calls(change: PlacedChange, target: Target, sites: list[AttentionSi
         yield _add_change(calls, change, target, here[0])
         changed_modules[calls] = here
     if changed_modules:
-        _check_pass(target, changed_modules, hidden)
+        _check_pass(target, changed_modules)
 
 
-def _hidden_by_small(target: Target, sites: list[AttentionSite]) -> dict[str, int]:
-    """Returns the numbers of pairs that the example's masks hide at sites that are not changed yet and whose masks have
-    values above -9000.
-
-    Raises RefusedError if a logit is so low that in written-out attention it would be mistaken for a masked one."""
-    new = [site for site in sites if not any(isinstance(f, ChangedCalls) for f in forwards_of(site.module))]
-    if not new:
-        return {}
+def _check_masks(target: Target, sites: list[AttentionSite]) -> None:
+    """Raises RefusedError unless hidden pairs can be told from low logits by their scores alone, which is all that
+    reaches the softmax of hand-written attention."""
+    unchanged = [site for site in sites if not any(isinstance(f, ChangedCalls) for f in forwards_of(site.module))]
+    if not unchanged:
+        return
     trace = target.seen()
-    least = trace.minima
-    for site in new:
-        if (low := least.get(site.name, math.inf)) <= HIDES:
+    for site in unchanged:
+        if (low := trace.minima.get(site.name, math.inf)) <= HIDES:
             raise RefusedError(
                 f"{where(site)}: an unmasked logit is {low:.3g} on this example, but in hand-written attention, scores "
                 f"up to {HIDES:.0f} are treated as masked. Use the model's fused attention, or reduce "
                 "the logits first"
             )
-    return {site.name: trace.hidden_by_small.get(site.name, 0) for site in new}
+        if trace.hidden_by_small.get(site.name, 0):
+            raise RefusedError(
+                f"{where(site)}: its mask hides keys by a number above {HIDES:.0f} (such as -100), which the softmax "
+                "of hand-written attention can't tell from a low logit, so hidden pairs could become visible; write "
+                "the mask with -inf, use the model's fused attention, or use qk_clip or lalr"
+            )
 
 
 def _calls_of(sites: list[AttentionSite]) -> ChangedCalls:
@@ -375,46 +377,24 @@ def _check_alone(here: list[AttentionSite], sites: list[AttentionSite]) -> None:
 
 
 Modules = Mapping[ChangedCalls, list[AttentionSite]]
-Passes = dict[ChangedCalls, list[list[HiddenPairs | None]]]  # the calls of each forward, None for fused ones
 
 
-def _check_pass(target: Target, changed_modules: Modules, hidden: Mapping[str, int]) -> None:
-    """Runs the example and checks that every attention call of every module was replaced, and nothing else, and that at
-    least the `hidden` number of pairs stays hidden at each site."""
-    for calls, found in _passes(target, changed_modules).items():
-        _check_calls(calls, changed_modules[calls], found)
-    if any(hidden.values()):  # the first pass located the masks, which the second one changes
-        for calls, found in _passes(target, changed_modules).items():
-            _check_hidden(changed_modules[calls], found[0], hidden)
-
-
-def _passes(target: Target, changed_modules: Modules) -> Passes:
-    """Runs the example once and returns the calls of each module."""
+def _check_pass(target: Target, changed_modules: Modules) -> None:
+    """Runs the example and checks that every attention call of every module was replaced, and nothing else."""
     for calls in changed_modules:
         calls.seen = []
     try:
         run_once(target.model, *target.batch)
+        for calls, sites in changed_modules.items():
+            _check_calls(calls, sites, calls.seen or [])
     except InvalidValueError as error:
         raise (error.__cause__ if isinstance(error.__cause__, RefusedError) else error) from None
     finally:
-        passes = {calls: calls.seen or [] for calls in changed_modules}
         for calls in changed_modules:
             calls.seen = None
-    return passes
 
 
-def _check_hidden(sites: list[AttentionSite], found: list[HiddenPairs | None], hidden: Mapping[str, int]) -> None:
-    for site, pairs in zip(sites, found):
-        left = 0 if pairs is None else hidden.get(site.name, 0) - pairs.number()
-        if left > 0:
-            raise RefusedError(
-                f"{where(site)}: {left} of the pairs that its mask hides on this example "
-                "would become visible, because the mask has small numbers (such as -100) in a form in which they can't "
-                "be distinguished from low logits; write the mask with -inf, or as z.masked_fill(mask, -100)"
-            )
-
-
-def _check_calls(calls: ChangedCalls, sites: list[AttentionSite], passes: list[list[HiddenPairs | None]]) -> None:
+def _check_calls(calls: ChangedCalls, sites: list[AttentionSite], passes: list[list[float | None]]) -> None:
     name = module_name(sites[0]) or "the model itself"
     counts = {len(calls) for calls in passes}
     if counts == {0} or not counts:
@@ -438,9 +418,9 @@ def _check_calls(calls: ChangedCalls, sites: list[AttentionSite], passes: list[l
         raise RefusedError(
             f"{name} computes hand-written attention several times with different scales, which cannot be distinguished"
         )
-    known = [h.most for h in hidden if h.most > -math.inf]
-    if known:
-        calls.low = min(calls.low, max(known) / 2)
+    masked = [h for h in hidden if h > -math.inf]
+    if masked:
+        calls.low = min(calls.low, max(masked) / 2)
 
 
 def refuse_added_scores(remedy: str, target: Target, sites: list[AttentionSite]) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol, final
+from typing import Protocol, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
-from qkeel.capture.calls import APART, HIDES, HeadLayout, hides, is_low
+from qkeel.capture.calls import HIDES, HeadLayout
 from qkeel.capture.readers import hiding, mha_mask, sdpa_arguments, unpacked
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
@@ -30,204 +30,6 @@ from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.logits import Normalizer
 from qkeel.spec.slot import ParameterSizes, Params
 
-# What written-out attention does to its scores other than scaling them: masks with small numbers (Swin's -100), and the
-# subtraction of each row's maximum. The calls that do this are located once, on the example.
-
-Function = Callable[..., object]
-
-_ADDS: tuple[Function, ...] = (*(torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__),)
-_SUBTRACTS: tuple[Function, ...] = (torch.sub, Tensor.sub, Tensor.sub_, Tensor.__sub__, Tensor.__isub__)
-_FILLS_LAST: tuple[Function, ...] = (torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_)
-_FILLS: tuple[Function, ...] = (*_FILLS_LAST, torch.where, Tensor.where, Tensor.__setitem__)
-MASKING: tuple[Function, ...] = (*_ADDS, *_SUBTRACTS, *_FILLS)
-
-# Functions with the same arguments. torch.compile may replace one of them by another, and can't compare their names.
-_ALIKE: tuple[tuple[str, tuple[Function, ...]], ...] = (
-    *(("sum", _ADDS), ("difference", _SUBTRACTS), ("fill", _FILLS_LAST)),
-    *(("choice", (torch.where,)), ("own choice", (Tensor.where,)), ("assignment", (Tensor.__setitem__,))),
-)
-
-
-class CallKind(NamedTuple):
-    """What distinguishes calls on scores from other calls in the same forward."""
-
-    function: str  # the name in _ALIKE
-    ndim: int  # of the output
-
-
-class CallPlace(NamedTuple):
-    """A call in a forward, found by the number of softmaxes before it and of earlier calls of its kind since the last
-    of them. A forward may therefore make or leave out calls of other kinds."""
-
-    softmaxes: int
-    kind: CallKind
-    earlier: int
-
-
-_OTHER_PATH = (
-    "the forward took another path than on the example, so it is not known where it masks its scores; apply the remedy "
-    "with an example that shows how the model will be used"
-)
-
-
-@final
-class SmallMasks:
-    """The calls in a module's forward that mask scores with values above -9000, and the arguments that contain these
-    values.
-
-    A softmax receives scores that include the mask, so that -100 cannot be distinguished from a low logit. One pass on
-    the example finds, among the calls on scores of the softmax's size, the arguments that hide keys by such numbers
-    (see `hides`). From then on these arguments contain -inf for hidden pairs, whatever the logits are.
-
-    Subtracting each row's maximum also hides the logits from the softmax, while it leaves the weights unchanged.
-    `shifts` are the places of such calls, which from then on return the scores unchanged.
-
-    `paths` are the numbers of calls of each kind before each softmax, as seen on the example.
-    """
-
-    def __init__(self) -> None:
-        self.places: set[tuple[CallPlace, int]] = set()  # with the index of the argument
-        self.shifts: set[CallPlace] = set()
-        self.paths: dict[int, list[dict[CallKind, int]]] = {}
-        self._softmaxes = 0
-        self._counts: dict[CallKind, int] = {}
-        self._sizes: list[tuple[CallKind, int]] = []
-        self._shifted: list[tuple[CallPlace, Tensor]] = []
-        self._candidates: list[tuple[tuple[CallPlace, int], int]] = []
-
-    @property
-    def known(self) -> bool:
-        """True if any calls must be changed."""
-        return bool(self.places or self.shifts)
-
-    def begin(self) -> None:
-        """Starts a forward pass."""
-        self._softmaxes = 0
-        self._next()
-
-    def _next(self) -> None:
-        """Forgets the calls before a softmax."""
-        self._counts, self._sizes, self._shifted, self._candidates = {}, [], [], []
-
-    def call(self, function: Function, args: Args, kwargs: Kwargs, *, noting: bool) -> object:
-        """Calls a function of MASKING with -inf in place of small numbers. With `noting`, records the candidates."""
-        kind = CallKind(_alike(function), max([x.ndim for x in args if isinstance(x, Tensor)], default=0))
-        place = CallPlace(self._softmaxes, kind, self._counts.get(kind, 0))
-        self._counts[kind] = place.earlier + 1
-        if place in self.shifts:
-            self._sizes.append((kind, args[0].numel()))
-            return args[0]
-        less_top = noting and function in _SUBTRACTS and _is_top(args)
-        own = [i for i in range(len(args)) if (place, i) in self.places]
-        if own:
-            dtype = next((x.dtype for x in args if isinstance(x, Tensor) and x.is_floating_point()), None)
-            args = tuple(
-                _lowest(function, x, _factor(function, i, kwargs), dtype) if i in own else x for i, x in enumerate(args)
-            )
-        returned = function(*args, **kwargs)
-        out = args[0] if returned is None else returned
-        if isinstance(out, Tensor) and out.is_floating_point():
-            self._sizes.append((kind, out.numel()))
-            if noting:
-                self._note(function, place, args, kwargs, out)
-                self._shifted += [(place, out.detach().clone())] if less_top else []
-        return returned
-
-    def _note(self, function: Function, place: CallPlace, args: Args, kwargs: Kwargs, out: Tensor) -> None:
-        size, fills_last = out.numel(), place.kind.function in ("fill", "assignment")
-        for i, x in enumerate(args):
-            if (place, i) in self.places or (fills_last and i != 2):
-                continue
-            if function in _FILLS:
-                found = _is_small(x)
-            elif not isinstance(x, Tensor) or x.ndim < 2 or (i == 0 and function in _SUBTRACTS):
-                continue
-            elif x.numel() == size and any(before == size for _, before in self._candidates):
-                continue  # these are the scores, which already include such a mask
-            else:
-                factor = _factor(function, i, kwargs)
-                added = x if factor == 1 else x * factor
-                found = bool((hides(added) & (added > HIDES)).any())
-            if found:
-                self._candidates.append(((place, i), size))
-
-    def keep(self, scores: Tensor) -> bool:
-        """Confirms the candidates whose size equals that of the scores passed to a softmax.
-
-        Returns False if a row maximum was subtracted and then another operation changed the scores, since this hides
-        the logits.
-        """
-        paths = self.paths.setdefault(self._softmaxes, [])
-        if self._counts not in paths:
-            paths.append(self._counts)
-        self.places |= {place for place, size in self._candidates if size == scores.numel()}
-        flat = scores.detach().flatten()
-        kept = [(place, out.flatten()) for place, out in self._shifted if out.numel() == len(flat)]
-        found = {place for place, out in kept if bool(((out == flat) | (flat <= HIDES)).all())}
-        self.shifts |= found
-        self._softmaxes += 1
-        self._next()
-        return len(found) == len(kept)
-
-    def check_path(self, scores: Tensor) -> None:
-        """Raises RefusedError if the calls before this softmax differ from those on the example.
-
-        A kind of call that returned scores must have been made as often as on the example. A pass may make no such
-        call, for a step with a single query needs no mask.
-        """
-        if self._counts not in self.paths.get(self._softmaxes, []) and not self._fits(scores.numel()):
-            raise RefusedError(_OTHER_PATH)
-        self._softmaxes += 1
-        self._next()
-
-    def _fits(self, size: int) -> bool:
-        """True if the calls before a softmax of scores of this size allow for the places."""
-        number = self._softmaxes
-        places = [*(place for place, _ in self.places), *self.shifts]
-        dims = [place.kind.ndim for place in places if place.softmaxes == number]
-        counts = [(kind, self._counts[kind]) for kind, n in self._sizes if n == size and kind.ndim in dims]
-        same = [all([path.get(kind, 0) == n for kind, n in counts]) for path in self.paths.get(number, [])]  # noqa: C419
-        return any(same)
-
-
-def _alike(function: Function) -> str:
-    return [name for name, functions in _ALIKE if function in functions][0]  # noqa: RUF015
-
-
-def _is_top(args: Args) -> bool:
-    """True if the arguments are scores and their row maxima."""
-    if len(args) < 2 or not all(isinstance(x, Tensor) and x.ndim == args[0].ndim for x in args[:2]):
-        return False
-    x, top = args[:2]
-    rows = [i for i in range(x.ndim) if top.shape[i] == 1 < x.shape[i]]
-    others = [i for i in range(x.ndim) if i not in rows and top.shape[i] != x.shape[i]]
-    return len(rows) == 1 and not others and torch.equal(x.detach().amax(rows[0], keepdim=True), top.detach())
-
-
-def _is_small(x: object) -> bool:
-    """True if x is a number above -9000 that hides what it replaces, or a tensor that contains only this number."""
-    if isinstance(x, Tensor) and x.numel() > 1 and x.dtype != torch.bool:
-        least, most = x.detach().aminmax()
-        return bool(least == most) and _is_small(most)
-    return is_low(x) and float(x) > HIDES  # type: ignore[arg-type]
-
-
-def _factor(function: Function, i: int, kwargs: Kwargs) -> float:
-    """Returns the factor that a sum or a difference applies to its argument number i."""
-    return (-1.0 if function in _SUBTRACTS else 1.0) * kwargs.get("alpha", 1) if i == 1 else 1.0
-
-
-def _lowest(function: Function, x: object, factor: float, dtype: torch.dtype | None) -> object:
-    """Returns the argument x of a function of MASKING, to which the function applies this factor, with -inf wherever it
-    hides a pair (+inf if the factor is negative). Tensors of integers are converted to this dtype."""
-    if not isinstance(x, Tensor):
-        return -math.inf if is_low(x) else x
-    x = x if x.is_floating_point() else x.to(dtype)
-    if function in _FILLS:
-        return x.masked_fill(x <= -APART, -math.inf)
-    return x.masked_fill(hides(factor * x), -math.copysign(math.inf, factor))
-
-
 # Replaces attention calls inside a module's forward with qkeel's own attention under a different spec.
 #
 # While the forward runs, a torch function mode replaces `F.scaled_dot_product_attention`,
@@ -236,17 +38,9 @@ def _lowest(function: Function, x: object, factor: float, dtype: torch.dtype | N
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
-class HiddenPairs(NamedTuple):
-    """The pairs that a written-out call hides."""
-
-    most: float  # the largest of their logits
-    visible: Tensor  # true for all other pairs
-
-    def number(self) -> int:
-        """Returns their number; rows that see no key are left out, because capture leaves them out, too."""
-        return int((~self.visible & self.visible.any(-1, keepdim=True)).sum())
-
-
+_SUBTRACTIONS: tuple[Callable[..., object], ...] = (
+    *(torch.sub, Tensor.sub, Tensor.sub_, Tensor.__sub__, Tensor.__isub__),
+)
 _SOFTMAX: tuple[Callable[..., Tensor], ...] = (F.softmax, torch.softmax, Tensor.softmax)
 
 
@@ -256,9 +50,9 @@ class ChangedCalls(InstanceForward):
 
     `bases` are the module's original specs, keyed by scale, `changes` are the active changes, `specs` the resulting
     specs, `names` the names of their parameters on the module, and `layouts` the layouts of its scores. A written-out
-    logit at or below `low` counts as masked; `masks` finds masks with larger numbers. `writes` becomes True once the
-    example has shown a written-out softmax, so that its scores have been analysed. While `seen` is a list, it collects
-    the calls of each forward and, for each written-out call, its hidden pairs.
+    logit at or below `low` counts as masked. `writes` becomes True once the example has shown a written-out softmax,
+    so that its scores have been checked. While `seen` is a list, it collects the calls of each forward: the largest
+    logit that a mask hides in a written-out call, None for a fused one.
     """
 
     def __init__(self, module: nn.Module, geometry: ParameterSizes) -> None:
@@ -270,9 +64,9 @@ class ChangedCalls(InstanceForward):
         self.layouts: list[HeadLayout] = []
         self.names: tuple[str, ...] = ()
         self.low = HIDES
-        self.masks = SmallMasks()
         self.writes = False
-        self.seen: list[list[HiddenPairs | None]] | None = None
+        self.seen: list[list[float | None]] | None = None
+        self.is_shifted = False  # whether the largest score of a row was subtracted in the current pass
 
     def change(self, changes: list[PlacedChange]) -> None:
         """Activates these changes, applying them in order. If the list is empty, restores the original forward."""
@@ -296,12 +90,12 @@ class ChangedCalls(InstanceForward):
         """Runs the module's forward with its attention calls replaced."""
         if self.seen is not None:
             self.seen.append([])
-        self.masks.begin()
+            self.is_shifted = False
         with _Exchange(self):
             return self.replaced(args, kwargs)
 
-    def note(self, hidden: HiddenPairs | None = None) -> None:
-        """Records a call, with its hidden pairs if it is written out."""
+    def note(self, hidden: float | None = None) -> None:
+        """Records a call, with the largest logit that is hidden if it is written out."""
         if self.seen is not None:
             self.seen[-1].append(hidden)
 
@@ -376,16 +170,13 @@ class ChangedCalls(InstanceForward):
         visible = z > low
         if self.seen is not None:
             self.writes = True
-            if not self.masks.keep(x) or (not self.masks.shifts and _is_shifted(z, visible)):
+            if self.is_shifted or _is_shifted(z, visible):
                 raise RefusedError(
                     "the largest score of each row is subtracted before the softmax, so a cap or a scale would act on "
                     "something other than the logits; leave that subtraction out (torch's softmax does it), or use "
                     "qk_clip or lalr"
                 )
-            most = float(z.detach().masked_fill(visible, -math.inf).max())
-            self.note(HiddenPairs(most, visible))
-        elif self.masks.known:
-            self.masks.check_path(x)
+            self.note(float(z.detach().masked_fill(visible, -math.inf).max()))
         ((scale, spec),) = self.specs.items()
         z = torch.where(visible, z, 0.0)
         if spec.scale != self.bases[scale].scale:
@@ -455,8 +246,8 @@ class _Exchange(TorchFunctionMode):
             return self.calls.written(args, kwargs)
         if func is F.multi_head_attention_forward:
             return self.calls.multi_head(args, kwargs)
-        if func in MASKING and (self.calls.masks.known or self.calls.seen is not None):
-            return self.calls.masks.call(func, args, kwargs, noting=self.calls.seen is not None)
+        if func in _SUBTRACTIONS and self.calls.seen is not None and _subtracts_largest(args):
+            self.calls.is_shifted = True
         if isinstance(func, types.FunctionType) and getattr(Tensor, func.__name__, None) is func:
             # Called as a method, since Dynamo does not follow super() inside a method called as a function.
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
@@ -490,6 +281,15 @@ def softmax(x: Tensor, dim: int, visible: Tensor, normalizer: Normalizer, params
     if has_torch_function_unary(x):
         return handle_torch_function(softmax, (x,), x, dim, visible, normalizer, params)
     return normalizer.weights(x, visible, params)
+
+
+def _subtracts_largest(args: Args) -> bool:
+    """True if the arguments of a subtraction are scores and the largest of each row."""
+    if len(args) < 2 or not all(isinstance(x, Tensor) and x.ndim == args[0].ndim > 0 for x in args[:2]):
+        return False
+    scores, largest = args[:2]
+    rows = [i for i in range(scores.ndim) if largest.shape[i] == 1 < scores.shape[i]]
+    return len(rows) == 1 and torch.equal(scores.detach().amax(rows[0], keepdim=True), largest.detach())
 
 
 def _is_shifted(z: Tensor, visible: Tensor) -> bool:

@@ -19,7 +19,7 @@ from qkeel.handle import Handle, compose
 from qkeel.patching.optimizers import before_change, go_first, in_real_steps
 from qkeel.remedies.base import Target
 from qkeel.remedies.head_groups import HeadGroups, WeightNorm, views_by_tensor
-from qkeel.remedies.head_weights import HeadWeights, SplitNorms, WeightCheck, found_inf, innermost
+from qkeel.remedies.head_weights import HeadWeights, SplitNorms, found_inf, innermost
 
 # Tests whether an optimizer's step is proportional to its rate, on a small matrix and never on the user's weights.
 
@@ -284,8 +284,7 @@ def head_steps(
     """
     optimizer = innermost(target.need_optimizer(remedy))
     tensors = check_linear(optimizer, remedy, weights, decay=decay)
-    replaced = WeightCheck(target.model, remedy, weights.names, tensors=tensors)
-    return HeadSteps(optimizer, replaced, weights, tensors, measure, decay)
+    return HeadSteps(optimizer, weights, tensors, measure, decay)
 
 
 @final
@@ -306,7 +305,6 @@ class HeadSteps:
     def __init__(
         self,
         optimizer: Optimizer,
-        replaced: WeightCheck,
         weights: HeadWeights,
         tensors: Sequence[Tensor | None],
         measure: WeightNorm | None,
@@ -315,7 +313,7 @@ class HeadSteps:
         by_tensor = views_by_tensor(tensors, weights.slices)
         views = [view for _, _, own in by_tensor for view in own]
         counts = self._counts = weights.counts
-        self._optimizer, self._replaced, self._slices, self._measure = optimizer, replaced, weights.slices, measure
+        self._optimizer, self._slices, self._measure = optimizer, weights.slices, measure
         # If there is a float32 copy, it is also what is measured, since the weight is only its rounded value.
         self._read = [p if t is None else t for p, t in zip(weights.parameters, tensors)]
         self._stepped = [(view, view.weight) for view in views]
@@ -348,7 +346,6 @@ class HeadSteps:
 
         @torch.no_grad()
         def before(_: Optimizer) -> None:
-            self._replaced.check()
             self._begin(rates)
 
         @torch.no_grad()

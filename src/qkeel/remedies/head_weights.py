@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, final
 
 import torch
@@ -16,12 +15,13 @@ from torch.optim import Optimizer
 from qkeel import dist
 from qkeel.errors import InvalidValueError, NonFiniteError, RefusedError, caution, check_known
 from qkeel.functional.norms import wide
-from qkeel.handle import Handle
+from qkeel.handle import Handle, compose
 from qkeel.heads.site import APPLIED, AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
-from qkeel.patching.autograd import is_wrapper, version_of
-from qkeel.patching.modes import parameters_of, submodules_of
-from qkeel.patching.optimizers import StepHooks, runs_step_hooks, when_made
+from qkeel.patching.autograd import is_wrapper
+from qkeel.patching.forward import ForwardPasses
+from qkeel.patching.modes import submodules_of, unguarded
+from qkeel.patching.optimizers import in_real_steps, runs_step_hooks
 from qkeel.remedies.base import HeadsBySite, Remedy, Target, unconfirmed, where
 from qkeel.remedies.head_groups import WeightNorm, frobenius_norm
 from qkeel.sites.find import is_normed
@@ -172,180 +172,45 @@ def _rounds_to(copy: Tensor, weight: Tensor) -> bool:
     )
 
 
-# Weights that leave the model after a remedy was applied to them.
+# Training without steps of the optimizer that a remedy acts on.
 
 OptimizerState = dict[str, Any]
+PASSES = 100
 
 
-@final
-class WeightCheck:
-    """Detects, at almost no cost per step, when a weight has been replaced, or unfrozen after it was left out.
+def warn_without_steps(target: Target, remedy: Remedy) -> Handle:
+    """Warns once if the model makes 100 training passes without a step of the optimizer that a remedy acts on.
 
-    A renamed weight is still tracked.
-
-    Args:
-        model: the model with the weights. remedy: the name of the remedy, for messages.
-        names: the weights on which the remedy acts.
-        tensors: what the optimizer updates for each of them. It is None for frozen weights that the optimizer does not
-            hold; the remedy leaves them out, and warns if one is trained later.
+    This shows that the script has gone on to another optimizer: the remedy acts only in the steps of the one that it
+    was applied with, and ends with it. There is no warning if the same remedy has been applied anew.
     """
+    optimizer, model, passes = innermost(target.need_optimizer(remedy.name)), target.model, 0
+    kind, modules = type(optimizer).__name__, [weakref.ref(site.module) for site in target.sites]
 
-    def __init__(
-        self,
-        model: nn.Module,
-        remedy: str,
-        names: Iterable[str],
-        *,
-        tensors: Iterable[Tensor | None] = (),
-    ) -> None:
-        named = [*names]
-        self._model, self._remedy = model, remedy
-        self._weights = {name: model.get_parameter(name) for name in dict.fromkeys(named)}
-        self._links = _links(model, self._weights)
-        self._left_out = {name: self._weights[name] for name, tensor in zip(named, tensors) if tensor is None}
-
-    def check(self) -> None:
-        """Raises RefusedError if one of the weights is no longer in the model."""
-        if self._left_out:
-            self._warn_of_unfrozen()
-        tables, keys, objects = self._links
-        if all(map(operator.is_, map(dict.get, tables, keys), objects)):  # some hundred per step, so no Python loop
+    def passed(_: object, failed: bool) -> None:
+        nonlocal passes
+        if failed or not model.training or not torch.is_grad_enabled():
             return
-        names = {id(p): name for name, p in self._model.named_parameters(remove_duplicate=False)}
-        gone = [name for name, p in self._weights.items() if id(p) not in names]
-        if gone:
-            more = f" (and {len(gone) - 1} more)" if len(gone) > 1 else ""
-            dist.report_failure(f"{gone[0]} has been replaced")
-            raise RefusedError(
-                f"{self._remedy} was applied to {gone[0]}{more}, which "
-                "has been replaced since. The step was not taken. remove() the remedy's handle and apply it again "
-                "to the current model"
-            )
-        self._weights = {names[id(p)]: p for p in self._weights.values()}
-        self._links = _links(self._model, self._weights)
-
-    def _warn_of_unfrozen(self) -> None:
-        """Warns once if a weight that was left out is trained now."""
-        name = next((name for name, p in self._left_out.items() if p.requires_grad), None)
-        if name is not None:
-            self._left_out = {}
-            caution(
-                f"{self._remedy} has no effect on {name}, which was frozen when the remedy was applied and is trained "
-                "now. remove() the remedy's handle, and apply it again"
-            )
-
-
-def _links(
-    model: nn.Module, weights: Mapping[str, nn.Parameter]
-) -> tuple[list[OptimizerState], list[str], list[object]]:
-    """Returns the tables, keys and objects of all entries on the paths from the model to the weights, each once."""
-    found: dict[tuple[int, str], tuple[OptimizerState, str, object]] = {}
-    for name, parameter in weights.items():
-        *path, leaf = name.split(".")
-        module = model
-        for key in path:
-            table, module = submodules_of(module), module.get_submodule(key)
-            found[id(table), key] = (table, key, module)
-        found[id(parameters_of(module)), leaf] = (parameters_of(module), leaf, parameter)
-    entries = found.values()
-    return [table for table, _, _ in entries], [key for _, key, _ in entries], [held for _, _, held in entries]
-
-
-def warn_of_later_optimizers(target: Target, remedy: str) -> Handle:
-    """Warns if an optimizer that is created later changes the remedy's weights in a step of its own.
-
-    The remedy acts only in the steps of the optimizer that it was applied with, and ends with that optimizer. Each
-    later optimizer that is created with one of the weights is watched until it changes one. One that calls the remedy's
-    optimizer inside its step is a wrapper, and nothing is wrong. No hook is global, so no other step becomes slower.
-    """
-    optimizer = innermost(target.need_optimizer(remedy))
-    own, first = weakref.ref(optimizer), type(optimizer).__name__
-    parameters = {name: target.parameter(name) for name in _logit_weights(target)}
-    names = {id(p): (name, weakref.ref(p)) for name, p in parameters.items()}
-    sites = [weakref.ref(site.module) for site in target.sites]
-    del optimizer, parameters  # what follows must not keep them alive
-    taken = [0]  # steps of the remedy's optimizer, counted while there is a later one
-    counting: list[StepHooks] = []
-    followed: list[tuple[weakref.ref[Optimizer], StepHooks]] = []
-
-    def replaced(name: str, second: str) -> None:
-        ended = own() is None
-        found = [m for ref in sites if (m := ref()) is not None]
-        again = ended and any(other.on_steps for m in found for other in m.__dict__.get(APPLIED, {}).values())
-        if ended:
-            watch.remove()
-        if again:
+        passes += 1
+        if passes != PASSES:
             return
-        why = (
-            f"{remedy} ended when its optimizer ({first}) was deleted"
-            if ended
-            else f"{remedy} was applied with another optimizer ({first})"
-        )
-        caution(
-            f"{remedy} had no effect on {name} in this step of {second}: {why}. To continue with it, remove() its "
-            "handle and apply it with the optimizer that now trains the model"
-        )
-
-    def made(other: Optimizer) -> None:
-        followed[:] = [(ref, hooks) for ref, hooks in followed if ref() is not None]
-        held = [p for group in other.param_groups for p in group["params"] if id(p) in names and names[id(p)][1]() is p]
-        if not held or not runs_step_hooks(other):
-            return
-        change, steps = _ChangeOf(held), [0]
-
-        def before(_: Optimizer) -> None:
-            steps[0] = taken[0]
-            change.begin()
-
-        def after(stepping: Optimizer) -> None:
-            inside = taken[0] != steps[0]
-            if not inside and not change.seen():
+        for reference in modules:
+            module = reference()
+            active = None if module is None else module.__dict__.get(APPLIED, {}).get(remedy.name)
+            if active is not None and active is not remedy:
                 return
-            hooks.remove()  # which only disables them inside a step, so `followed` keeps them
-            name = names[id(held[0])][0]
-            change.forget()
-            held.clear()
-            if not inside:
-                replaced(name, type(stepping).__name__)
+        caution(
+            f"{remedy.name} had no effect in the last {PASSES} training passes of the model, because its optimizer "
+            f"({kind}) took no step. If another optimizer trains the model now, remove() the handle and apply "
+            f"{remedy.name} with that one"
+        )
 
-        hooks = StepHooks(before, after, other)
-        followed.append((weakref.ref(other), hooks))
-        if not counting and (mine := own()) is not None:
-            counting.append(StepHooks(None, lambda _: taken.__setitem__(0, taken[0] + 1), mine))
+    def stepped(*_: object) -> None:
+        nonlocal passes
+        passes = 0
 
-    watch = when_made(made)
-    for other in target.later:
-        made(other)
-    gone = weakref.finalize(
-        target.model, lambda: [hook.remove() for hook in (watch, *counting, *(hooks for _, hooks in followed))]
-    )
-    gone.atexit = False
-    return Handle(gone)
-
-
-@final
-class _ChangeOf:
-    """Whether a step changes one of some weights. Fused steps and steps through `.data` change no version."""
-
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        self._weights = list(weights)
-        self._versions: list[int] = []
-        self._sample: tuple[Tensor, Tensor] | None = None
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        self._versions = [*map(version_of, self._weights)]
-        trained = next((p for p in self._weights if p.grad is not None), None)
-        self._sample = None if trained is None else (trained, trained.detach().clone())
-
-    @torch.no_grad()
-    def seen(self) -> bool:
-        if self._versions != [*map(version_of, self._weights)]:
-            return True
-        return self._sample is not None and not torch.equal(*map(dist.local, self._sample))
-
-    def forget(self) -> None:
-        self._weights, self._sample = [], None
+    steps = optimizer.register_step_post_hook(in_real_steps(stepped))
+    return compose([ForwardPasses(model, lambda *_: None, passed, guard=unguarded), Handle(steps.remove)])
 
 
 def _logit_weights(target: Target) -> dict[str, None]:

@@ -16,10 +16,9 @@ from qkeel.capture.example import tensors
 from qkeel.errors import RefusedError
 from qkeel.functional.logits import softcap
 from qkeel.functional.norms import wide
-from qkeel.handle import Handle, compose
+from qkeel.handle import Handle
 from qkeel.nn.decoder import Decoder
 from qkeel.remedies.base import Remedy, Target
-from qkeel.remedies.processes import refuse_late_stage
 
 # Finding the module that computes a model's final logits.
 
@@ -110,7 +109,7 @@ class FinalSoftcap(Remedy):
     def apply(self, target: Target) -> Handle:
         head = logits_module(target, self.name, self.module)
         hook = head.register_forward_hook(functools.partial(_capped, self.cap))
-        return compose([Handle(hook.remove), refuse_late_stage(target.model, self.name)])
+        return Handle(hook.remove)
 
 
 # The z-loss, coefficient · (ln Z)² per token, of which only the gradient is added to that of the loss.
@@ -147,7 +146,7 @@ class ZLoss(Remedy):
     def apply(self, target: Target) -> Handle:
         head = logits_module(target, self.name, self.module)
         hook = head.register_forward_hook(_LossHook(self.coefficient, self.weight))
-        return compose([Handle(hook.remove), refuse_late_stage(target.model, self.name)])
+        return Handle(hook.remove)
 
 
 @final

@@ -8,16 +8,14 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from qkeel import dist
 from qkeel.errors import RefusedError
-from qkeel.handle import Handle, compose
+from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
-from qkeel.patching.modes import is_compiled, running_stage
-from qkeel.patching.optimizers import go_first, in_real_steps, is_last
+from qkeel.patching.modes import is_compiled
+from qkeel.patching.optimizers import go_first, in_real_steps
 from qkeel.remedies.base import Remedy, Target, where
-from qkeel.remedies.head_weights import innermost
 
 WHAT = "qkeel.apply"
 T = TypeVar("T")
@@ -133,55 +131,6 @@ def check_peers(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
                     f"{WHAT}: the processes of one model hold different attention layers. Process {other} has {seen}; "
                     f"process {peer} has {theirs}"
                 )
-
-
-def refuse_late_stage(model: nn.Module, remedy: str) -> Handle:
-    """Makes the first optimizer step raise RefusedError if the model's PipelineStage was created after the remedy was
-    applied.
-
-    The passes before that step reveal this on all stages, so no process waits for another."""
-    if dist.world() == 1 or dist.stage_of(model) is not None:
-        return Handle(lambda: None)
-    late: list[bool] = []
-
-    def look(*_: object) -> None:
-        passes.remove()
-        late.append(running_stage() is not None)
-
-    def refuse(*_: object) -> None:
-        if any(late):
-            raise RefusedError(
-                f"{remedy} was applied before the PipelineStage of this model was created, so the stage of the "
-                "model was unknown. The step was not taken. Create every PipelineStage before qkeel.apply"
-            )
-
-    passes, steps = model.register_forward_pre_hook(look), register_optimizer_step_pre_hook(in_real_steps(refuse))
-    return compose(map(Handle, (passes.remove, steps.remove)))
-
-
-def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> Handle:
-    """Returns a handle for a change that all processes have made.
-
-    If only some processes remove the change, all of them raise an error instead of taking the next optimizer step."""
-    if dist.world() == 1 or optimizer is None:
-        return handle
-    member = dist.Membership(name)
-    left: list[bool] = []
-
-    def before(*_: object) -> None:
-        if not left and not member.step():
-            left.append(True)
-            if is_last(hook):  # otherwise it stays, but does nothing
-                hook.remove()
-
-    hook = innermost(optimizer).register_step_pre_hook(in_real_steps(before))
-    go_first(hook)  # before any other hook waits for the other processes
-
-    def undo() -> None:
-        handle.remove()
-        member.leave()
-
-    return Handle(undo, state=handle.state, load=handle.load)
 
 
 def refused_under_zero(

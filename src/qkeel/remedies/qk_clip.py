@@ -30,7 +30,6 @@ from qkeel.remedies.head_weights import (
     UNDOES_MATCHED_STEPS,
     HeadWeights,
     StepRemedy,
-    WeightCheck,
     copies_in_state,
     found_inf,
     innermost,
@@ -122,16 +121,10 @@ class QKClip(StepRemedy):
         optimizer = innermost(target.need_optimizer(self.name))
         plan = _ClippedRows(self, target, optimizer)
         check_changes_last(optimizer, self.name, plan.stepped)
-        replaced = WeightCheck(target.model, self.name, plan.names)
         steps = _MatchedSteps(self, target, plan, optimizer) if self.steps == "matched" else None
         clip = _Clip(self, target, plan, optimizer, steps)
 
-        def before(*_: object) -> None:
-            replaced.check()
-            clip.shared.check_step()
-
         hooks = [
-            optimizer.register_step_pre_hook(in_real_steps(before)),
             optimizer.register_step_post_hook(in_real_steps(clip.after_step)),
             *([] if steps is None else [steps.begin()]),
         ]
@@ -156,7 +149,6 @@ class _ClippedRows:
     def __init__(self, remedy: QKClip, target: Target, optimizer: Optimizer) -> None:
         weights = HeadWeights.of(target)
         self.stepped = weights.of_optimizer(optimizer, remedy.name)
-        self.names: list[str] = []
         self.last = 2 * sum(site.n_heads for site in target.sites)  # the index of the 1 at the end
         self._places: list[list[Tensor]] = []  # the indices of each entry in that row
         entries: dict[int, list[int]] = {}  # the entries of each slice
@@ -187,7 +179,6 @@ class _ClippedRows:
         Returns the indices of the new entries."""
         numbers = []
         for part in filter(None, (s, s.bias_of())):
-            self.names.append(part.parameter)
             p = target.parameter(part.parameter)
             for tensor in [p] if copy is None or copy is p or part is not s else [p, copy]:
                 found.setdefault(id(tensor), (tensor, []))[1].append((len(self._places), part))

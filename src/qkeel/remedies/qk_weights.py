@@ -23,7 +23,6 @@ from qkeel.remedies.head_steps import DecayFactors, check_changes_last, head_ste
 from qkeel.remedies.head_weights import (
     HeadWeights,
     StepRemedy,
-    WeightCheck,
     check_whole,
     found_inf,
     innermost,
@@ -73,7 +72,6 @@ class FrozenQK(StepRemedy):
             slices.append(extra)
             tensors.append(stepped(optimizer, target.parameter(extra.parameter)))
         views = [view for _, _, own in views_by_tensor(tensors, slices) for view in own]
-        replaced = WeightCheck(target.model, self.name, (s.parameter for s in slices), tensors=tensors)
         counts = [s.n for s in slices]
         groups = HeadGroups(lambda view: view.places(counts))
         pairs = [(view, view.weight) for view in views]
@@ -81,7 +79,6 @@ class FrozenQK(StepRemedy):
 
         @torch.no_grad()
         def before(_: Optimizer) -> None:
-            replaced.check()
             groups.update(pairs)
             for group in groups.all:
                 group.copy(None)
@@ -141,7 +138,6 @@ class QKWeightDecay(StepRemedy):
         weights = HeadWeights.of(target)
         tensors = weights.in_full_precision(optimizer, self.name, "shrinks weights by a few parts in ten thousand")
         check_changes_last(optimizer, self.name, tensors)
-        replaced = WeightCheck(target.model, self.name, weights.names, tensors=tensors)
         views = [view for _, _, own in views_by_tensor(tensors, weights.slices) for view in own]
         stepped = [(view, view.weight) for view in views]
         groups = HeadGroups(lambda view: view.places(weights.counts))
@@ -150,7 +146,6 @@ class QKWeightDecay(StepRemedy):
 
         @torch.no_grad()
         def before(_: Optimizer) -> None:
-            replaced.check()
             groups.update(stepped)
             decay.read(dtype, views[0].weight.device)
             row = decay.row(lambda w: w.grad is not None, found_inf(optimizer))
@@ -204,7 +199,6 @@ class SpectralCap(StepRemedy):
                     f"over {self.cap:g}. Choose a larger cap, or train the weight"
                 )
         check_changes_last(optimizer, self.name, tensors)
-        replaced = WeightCheck(target.model, self.name, weights.names, tensors=tensors)
         owners = [(tensor, entries) for tensor, entries, _ in views_by_tensor(tensors, weights.slices)]
 
         @torch.no_grad()
@@ -220,9 +214,7 @@ class SpectralCap(StepRemedy):
                     factor = torch.where(torch.as_tensor(infinite).to(p.device) != 0, 1.0, factor)
                 p.detach().mul_(factor.to(p.dtype))
 
-        first = optimizer.register_step_pre_hook(in_real_steps(lambda *_: replaced.check()))
-        last = optimizer.register_step_post_hook(in_real_steps(after))
-        return compose(map(Handle, (last.remove, first.remove)))
+        return Handle(optimizer.register_step_post_hook(in_real_steps(after)).remove)
 
     def factors(self, heads: Tensor) -> Tensor:
         """Returns the factors min(1, cap/σ) for each head of [n r m], or 1 if σ is not finite."""

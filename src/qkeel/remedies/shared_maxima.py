@@ -8,17 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.errors import RefusedError
-from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
-from qkeel.patching.modes import joined
 from qkeel.remedies.base import Target, where
-from qkeel.remedies.processes import WHAT, refuse_late_stage
+from qkeel.remedies.processes import WHAT
 
 
 @final
@@ -42,9 +40,6 @@ class SharedMaxima:
         self._before = self._behind = 0  # counts of other layers' values around this process's in the row of all layers
         self._over_all: dist.StepMaxima | None = None
         self._dtype = torch.float32  # the dtype in which the maxima are reduced
-        self._late: Handle | None = None
-        self._model = target.model
-        self._around: list[nn.Module] | None = None  # the wrappers of the model, found in the first step
         if dist.world() > 1:
             self._place_heads(target)
             self._meet(target)
@@ -54,27 +49,10 @@ class SharedMaxima:
         """True if other processes run the same layers."""
         return self._over_all is not None
 
-    def check_step(self) -> None:
-        """Raises RefusedError for a step inside torch's Join, where the other processes would wait for the maxima of a
-        process that has run out of data."""
-        if self._over_all is None:
-            return
-        if self._around is None:
-            self._around = dist.wrappers(self._model)
-        if any(map(joined, self._around)):
-            raise RefusedError(
-                "qk_clip needs the largest logits of all processes after each step, but inside "
-                "torch.distributed.algorithms.Join a process that has run out of data takes no steps. The step was not "
-                "taken. Give every process the same number of batches, or use a remedy whose steps need no other "
-                "process, such as lalr. torch leaves a model in that mode when the context ends, so wrap it again"
-            )
-
     def remove(self) -> None:
         """Ends the exchange of the maxima."""
         if self._over_all is not None:
             self._exchange.maxima.remove(self._over_all)
-        if self._late is not None:
-            self._late.remove()
 
     def _meet(self, target: Target) -> None:
         own = {
@@ -91,8 +69,6 @@ class SharedMaxima:
         mine = groups[dist.rank()]
         self._before = sum(n for group, n in lengths.items() if group < mine)
         self._behind = sum(n for group, n in lengths.items() if group > mine)
-        if any(word["weights"] and groups.count(group) > 1 for word, group in zip(words, groups)):
-            self._late = refuse_late_stage(target.model, "qk_clip")  # equal stages would be mistaken for replicas
         if len(set(groups)) < len(groups):
             exchanges = {word["exchange"] for word in words}
             self._over_all = dist.StepMaxima(self._sent, exchanges.pop() if len(exchanges) == 1 else "")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, Self, final
 
 import torch
@@ -15,119 +14,52 @@ from qkeel import dist
 from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
-from qkeel.patching.autograd import (
-    call_uncompiled,
-    graph_is_kept,
-    in_checkpoint,
-    memory_of,
-    running_checkpoints,
-    version_of,
-)
-from qkeel.patching.modes import (
-    forward_inside,
-    parameters_of,
-    pickle_by,
-    put_first,
-    recomputing,
-    set_class,
-    state_without,
-    submodules_of,
-)
+from qkeel.patching.modes import parameters_of, pickle_by, put_first, set_class, state_without, submodules_of
 from qkeel.remedies.base import Remedy, Target, compose_all, inside
 from qkeel.remedies.head_steps import join
-
-_MOST = 8  # starts that are compared if it is unknown which pass is recomputed
 
 
 @final
 class SpectralScale(nn.Module):
-    """Ŵ = (γ/σ) W with v = W u/‖W u‖, u' = Wᵀ v/‖Wᵀ v‖ and σ = vᵀ W u'; u is a buffer, and u ← u' in training forwards.
+    """Ŵ = (γ/σ) W with v = W u/‖W u‖, u' = Wᵀ v/‖Wᵀ v‖ and σ = vᵀ W u'; u is a buffer.
 
-    Each time a layer reads its weight, one step of power iteration is performed (nn.MultiheadAttention reads it once
-    per forward). Gradients flow through σ, but not through v and u'. Everything is computed and stored in float32 or
-    wider, with or without autocast, even after `model.to(torch.bfloat16)`. u starts at W's first right singular vector.
-
-    When gradient checkpointing recomputes a forward pass, each read starts at the u of the same read in the original
-    pass. If it is unknown which pass is recomputed, as with checkpoints inside checkpoints, and the passes since the
-    last backward had different u, RefusedError is raised. Compiled code that first ran outside checkpoints, in training
-    mode, must not run inside one later.
+    One step of power iteration is made before each training forward of the model (`PowerIteration`): it sets u ← u' and
+    keeps v, and all reads of the weight in this pass use these two, as does a pass that gradient checkpointing repeats.
+    In evaluation mode, v and u' are computed from u at each read, and nothing is stored. Gradients flow through σ, but
+    not through v and u'. Everything is computed and stored in float32 or wider, with or without autocast, even after
+    `model.to(torch.bfloat16)`. u starts at W's first right singular vector.
     """
-
-    _starts: tuple[Tensor, ...] = ()  # u at the start of each read since a backward or a change of the weight
-    _version = -1  # the weight's version in these reads
-    _keeps = False  # whether the layer's forward runs and all its reads get the same weight
-    _kept: Tensor | None = None  # this weight
 
     def __init__(self, weight: Tensor, init: Literal["keep", "one"]) -> None:
         super().__init__()
-        self.register_buffer("right", _top_right(weight.detach()))
         self.right: Tensor
-        sigma = self._sigma(weight.detach(), self.right)[0][None]  # one dimension, since fully_shard accepts no scalars
+        self.pass_left: Tensor
+        self.pass_right: Tensor
+        self.register_buffer("right", _top_right(weight.detach()))
+        left, right = _power_step(weight.detach(), self.right)
+        # v and u' of the current pass. A checkpoint does without them, because the next training forward begins with
+        # computing them from u.
+        self.register_buffer("pass_left", left, persistent=False)
+        self.register_buffer("pass_right", right.clone(), persistent=False)
+        sigma = _sigma(weight.detach(), left, right)[None]  # one dimension, since fully_shard accepts no scalars
         # γ starts at σ exactly as the forward computes it, so γ/σ is 1 and the weight is unchanged bit for bit.
         gamma = sigma if init == "keep" else torch.ones_like(sigma)
         self.gamma = nn.Parameter(gamma, requires_grad=weight.requires_grad)  # γ would train a frozen layer
 
+    def iterate(self, weight: Tensor) -> None:
+        """Makes one step of power iteration, at the start of a training forward."""
+        left, right = _power_step(weight, self.right)
+        for buffer, vector in ((self.pass_left, left), (self.pass_right, right), (self.right, right)):
+            buffer.copy_(vector)
+
     def forward(self, weight: Tensor) -> Tensor:
         """Returns the weight that the layer uses."""
-        if self.training and torch.compiler.is_compiling() and in_checkpoint():
-            return call_uncompiled(self._used, weight)  # compiled code can't look up the u of the first pass
-        return self._used(weight)
-
-    def _used(self, weight: Tensor) -> Tensor:
-        kept = self._kept
-        if kept is not None:
-            return kept
-        noted = self.training and not torch.compiler.is_compiling()
-        again = noted and recomputing()
-        start = self._recalled() if again else self.right
-        sigma, right = self._sigma(weight, start)
-        if noted and not again:
-            self._note(weight)
-        if self.training and not again:
-            with torch.no_grad():
-                self.right.copy_(right)
-        used = (self.gamma / sigma).to(weight.dtype) * weight
-        if self._keeps:
-            self._kept = used
-        return used
-
-    def keep(self, on: bool) -> None:
-        """Begins or ends a forward of a layer that reads its weight several times."""
-        self._keeps, self._kept = on, None
-
-    def _note(self, weight: Tensor) -> None:
-        start, version = self.right.clone(), version_of(weight)
-        before = self._starts if version == self._version else ()
-        self._starts, self._version = (*before[: _MOST - 1], start), version
-        self._remember(start)
-
-    def _remember(self, start: Tensor) -> None:
-        """Notes u in every checkpoint whose first pass is running."""
-        for call in running_checkpoints().first:
-            memory_of(call).setdefault(self, _Reads()).starts.append(start)
-
-    def _recalled(self) -> Tensor:
-        """Returns the u at which the read that is being recomputed started."""
-        running = running_checkpoints()
-        known = [reads for call in running.again if (reads := memory_of(call).get(self)) is not None]
-        start = next((u for reads in known if (u := reads.take(running.task)) is not None), None)
-        if start is None:
-            start = self._only_start()
-        self._remember(start)
-        return start
-
-    def _only_start(self) -> Tensor:
-        starts = self._starts or (self.right,)
-        if len(starts) == _MOST or not all(torch.equal(starts[0], other) for other in starts[1:]):
-            raise RefusedError(
-                "sigma_reparam: gradient checkpointing recomputes a layer whose weight was used "
-                f"{f'at least {_MOST}' if len(starts) == _MOST else len(starts)} times before this backward pass, "
-                "each time with a different vector, and it is unknown which of these is recomputed. Call backward "
-                "after each forward pass, or leave the layer out of nested checkpoints"
-            )
-        if not graph_is_kept():
-            self._version = -1  # the next pass begins a new list
-        return starts[0]
+        if self.training:
+            # Copies, because another forward may overwrite the buffers before this one's backward.
+            left, right = self.pass_left.clone(), self.pass_right.clone()
+        else:
+            left, right = _power_step(weight, self.right)
+        return (self.gamma / _sigma(weight, left, right)).to(weight.dtype) * weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         def converted(x: Tensor) -> Tensor:
@@ -136,29 +68,40 @@ class SpectralScale(nn.Module):
 
         return super()._apply(converted, recurse)
 
-    def _sigma(self, weight: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast(weight.device.type, enabled=False):
-            w = weight.to(wide(weight.dtype))
-            with torch.no_grad():
-                left = nn.functional.normalize(w @ start.to(w.dtype), dim=0)
-                right = nn.functional.normalize(w.mT @ left, dim=0)
-            return torch.dot(left, w @ right), right
+
+@torch.no_grad()
+def _power_step(weight: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns v and u' for a start u."""
+    with torch.autocast(weight.device.type, enabled=False):
+        w = weight.to(wide(weight.dtype))
+        left = nn.functional.normalize(w @ start.to(w.dtype), dim=0)
+        return left, nn.functional.normalize(w.mT @ left, dim=0)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Reads:
-    """The u at which each read of a weight in a checkpoint started, in order."""
+def _sigma(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    with torch.autocast(weight.device.type, enabled=False):
+        w = weight.to(wide(weight.dtype))
+        return torch.dot(left.to(w.dtype), w @ right.to(w.dtype))
 
-    starts: list[Tensor] = dataclasses.field(default_factory=list)
-    _task: int = -1  # the backward pass that recomputes the reads
-    _next: int = 0
 
-    def take(self, task: int) -> Tensor | None:
-        """Returns the start of the next read in this backward pass, or None if there were no more reads."""
-        if task != self._task:
-            self._task, self._next = task, 0
-        self._next += 1
-        return self.starts[self._next - 1] if self._next <= len(self.starts) else None
+@final
+class PowerIteration:
+    """A forward pre-hook of the model, which makes one step of power iteration in each of these layers in training.
+
+    It runs before the forward so that a pass that gradient checkpointing repeats in the backward sees the same vectors.
+    A copy of the model has a hook on its own layers.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self.layers = list(layers)
+
+    def __call__(self, model: nn.Module, _: object) -> None:
+        for layer in self.layers if model.training else ():
+            for scaled in _scaled(layer).values():
+                scale = scaled[0]
+                if isinstance(scale, SpectralScale) and scale.training:
+                    # Between passes, fully_shard keeps only a part of the weight on each process.
+                    scale.iterate(dist.whole(scaled.get_parameter("original").detach()))
 
 
 def _top_right(weight: Tensor) -> Tensor:
@@ -181,9 +124,8 @@ class SigmaReparam(Remedy):
     starts at 1 (as in the paper). γ is added to the optimizer in the same way as gains. The γ of a frozen weight is
     frozen.
 
-    Gradient checkpointing recomputes each pass with its own σ, for which this part of compiled code runs uncompiled
-    inside a checkpoint, so that fullgraph=True is impossible there. Code that is first compiled outside a checkpoint
-    and then runs inside one has wrong gradients: compile it where it runs.
+    Where gradient checkpointing repeats passes, call backward after each forward of the model: a repeated pass uses the
+    σ of the last forward.
     """
 
     on: Literal["all", "attention"] = "all"
@@ -231,6 +173,8 @@ class SigmaReparam(Remedy):
                     gains[inside(name, f"parametrizations.{weight}.0.gamma")] = scale.gamma
             yield handle
         if layers:
+            iteration = PowerIteration(layer for layer, _ in layers.values())
+            yield Handle(target.model.register_forward_pre_hook(iteration).remove)
             yield join(target.optimizer, gains, near[0])
 
 
@@ -344,21 +288,6 @@ def _register(layer: nn.Module, scales: Mapping[str, SpectralScale]) -> None:
         parametrize.register_parametrization(layer, weight, scale, unsafe=True)
     layer.get_submodule("parametrizations").train(layer.training)
     pickle_by(layer, _reduced)
-    if isinstance(layer, nn.MultiheadAttention):  # it also reads its weights for their dtype
-        forward_inside(layer, _reading_once)
-
-
-@contextmanager
-def _reading_once(layer: nn.Module) -> Iterator[None]:
-    """Lets all reads of a weight in this context return the same tensor."""
-    scales = [*_scales(layer).values()]
-    for scale in scales:
-        scale.keep(True)
-    try:
-        yield
-    finally:
-        for scale in scales:
-            scale.keep(False)
 
 
 def _reduced(layer: nn.Module, protocol: object) -> tuple[object, ...]:
@@ -370,8 +299,6 @@ def _reduced(layer: nn.Module, protocol: object) -> tuple[object, ...]:
 def _restored(cls: type[nn.Module], state: dict[str, object], weights: Any, scales: Any) -> nn.Module:
     layer = object.__new__(cls)
     layer.__dict__.update(state)
-    if isinstance(weights, Tensor):  # in pickles of 0.1.0
-        weights, scales = {"weight": weights}, {"weight": scales}
     _put_back(layer, weights)
     _register(layer, scales)
     return layer

@@ -8,8 +8,8 @@ from typing import Any
 import accelerate
 import torch
 import transformers
+from tests.contract.processes.wrapped import batch, llama
 from tests.integrations.trainers.run import BATCH, CLIP, STEPS, Outcome, outcome, world
-from tests.processes.wrapped import batch, llama
 from torch import Tensor
 
 import qkeel

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torchtitan.tools.utils
+from tests.contract.processes.wrapped import batch
 from tests.integrations.trainers.run import BATCH, CLIP, STEPS, Outcome, outcome, world
-from tests.processes.wrapped import batch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 

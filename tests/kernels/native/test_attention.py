@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from tests import forked
-from tests.conformance.cases import SPECS, fits
-from tests.conformance.cases import Geometry as G
+from tests.contract.conformance.cases import SPECS, fits
+from tests.contract.conformance.cases import Geometry as G
 from tests.kernels.harness import DTYPES, Case, check, check_gradients, check_rows, gradients
 from tests.quick import quick
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
-from tests.conformance.cases import SPECS
+from tests.contract.conformance.cases import SPECS
 from torch import Tensor
 
 import qkeel

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.conformance.cases import widened
+from tests.contract.conformance.cases import widened
 from tests.each_row import each_row
 from tests.kernels.harness import laid
 from tests.packed_sequences import CASES, packed

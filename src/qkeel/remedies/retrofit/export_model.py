@@ -483,8 +483,6 @@ def _gains(model: nn.Module, to: str) -> dict[str, tuple[Tensor, float]]:
             raise RefusedError(
                 f"{name} is {norm}, but {to} has an RMS norm over {'all heads' if flat else 'each head'}"
             )
-        if module.share is not None and bool(module.share != 1):
-            raise RefusedError(f"{name} is still being blended in; export when its share is 1")
         like = next(p for p in model.parameters())
         gain = torch.ones((), dtype=like.dtype) if module.weight is None else module.weight.detach()
         if norm.gain == "one_plus_dim":

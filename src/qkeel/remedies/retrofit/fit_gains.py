@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.functional.norms import widest
-from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, HeadSlice, across
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import unwrapped
@@ -26,8 +25,7 @@ from qkeel.remedies.retrofit.replay import Gap, QueryRows, Reference, Replay, pr
 from qkeel.remedies.sigma_reparam import SigmaReparam, fold_layer, stored
 from qkeel.sites.find import find_sites
 from qkeel.spec import InverseSqrt, NoNorm
-from qkeel.spec.norm import Norm, NormedPart
-from qkeel.spec.slot import Parameter, ParameterSizes, Params
+from qkeel.spec.norm import Norm
 
 # Fitting: finds gains of a new norm with which the logits are as close to those of the old model as the norm allows.
 #
@@ -48,36 +46,13 @@ from qkeel.spec.slot import Parameter, ParameterSizes, Params
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BlendedNorm(Norm):
-    """The norm of one of qkeel's own modules during blending: (1 - s) x + s norm(x), where s is the share."""
+class InsertedNorm:
+    """The norm that has just been inserted at a site.
 
-    inner: Norm
-    share: float
-
-    @property
-    def sides(self) -> str:
-        """The sides of the inner norm."""
-        return self.inner.sides
-
-    def apply(self, part: NormedPart, x: Tensor, params: Params) -> Tensor:
-        return torch.lerp(x, self.inner.apply(part, x, params), self.share)
-
-    def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
-        return self.inner.parameters(geometry)
-
-    def formula(self) -> str:
-        return f"{1 - self.share:g} of q, k and {self.share:g} of {self.inner.formula()}"
-
-
-@final
-class SiteNorm(Handle):
-    """The newly inserted norm of a site. `remove()` ends the blending and leaves the full norm active.
-
-    `gains` are the stored gains of q and of k. `one` is the number that is added to them before they are multiplied.
+    `gains` are the stored gains of q and of k. `offset` is the number that is added to them before they are multiplied.
 
     Args:
-        site: a site that has just been normed.
+        site: the site.
         eps: the norm's new eps, or None to keep its current eps.
 
     Raises:
@@ -86,13 +61,12 @@ class SiteNorm(Handle):
 
     def __init__(self, site: AttentionSite, eps: float | None) -> None:
         self.site, module = site, site.module
-        self._own = module if isinstance(module, SpecModule) else None
-        found = [submodules_of(module).get(f"{side}_norm") for side in "qk"]
-        self._heads = [norm for norm in found if isinstance(norm, HeadNorm)]
-        stored = [norm.weight for norm in self._heads]
-        norm = self._heads[0].norm if self._heads else NoNorm()
-        if self._own is not None:
-            norm, stored = self._own.spec.norm, [parameters_of(module).get(f"{side}_norm") for side in "qk"]
+        children = [submodules_of(module).get(f"{side}_norm") for side in "qk"]
+        heads = [child for child in children if isinstance(child, HeadNorm)]
+        stored = [head.weight for head in heads]
+        norm = heads[0].norm if heads else NoNorm()
+        if isinstance(module, SpecModule):
+            norm, stored = module.spec.norm, [parameters_of(module).get(f"{side}_norm") for side in "qk"]
         gains = tuple(gain for gain in stored if gain is not None)
         if len(gains) != 2:
             raise RefusedError(
@@ -101,31 +75,18 @@ class SiteNorm(Handle):
             )
         self.gains = gains
         self.norm = norm if eps is None else norm.with_eps(eps)
-        self.one, self.per_head = float(norm.gain == "one_plus_dim"), norm.gain in ("head", "head_dim")
-        for head in self._heads:
+        self.offset, self.per_head = float(norm.gain == "one_plus_dim"), norm.gain in ("head", "head_dim")
+        for head in heads:
             head.norm = self.norm
-        self.set(1.0)
-        super().__init__(self._end)
-
-    def set(self, share: float) -> None:
-        """Sets the share of the norm."""
-        if self._own is not None:
-            norm = self.norm if share == 1 else BlendedNorm(inner=self.norm, share=share)
-            self._own.spec = self._own.spec.replace(norm=norm)
-        for head in self._heads:
-            head.blend(share)
-
-    def _end(self) -> None:
-        self.set(1.0)
-        for head in self._heads:
-            head.share = None
+        if isinstance(module, SpecModule):
+            module.spec = module.spec.replace(norm=self.norm)
 
     @torch.no_grad()
     def put(self, factors: Tensor) -> None:
         """Sets constant gains whose products are `factors` [h], which must all be equal unless `per_head`."""
         query, key = self.gains
         if not self.per_head:
-            root = float(factors[0].sqrt() - self.one)
+            root = float(factors[0].sqrt() - self.offset)
             query.fill_(root)
             key.fill_(root)
             return
@@ -168,7 +129,7 @@ def put_back(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         p.copy_(value)
 
 
-def fit(norm: SiteNorm, replay: Replay, *, iterations: int) -> None:
+def fit(norm: InsertedNorm, replay: Replay, *, iterations: int) -> None:
     """Fits the gains by least squares, then by `iterations` of L-BFGS on the KL. It never makes the KL worse."""
 
     def loss() -> Tensor:

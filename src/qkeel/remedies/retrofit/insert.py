@@ -1,4 +1,4 @@
-"""Retrofit: inserts a q/k norm into a trained model, fits its gains, measures the cost, and can blend the norm in."""
+"""Retrofit: inserts a q/k norm into a trained model, fits its gains, and measures the cost."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from torch.optim import Optimizer
 from qkeel import dist
 from qkeel.capture.example import arguments
 from qkeel.deprecation import Call, accepts_earlier_calls
-from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, check
+from qkeel.errors import InvalidTypeError, RefusedError, check
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
 from qkeel.patching.forward import unwrapped
-from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.apply import apply, parse
 from qkeel.remedies.base import evaluating
 from qkeel.remedies.qk_norm import QKNorm
-from qkeel.remedies.retrofit.fit_gains import Balance, Best, SiteNorm, copies, descend, fit, put_back
+from qkeel.remedies.retrofit.fit_gains import Balance, Best, InsertedNorm, copies, descend, fit, put_back
 from qkeel.remedies.retrofit.replay import (
     Gap,
     LayerGap,
@@ -44,12 +43,9 @@ class RetrofitConfig:
     Attributes:
         iterations: the number of L-BFGS iterations per site after the least-squares start; 0 keeps the start.
         balance: whether to rescale queries against keys in the weights, which leaves the old model's logits unchanged
-            (see `fit_gains`). Ignored with `anneal`, which must start at the old model (bit for bit if the same kernel
-            computes both).
+            (see `fit_gains`).
         distil: the number of AdamW steps that train the q and k weights and the gains on the old model's predictions.
         lr: the learning rate of these steps.
-        anneal: the number of optimizer steps over which the norm is blended in. It cannot be combined with `distil`,
-            since the model is trained during these steps.
         eps: the eps of the norm. By default this is rms_norm_eps of the model's config, if present, so that the model
             can be exported.
     """
@@ -58,18 +54,12 @@ class RetrofitConfig:
     balance: bool = True
     distil: int = 0
     lr: float = 1e-3
-    anneal: int = 0
     eps: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("iterations", self.iterations), ("distil", self.distil), ("anneal", self.anneal)):
+        for name, value in (("iterations", self.iterations), ("distil", self.distil)):
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
             check(whole, f"{name} to be a whole number of at least 0", repr(value))
-        if self.distil and self.anneal:
-            raise InvalidValueError(
-                "distilled q and k are fitted to the full norm, but a norm that is blended in starts from the old q "
-                "and k: pass either distil or anneal, not both"
-            )
         check(self.lr > 0 and (self.eps is None or self.eps > 0), "lr and eps above 0", f"{self.lr} and {self.eps}")
 
 
@@ -77,34 +67,12 @@ class RetrofitConfig:
 class Retrofit(Handle):
     """A norm in a trained model, inserted by `retrofit`.
 
-    `report` contains the cost of the norm, and `remove()` restores the old model bit for bit. While the norm is being
-    blended in, `share` rises from 0 to 1 with the optimizer's steps. `state()` and `load()` save and restore the
-    progress of the blending.
+    `report` contains the cost of the norm, and `remove()` restores the old model bit for bit.
     """
 
-    def __init__(self, undo: Callable[[], None], report: RetrofitReport, norms: list[SiteNorm], steps: int) -> None:
-        super().__init__(undo, state=lambda: {"step": torch.tensor(self.step)}, load=self._load)
+    def __init__(self, undo: Callable[[], None], report: RetrofitReport) -> None:
+        super().__init__(undo)
         self.report = report
-        self._norms, self._steps = norms, steps
-        self.step = 0
-
-    @property
-    def share(self) -> float:
-        """The current share of the norm, in [0, 1]."""
-        return min(1.0, self.step / self._steps) if self._steps else 1.0
-
-    def advance(self, steps: int = 1) -> None:
-        """Advances the blending by `steps`. If `retrofit` got an optimizer, each of its steps does this by 1."""
-        self.step += steps
-        for norm in self._norms:
-            if norm.active:
-                norm.set(self.share)
-                if self.share == 1 and self._steps:
-                    norm.remove()
-
-    def _load(self, state: dict[str, Tensor]) -> None:
-        self.step = int(state["step"])
-        self.advance(0)
 
 
 def _optimizer_by_name(*args: Any, **kwargs: Any) -> Call | None:
@@ -135,8 +103,7 @@ def retrofit(
         remedy: "qk_norm" with its options, such as "qk_norm:gain=head_dim".
         batch: a tensor of tokens or a dict of arguments, or a list of several batches, which may also be tuples of
             arguments. The gains are fitted and the gaps are measured on these batches.
-        optimizer: the optimizer to which the gains are added. With config.anneal, the norm is blended in gradually
-            with its steps.
+        optimizer: the optimizer to which the gains are added.
         config: the settings of the retrofit, by default RetrofitConfig().
 
     Raises:
@@ -166,34 +133,23 @@ def retrofit(
         found_sites = find_sites(plain, several[0])
         # Only the first site of each module.
         sites = list({id(site.module): site for site in reversed(found_sites)}.values())[::-1]
-        balance = Balance.of(reference, sites) if fitting.balance and not fitting.anneal else None
+        balance = Balance.of(reference, sites) if fitting.balance else None
         replays = captured(plain, sites, given)
     with ExitStack() as undo:
         undo.callback(apply(plain, norm_remedy, optimizer, batch=several[0]).remove)
         # The requested eps, or that of the model's other norms.
         eps = fitting.eps or getattr(getattr(plain, "config", None), "rms_norm_eps", None)
-        norms = [SiteNorm(site, eps if isinstance(eps, float) else None) for site in sites]
-        for norm in norms:
-            undo.callback(norm.remove)
+        norms = [InsertedNorm(site, eps if isinstance(eps, float) else None) for site in sites]
         with evaluating(plain):
             report, restore = _fit_all(reference, sites, norms, (replays, balance), fitting)
         undo.callback(restore)
-        if not fitting.anneal:
-            for norm in norms:
-                norm.remove()
-        undone = undo.pop_all()
-        found = Retrofit(undone.close, report, norms, fitting.anneal)
-        if fitting.anneal:
-            found.advance(0)
-            if optimizer is not None:
-                undone.callback(optimizer.register_step_post_hook(in_real_steps(lambda *_: found.advance())).remove)
-        return found
+        return Retrofit(undo.pop_all().close, report)
 
 
 def _fit_all(
     reference: Reference,
     sites: Sequence[AttentionSite],
-    norms: Sequence[SiteNorm],
+    norms: Sequence[InsertedNorm],
     known: tuple[Sequence[Replay], Balance | None],
     fitting: RetrofitConfig,
 ) -> tuple[RetrofitReport, Callable[[], None]]:
@@ -211,8 +167,8 @@ def _fit_all(
         descend(gains, reference.divergence, fitting.iterations)
         best.offer()
     layers = tuple(
-        LayerGap(name=site.name, attention_kl_naive=before, attention_kl=_per_head(replay), alone=alone)
-        for site, before, replay, alone in zip(sites, naive_kl, replays, _alone(reference, norms))
+        LayerGap(name=site.name, attention_kl_naive=before, attention_kl=_per_head(replay))
+        for site, before, replay in zip(sites, naive_kl, replays)
     )
     with ExitStack() as undo:
         balanced, distilled = None, None
@@ -231,18 +187,6 @@ def _fit_all(
 def _per_head(replay: Replay) -> tuple[float, ...]:
     with torch.no_grad():
         return tuple(replay.divergence().tolist())
-
-
-def _alone(reference: Reference, norms: Sequence[SiteNorm]) -> list[Gap]:
-    """Returns, for each norm, the gap on the first batch when only this norm is active."""
-    found = []
-    for one in norms:
-        for other in norms:
-            other.set(float(other is one))
-        found.append(reference.gap(1))
-    for one in norms:
-        one.set(1.0)
-    return found
 
 
 def _distil(

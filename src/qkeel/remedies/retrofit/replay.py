@@ -42,18 +42,15 @@ class Gap:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGap:
-    """The KL divergence of one site's attention weights, and the model's gap if only this site has the norm."""
+    """The KL divergence of one site's attention weights."""
 
     name: str  #: the site's name
     attention_kl_naive: tuple[float, ...]  #: KL per head in nats, with initial gains
     attention_kl: tuple[float, ...]  #: KL per head in nats, with fitted gains
-    alone: Gap  #: gap of the model if only this site has a norm
 
     def __str__(self) -> str:
         before, after = (sum(v) / len(v) for v in (self.attention_kl_naive, self.attention_kl))
-        return (
-            f"{self.name}: attention KL {before:.4g} -> {after:.4g} (head {max(self.attention_kl):.4g}); {self.alone}"
-        )
+        return f"{self.name}: attention KL {before:.4g} -> {after:.4g} (head {max(self.attention_kl):.4g})"
 
 
 @final

@@ -1,0 +1,96 @@
+"""Forty models of other packages, drawn once: the largest logit and the entropy of each head are the reference's.
+
+`make foreign` installs the packages; the models and a float64 reference are built by tools/foreign, without qkeel.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+pytest.importorskip("einops")
+
+import torch
+from tools.foreign.reference import Call, calls
+from tools.foreign.tables import TARGETS
+from tools.foreign.target import Target, settled, uneven
+from torch import Tensor
+
+from qkeel import watch
+
+# random.Random(20261128).sample(sorted(names), 40) of the 89 rows that were right in internals/foreign.md of c5b7e68e
+DRAWN = (
+    "torchvision: Swin",
+    "isab-pytorch: induced set attention",
+    "fair-esm: MSA Transformer",
+    "OpenNMT-py: multi-head attention",
+    "x-transformers: relative bias of T5",
+    "timm: Twins",
+    "timm: Swin, written out",
+    "timm: SigLIP",
+    "vit-pytorch: ViT",
+    "diffusers: Flux",
+    "openai-whisper: Whisper",
+    "timm: PVT V2",
+    "x-transformers: tiled groups of keys",
+    "vit-pytorch: MaxViT",
+    "monai: cross attention",
+    "vit-pytorch: CvT",
+    "segment-anything: SAM, image encoder",
+    "x-transformers: scripted cap",
+    "conformer: Conformer block",
+    "vit-pytorch: SimpleViT with qk norm",
+    "kornia: LightGlue, one layer",
+    "x-transformers: encoder",
+    "timm: ViT with relative bias",
+    "timm: ViT, fused",
+    "vit-pytorch: RegionViT",
+    "timm: Hiera",
+    "diffusers: UNet with text",
+    "x-transformers: rotary positions",
+    "x-transformers: qk norm",
+    "timm: EVA02",
+    "local-attention: local transformer",
+    "timm: BEiT, fused",
+    "x-transformers: tiled groups of keys, fused",
+    "x-transformers: decoder, written out",
+    "open_clip_torch: vision",
+    "x-transformers: talking heads after the softmax",
+    "diffusers: SD3.5, qk norm",
+    "fair-esm: ESM-2",
+    "x-transformers: ALiBi",
+    "x-clip: text tower",
+)
+ROWS = {f"{target.package}: {target.name}": target for target in TARGETS}
+
+
+def numbers(calls: list[Call]) -> tuple[Tensor, Tensor]:
+    """The largest logit and the mean entropy of each head over some calls."""
+    rows = torch.stack([c.visible.any(-1).expand(c.z.shape[:3]).sum((0, 2)) for c in calls]).double()
+    entropy = (torch.stack([c.entropy() for c in calls]) * rows).sum(0) / rows.sum(0).clamp_min(1)
+    return torch.stack([c.max_logit() for c in calls]).amax(0), entropy
+
+
+@pytest.mark.zoo
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", DRAWN)
+def test_the_numbers_of_every_head_are_those_of_the_reference(name: str) -> None:
+    target: Target = ROWS[name]
+    try:
+        importlib.metadata.version(target.package)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{target.package} is not installed: make foreign")
+    torch.manual_seed(0)
+    model, (args, options) = target.make()
+    model = settled(uneven(model), (args, options))
+    true = calls(model, (args, options), target.shape)
+    assert len(true) == target.attentions
+    with watch(model) as monitor, torch.no_grad():
+        torch.manual_seed(11)
+        model(*args, **options)
+        seen = monitor.read()
+    assert len(seen) == len(true)
+    for stats, call in zip(seen.values(), true):
+        for ours, theirs in zip((stats.max_logit, stats.entropy), numbers([call])):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
