@@ -17,7 +17,7 @@ import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.functional import class_statistics, statistics
 from qkeel.functional.class_statistics import ClassStats, Merge
-from qkeel.functional.statistics import POSITION_BINS, TENSORS, LogitBracket, LogitStats, merge
+from qkeel.functional.statistics import TENSORS, LogitBracket, LogitStats, merge
 
 from .properties import few, randn, seeds
 
@@ -46,9 +46,6 @@ def stats_of(logits: Tensor, entropy: Tensor, q: Tensor, k: Tensor) -> LogitStat
             found.update({name: reduced[how] for how, name in names.items()})
     sizes = {"n_pairs": logits, "n_products": logits, "n_queries": entropy, "n_free": free, "n_keys": k}
     found.update({name: torch.full((len(x),), x.shape[1]) for name, x in sizes.items()})
-    there = (8 * k).long().remainder(POSITION_BINS)[..., None] == torch.arange(POSITION_BINS)
-    found["n_keys_by_position"] = there.sum(1)
-    found["key_norm_by_position"] = (k[..., None] * there).sum(1) / there.sum(1).clamp_min(1)
     return dataclasses.replace(empty, **found)
 
 
