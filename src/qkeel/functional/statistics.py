@@ -355,7 +355,6 @@ class RowStats:
     product_norm: PerRow  #: square root of Σ(q·k)² over the row's pairs
     cos_max: PerRow  #: largest cosine of q and k, in [-1, 1]
     cos_total: PerRow  #: sum of cosines over the pairs
-    n_products: Int[Tensor, "b h t"]  #: pairs with known q and k
     class_max: PerRowAndClass | None = None  #: largest logit over the keys of each class
     class_mass: PerRowAndClass | None = None  #: weight on the keys of each class, in [0, 1]
     class_keys: PerRowAndClass | None = None  #: visible keys of each class
@@ -363,10 +362,10 @@ class RowStats:
     @classmethod
     def nothing(cls, like: PerRow, members: Members | None = None) -> RowStats:
         """Returns the statistics of rows that see no key, one row for each entry of `like`."""
-        zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
+        zeros = torch.zeros_like(like)
         split = None if members is None else like.new_zeros(*like.shape, members.shape[-1])
         fields = {f.name: split if f.name.startswith("class") else zeros for f in dataclasses.fields(cls)}
-        return cls(**{**fields, "n_keys": none, "n_products": none})  # type: ignore[arg-type]
+        return cls(**{**fields, "n_keys": torch.zeros_like(like, dtype=torch.int64)})  # type: ignore[arg-type]
 
     @classmethod
     def cat(cls, parts: list[RowStats], dim: int = 2) -> RowStats:
@@ -442,14 +441,12 @@ def product_rows(products: Tensor, unit: float, q_norm: PerRow, k_norm: Tensor, 
         "product_norm": torch.linalg.vector_norm(products, dim=-1) / unit,
         "cos_total": total.clamp(-n, n),  # rounding may give a cosine of 1 + 1e-7
         "cos_max": (seen.lower_(cosines).amax(-1) * along).clamp_(-1, 1),
-        "n_products": n,
     }
 
 
 def no_product_rows(like: Tensor) -> dict[str, Tensor]:
     """Returns the fields of `product_rows` if q and k are unknown; `like` is [b h rows]."""
-    zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
-    return {"product_norm": zeros, "cos_total": zeros, "cos_max": zeros, "n_products": none}
+    return dict.fromkeys(("product_norm", "cos_total", "cos_max"), torch.zeros_like(like))
 
 
 def _inverse(norm: Tensor) -> Tensor:
