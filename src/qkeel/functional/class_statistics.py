@@ -106,7 +106,7 @@ class TokenClasses:
 
 
 def class_maxima(
-    z: Float[Tensor, "b h r n"], members: Members, n_of: Int[Tensor, "b h r c"]
+    z: Float[Tensor, "b h r n"], members: Members, n_of: Float[Tensor, "b h r c"]
 ) -> Float[Tensor, "b h r c"]:
     """Returns the row maxima of lowered logits over the keys of each class, or -inf where `n_of`, the number of such
     keys that a row sees, is 0."""

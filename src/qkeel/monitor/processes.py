@@ -522,12 +522,13 @@ class Members:
 
     def _unfit(self, joint: Mapping[str, Tensor], places: tuple[_Rows, _Rows]) -> Tensor:
         extent = self.extent
-        found = [(joint[name] != MERGES[name].neutral).any() for name in TENSORS if name not in extent.fields]
+        narrow = not extent.double and joint["max_logit"].dtype == torch.float64
+        found = [torch.tensor(narrow, device=joint["max_logit"].device)]
+        found += [(joint[name] != MERGES[name].neutral).any() for name in TENSORS if name not in extent.fields]
         if extent.even:
             for name in extent.named("sum", keys=False) + extent.named("sum", keys=True):
                 found.append((joint[name] != joint[name][places[of_key_heads(name)].layer]).any())
-        narrow = not extent.double and joint["max_logit"].dtype == torch.float64
-        return torch.stack(found).any() | narrow
+        return torch.stack(found).any()
 
     def _pack_numbers(self, measured: Measurement, vectors: Sequence[Tensor]) -> None:
         """Writes the statistics by token class, and the numbers that are not statistics of attention."""
@@ -602,7 +603,7 @@ class Members:
         }
         ends = [_FLAGS, 0, 1]
         for vector, rows, names in self._groups():
-            part = vectors[vector][ends[vector] :][: rows * len(names)].view(rows, -1)
+            part = vectors[vector][ends[vector] :][: rows * len(names)].view(rows, len(names))
             ends[vector] += part.numel()
             if vector == 2 and self.extent.even and names:
                 part = part.repeat_interleave(sizes[of_key_heads(names[0])], 0)
