@@ -387,22 +387,6 @@ def test_under_a_transform_torch_computes(door: Door) -> None:
     torch.testing.assert_close(torch.func.vmap(mapped)(x[None])[0], spec.encode(x, x, pos, pos, {})[0])
 
 
-@in_triton
-def test_a_module_takes_it_and_gives_the_same_numbers(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    door.keeps = True
-    for spec in (qkeel.preset("qwen3"), AttentionSpec(position=Rope())):
-        module, x, found = qkeel.nn.Attention(32, 2, spec=spec), torch.randn(1, 5, 32, requires_grad=True), []
-        with monkeypatch.context() as patch:
-            for _ in range(2):
-                door.launches.clear()
-                found.append([module(x), *torch.autograd.grad(module(x).cos().sum(), [x, *module.parameters()])])
-                if len(found) == 1:
-                    assert door.launches == (["two"] * 2 if door.name == "both at once" else ["one"] * 4)
-                patch.setattr(encode, "operator_for", lambda device: None)
-        for a, b in zip(*found, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.slow
 @of_doors("triton")
 def test_a_compiled_module_is_one_graph_with_the_operator_in_it(door: Door) -> None:

@@ -166,15 +166,6 @@ def test_cxx_may_name_a_wrapper_and_options(cache: Path, anything: Path, monkeyp
     assert calls(log) == 1
 
 
-def test_a_cache_that_cannot_be_written_is_one_warning_and_torch_computes(
-    tmp_path: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler(tmp_path, anything, monkeypatch)
-    monkeypatch.setenv("QKEEL_NATIVE_CACHE", str(anything / "below_a_file"))
-    with pytest.warns(QkeelWarning, match="without its compiled norm_rope"):
-        assert not source().ready()
-
-
 @pytest.mark.parametrize(
     ("script", "told"),
     [
