@@ -99,22 +99,3 @@ def test_equals_one_parameter_and_one_group_per_head(family: str, optimizer: str
             step_some(model, own, chosen)
             outside.step(chosen)
     outside.compare(model, 1e-12 if dtype == torch.float64 else 5e-6)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
-def test_a_schedule_and_groups_of_their_own_change_nothing_about_exactness(family: str) -> None:
-    model, make = FAMILIES[family].model(), OPTIMIZERS["adamw"]
-    layers = FAMILIES[family].layers()
-    outside = Outside(model, layers, make, 0.02)
-    others = [p for n, p in model.named_parameters() if n not in {q.name for q in outside.parts}]
-    heads = [model.get_parameter(n) for n in {q.name for q in outside.parts}]
-    own = make([{"params": others, "lr": 0.5}, {"params": heads, "lr": 0.02}], 0.1)
-    shape = [min(1.0, (i + 1) / 5) * (1 - i / STEPS) for i in range(STEPS)] + [0.0]
-    scheduler = torch.optim.lr_scheduler.LambdaLR(own, lambda i: shape[i])
-    with qkeel.apply(model, "lalr", own, tau=TAU, batch=batch()):
-        for i, grads in enumerate(gradients(model, STEPS)):
-            chosen = some(grads, outside)
-            step_some(model, own, chosen)
-            outside.step(chosen, shape[i])
-            scheduler.step()
-    outside.compare(model, 1e-12)

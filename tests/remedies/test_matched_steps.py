@@ -188,49 +188,6 @@ def test_lalr_undoes_matched_steps_and_the_pair_is_refused_in_either_order(order
     qkeel.apply(model, "lalr+qk_clip", optimizer).remove()
 
 
-class Twice(torch.nn.Module):
-    """Two calls of attention on different rows of one fused projection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(D_MODEL, 6 * D_MODEL, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.qkv(x).chunk(6, -1)
-        q1, k1, v1, q2, k2, v2 = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
-        return F.scaled_dot_product_attention(q1, k1, v1) + F.scaled_dot_product_attention(q2, k2, v2)
-
-
-def test_factors_stay_with_their_rows_when_more_sites_are_clipped() -> None:
-    torch.manual_seed(0)
-    model = Twice()
-    with torch.no_grad():
-        model.qkv.weight[3 * D_MODEL : 4 * D_MODEL].mul_(20)
-    x = batches(1, 0)[0]
-    names = [site.name for site in qkeel.find_sites(model, x)]
-    assert len(names) == 2
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    sites = qkeel.find_sites(model, x)
-
-    def clip(heads: tuple[str, ...]) -> qkeel.Handle:
-        remedy = qkeel.remedies.qk_clip.QKClip(threshold=0.5, steps="matched", heads=tuple((n, ()) for n in heads))
-        return qkeel.apply(model, remedy, optimizer, sites=sites)
-
-    with clip((names[1],)) as handle:
-        model(x)
-        optimizer.step()
-        state = {name: value.clone() for name, value in handle.state().items()}
-    size = f"{HEADS}x{D_MODEL // HEADS}"
-    row = f"0.steps.qkv.weight:{3 * D_MODEL}/{size}"
-    assert (state[row] < 1).all()
-    with clip(tuple(names)) as handle:
-        handle.load({**handle.state(), **state})
-        found = handle.state()
-    assert torch.equal(found[row], state[row])
-    assert torch.equal(found[f"0.steps.qkv.weight:0/{size}"], torch.ones(HEADS, dtype=found[row].dtype))
-    assert found[row].dtype == state[row].dtype
-
-
 class OtherHeads(torch.nn.Module):
     """Two layers that share their query and key weights, and cut them into different numbers of heads."""
 

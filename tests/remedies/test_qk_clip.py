@@ -177,19 +177,6 @@ def test_logits_that_are_masked_do_not_count() -> None:
     assert not unchanged(before["q_proj.weight"], model.q_proj.weight, 4)[head]
 
 
-def test_the_threshold_is_on_the_scaled_logit() -> None:
-    model, x = loud(attention(torch.float64, 4), *[8.0] * 4), inputs(dtype=torch.float64)
-    q, k = (model._heads(layer(x), 4) for layer in (model.q_proj, model.k_proj))
-    pos = torch.arange(7)[None]
-    raw = model.spec.logits(q, k, pos, pos, {}).detach()
-    visible = torch.ones(7, 7, dtype=torch.bool).tril()
-    scaled = raw.masked_fill(~visible, -torch.inf).amax((0, 2, 3))
-    assert torch.allclose(maxima(model, x)[0], scaled)
-    before = by_name(model)
-    clip_once(model, f"qk_clip:threshold={float(scaled.max()) * 1.001}", x)  # unscaled, √4 times that
-    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
-
-
 def test_a_capped_site_is_clipped_by_its_logit_before_the_cap() -> None:
     model, x = loud(attention(torch.float64, 4), *[40.0] * 4), inputs(dtype=torch.float64)
     top = maxima(model, x)[0]

@@ -134,13 +134,6 @@ def test_the_compiler_is_given_the_processor_that_the_environment_names(
         assert given.count("-march=") + given.count("-mcpu=") == 1
 
 
-def test_without_a_compiler_torch_computes_after_one_warning(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "/no/compiler")
-    with pytest.warns(QkeelWarning, match=r"no C\+\+ compiler") as told:
-        assert not source().ready()
-    assert len(told) == 1
-
-
 @pytest.mark.parametrize(
     ("macros", "told"),
     [
