@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,8 +59,9 @@ def test_optimizers_linear_in_the_rate_are_taken(name: str) -> None:
     qkeel.apply(model, "lalr", LINEAR[name](matrices(model))).remove()
 
 
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("remedy", ["lalr", "qk_lr", "qk_clip:steps=matched"])
+@pytest.mark.parametrize(
+    ("name", "remedy"), [*itertools.product(REFUSED, ("lalr", "qk_lr")), ("Adafactor", "qk_clip:steps=matched")]
+)
 def test_others_are_refused_and_the_model_is_as_it_was(name: str, remedy: str) -> None:
     make, reason = REFUSED[name]
     model = attention(torch.float32)
