@@ -8,12 +8,9 @@ from typing import Any, Literal
 import numpy as np
 
 from experiments.predictions.edge_of_chaos import (
-    EDGE,
-    FLOOR,
     PREDICTED,
     Table,
     edges,
-    exponents,
     knees,
     miss,
     order,
@@ -120,12 +117,3 @@ def inside(found: tuple[float, float, float], margin: float) -> str:
     if -margin < low and high < margin:
         return "held"
     return "refuted" if low > margin or high < -margin else "undecided"
-
-
-def chaotic_and_loud(rows: Sequence[Mapping[str, Any]]) -> tuple[int, int, int, int]:
-    """Returns numbers of cells and rates: chaotic with a floor over FLOOR and without, not chaotic with and without."""
-    table = Table.of(rows)
-    loud = np.sqrt(np.square(table.difference).mean(axis=1)) > FLOOR
-    chaotic = exponents(table, np.arange(len(table.seeds))) > EDGE
-    a, b, c, d = (int(own.sum()) for own in (loud & chaotic, ~loud & chaotic, loud & ~chaotic, ~loud & ~chaotic))
-    return a, b, c, d

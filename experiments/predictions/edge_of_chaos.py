@@ -129,16 +129,11 @@ PREDICTED = (
 
 
 def judged(rows: Sequence[Row]) -> dict[str, Any]:
-    """Returns for each prediction its statistic with interval, its level and verdict; and the numbers of each cell."""
+    """Returns for each prediction its statistic with interval, its level and verdict."""
     table = Table.of(rows)
     every = np.arange(len(table.seeds))
     found: dict[str, Any] = {"seeds": list(table.seeds)}
     for name, words, statistic, level, above in PREDICTED:
         value = over_seeds(len(every), lambda seeds, of=statistic: of(table, seeds))
         found[name] = {"words": words, "value": value, "level": level, "verdict": verdict(value, level, above)}
-    places = zip(edges(table, every), knees(table, every), passes_logit(table, every))
-    found["cells"] = [
-        {"d_model": d, "remedy": remedy, **dict(zip(("edge", "knee", "logit"), (2.0 ** float(x) for x in own)))}
-        for (d, remedy), own in zip(table.cells, places)
-    ]
     return found

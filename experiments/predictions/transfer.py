@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,46 +54,11 @@ def advice(tables: Mapping[Size, np.ndarray], size: Size, n: int) -> float:
     return float((target[chosen] <= target.min() + MARGIN).mean())
 
 
-def pairs_right(tables: Mapping[Size, np.ndarray], size: Size, n: int) -> float:
-    """Share of the pairs of remedies that the target decides whose order n drawn seeds at a size give; NaN for none."""
-    target, proxy = tables["standard", TARGET], tables[size]
-    pairs = list(itertools.combinations(range(len(target)), 2))
-    effects = paired_effects([target[b] - target[a] for a, b in pairs])
-    decided = [(pair, effect.mean) for pair, effect in zip(pairs, effects) if effect.verdict in ("better", "worse")]
-    if not decided:
-        return math.nan
-    picks = np.random.default_rng(0).integers(0, proxy.shape[1], (DRAWS, n))
-    means = proxy[:, picks].mean(axis=2)
-    return float(np.mean([((means[b] - means[a]) * mean > 0).mean() for (a, b), mean in decided]))
-
-
 def gains(remedies: Sequence[str], table: np.ndarray) -> dict[str, Any]:
     """Each remedy's gain over none at a size, Holm over the remedies; by the registered rule it is to be above 0."""
     none = table[list(remedies).index("none")]
     others = [(remedy, own) for remedy, own in zip(remedies, table) if remedy != "none"]
     return dict(zip((r for r, _ in others), paired_effects([none - own for _, own in others])))
-
-
-def costs(rows: Sequence[Row]) -> dict[str, float]:
-    """Least CPU seconds of a run at the target by remedy, relative to none."""
-    found: dict[str, float] = {}
-    for row in rows:
-        if row["d_model"] == TARGET:
-            found[row["remedy"]] = min(found.get(row["remedy"], math.inf), row["cpu_seconds"])
-    return {remedy: seconds / found["none"] for remedy, seconds in found.items()}
-
-
-def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """The remedies of which no other has at least the gain at no more cost, one of the two better.
-
-    >>> front({"none": (0.0, 1.0), "a": (0.1, 1.1), "b": (0.05, 1.2)})
-    ['none', 'a']
-    """
-    return [
-        name
-        for name, (gain, cost) in points.items()
-        if not any(g >= gain and c <= cost and (g, c) != (gain, cost) for g, c in points.values())
-    ]
 
 
 def judged(rows: Sequence[Row]) -> dict[str, Any]:
@@ -105,24 +69,13 @@ def judged(rows: Sequence[Row]) -> dict[str, Any]:
     small = over_seeds(n, lambda own: order(tables, near, own))
     smaller = over_seeds(n, lambda own: order(tables, near, own) - order(tables, far, own))
     mup = over_seeds(n, lambda own: order(tables, ("mup", 32), own) - order(tables, near, own))
-    right = {size: {k: advice(tables, size, k) for k in (1, 2, 4, n)} for size in tables if size[1] < TARGET}
-    effects = gains(remedies, tables["standard", TARGET])
-    cost = costs(rows)
-    points = {name: (effects[name].mean if name in effects else 0.0, cost[name]) for name in remedies}
+    right = {size: advice(tables, size, n) for size in (near, far)}
     return {
         "seeds": seeds,
-        "remedies": remedies,
         "order": {"value": small, "verdict": verdict(small, 0.4)},
         "nearer": {"value": smaller, "verdict": verdict(smaller, 0.0)},
         "mup": {"value": mup, "verdict": verdict(mup, 0.2, above=False)},
-        "advice": {"value": right[near][n], "verdict": "held" if right[near][n] >= RIGHT else "refuted"},
-        "advice16": {"value": right[far][n], "verdict": "held" if right[far][n] < RIGHT else "refuted"},
-        "right": right,
-        "pairs": {size: {k: pairs_right(tables, size, k) for k in (1, 2, 4, n)} for size in right},
-        "tau": {size: over_seeds(n, lambda own, size=size: order(tables, size, own)) for size in right},
-        "effects": effects,
-        "all_effects": {size: gains(remedies, table) for size, table in tables.items()},
-        "losses": {size: table.mean(axis=1).tolist() for size, table in tables.items()},
-        "cost": cost,
-        "front": front(points),
+        "advice": {"value": right[near], "verdict": "held" if right[near] >= RIGHT else "refuted"},
+        "advice16": {"value": right[far], "verdict": "held" if right[far] < RIGHT else "refuted"},
+        "effects": gains(remedies, tables["standard", TARGET]),
     }

@@ -72,10 +72,3 @@ def judged(rows: Sequence[Row]) -> list[tuple[str, str, Value, str]]:
         words = f"τ of {blocks} block{'s' * (blocks > 1)} and {BLOCKS}, width {TARGET}"
         of(name, words, lambda own, d=depth, b=blocks: order(d, ("depth", b), own), 0.4)
     return found
-
-
-def advice_at_wide(rows: Sequence[Row]) -> dict[tuple[str, int], dict[int, float]]:
-    """Returns how often the advice of each proxy with so many seeds is right for the wide target, on all seeds."""
-    wide = seen_from(rows, "standard", WIDE)
-    n = wide["standard", TARGET].shape[1]
-    return {size: {k: advice(wide, size, k) for k in (1, 2, 4, n)} for size in wide if "proxy" in size[0]}

@@ -41,7 +41,7 @@ from qkeel.monitor.watch import watch
 from qkeel.options import Count, Positive, build, lookup, parse, settle
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import FaultGuard
-from qkeel.patching.optimizers import StepHooks, stepping, when_hooks_are_done
+from qkeel.patching.optimizers import StepHooks, listed, stepping, when_hooks_are_done
 from qkeel.remedies import apply
 from qkeel.remedies import parse as parse_remedies
 from qkeel.remedies.head_weights import innermost
@@ -1062,14 +1062,9 @@ def attach(
 
 
 def _optimizers(optimizer: object) -> list[Optimizer]:
-    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    for candidate in optimizers or [None]:  # an empty list is refused, too
-        if not isinstance(candidate, Optimizer):
-            raise InvalidTypeError(
-                f"expected the optimizer that updates the model, got {type(candidate).__name__}; call "
-                "qkeel.autopilot(model, optimizer)"
-            )
-    return [innermost(candidate) for candidate in optimizers if isinstance(candidate, Optimizer)]
+    if optimizer is None:
+        raise InvalidTypeError("expected the optimizer that updates the model: qkeel.autopilot(model, optimizer)")
+    return [innermost(candidate) for candidate in listed(optimizer)]
 
 
 class _Callable(ModuleType):

@@ -39,7 +39,7 @@ def accepts_earlier_calls(
                 args, kwargs = reordered
                 used.insert(0, "the order of its arguments has changed")
             if used:
-                warn(f"write {call}: {' and '.join(used)}", stacklevel=3)
+                warn(f"write {call}: {' and '.join(used)}", stacklevel=2)
             return function(*args, **kwargs)
 
         return accepting

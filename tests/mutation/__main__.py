@@ -19,7 +19,7 @@ from typing import Any
 
 from .lines import Lines
 from .mutants import Mutant, mutants, sample
-from .run import failing, warm
+from .run import failing, file_of, warm
 from .targets import FORMULAS, ROOMS, mutated_files
 
 
@@ -46,24 +46,19 @@ def main() -> None:
         while wrong:
             done = {row["key"] for row in rows if row["room"] == room}
             for mutant in drawn(root, room, args.seed):
-                if mutant.key not in done:
-                    start = time.monotonic()
-                    *parts, left = lines.tests_of(mutant, args.most)
-                    by = next(filter(None, (failing(root, tests, mutant) for tests in parts)), [""])[0]
-                    end = {
-                        "by": by,
-                        "most": args.most,
-                        "left": len(left),
-                        "seconds": round(time.monotonic() - start, 1),
-                    }
-                    rows.append({"room": room, "seed": args.seed, **asdict(mutant), **end})
-                    print(*rows[-1].values(), flush=True)
-                    text = ",\n".join(json.dumps(row) for row in rows)
-                    out.write_text(f"[\n{text}\n]\n", encoding="utf-8")
+                if mutant.key[:16] in done:
+                    continue
+                start = time.monotonic()
+                *parts, left = lines.tests_of(mutant, args.most)
+                by = next(filter(None, (failing(root, tests, mutant) for tests in parts)), [""])[0]
+                row = {"room": room, **asdict(mutant), "key": mutant.key[:16], "by": by, "most": args.most}
+                rows.append({**row, "left": len(left), "seconds": round(time.monotonic() - start, 1)})
+                print(*rows[-1].values(), flush=True)
+                text = ",\n".join(json.dumps(row) for row in rows)
+                out.write_text(f"[\n{text}\n]\n", encoding="utf-8")
             # A test that fails alone without a mutant, too, has killed none.
             wrong = failing(root, sorted({row["by"] for row in rows if row["room"] == room and "tests/" in row["by"]}))
-            for test in wrong:
-                lines.tests.pop(test, None)
+            lines.tests = {test: traced for test, traced in lines.tests.items() if not {test, file_of(test)} & {*wrong}}
             rows = [row for row in rows if row["room"] != room or row["by"] not in wrong]
     print(table([rows]))
 

@@ -96,16 +96,6 @@ def _complex(i: Inputs) -> Tensor:
     return i.turned(torch.einsum("bhtd,bhsd->bhts", q, k.conj()).real) / 2
 
 
-def _over_lengths(i: Inputs) -> Tensor:
-    z = i.q @ i.k.mT
-    return i.turned(4 * z / (i.q.norm(dim=-1)[..., None] * i.k.norm(dim=-1)[..., None, :]))
-
-
-def _expanded(i: Inputs) -> Tensor:
-    squares = i.q.pow(2).sum(-1)[..., None] + i.k.pow(2).sum(-1)[..., None, :]
-    return i.turned((2 * i.q @ i.k.mT - squares) / 4)
-
-
 def _split(i: Inputs) -> Tensor:
     """GAT: one number of the query, one of the key, added."""
     a, c = (torch.einsum("bhtd,hd->bht", y, i.own[name]) for y, name in ((i.q, "a"), (i.k, "c")))
@@ -142,10 +132,6 @@ def _named(i: Inputs) -> Tensor:
     return torch.einsum(f"bhtd,bhsd->{i.order}", i.q, i.k) / 2
 
 
-def _three(i: Inputs) -> Tensor:
-    return torch.einsum(f"bhtd,hde,bhse->{i.order}", i.q, i.own["form"], i.k)
-
-
 def _summed(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Inputs], Tensor]:
     def score(i: Inputs) -> Tensor:
         return change(*i.pairs()).sum(-1)
@@ -174,15 +160,8 @@ SCORING: Mapping[str, Scoring] = {
     "columns": (_looped, _DOT, {}),
     "complex": (_complex, _DOT, {}),
     "cosine": (_cosine, lambda i: 4 * F.normalize(i.q, dim=-1) @ F.normalize(i.k, dim=-1).mT, {}),
-    "normalized": (
-        _turned(lambda i: 4 * F.normalize(i.q, dim=-1) @ F.normalize(i.k, dim=-1).mT),
-        lambda i: 4 * _DOT(i) * 2 / (i.q.norm(dim=-1)[..., None] * i.k.norm(dim=-1)[:, :, None]),
-        {},
-    ),
-    "over lengths": (_over_lengths, lambda i: 4 * F.cosine_similarity(i.q[:, :, :, None], i.k[:, :, None], dim=-1), {}),
     "distance": (_turned(lambda i: -torch.cdist(i.q, i.k)), lambda i: -_apart(i).pow(2).sum(-1).sqrt(), {}),
     "squared distance": (_summed(lambda q, k: -(q - k).square() / 4), lambda i: -_apart(i).pow(2).sum(-1) / 4, {}),
-    "expanded distance": (_expanded, lambda i: -_apart(i).pow(2).sum(-1) / 4, {}),
     "additive": (
         lambda i: (torch.tanh(sum(i.pairs())) * i.per_head(i.own["a"])).sum(-1),  # type: ignore[call-overload]
         lambda i: torch.einsum("bhtsd,hd->bhts", (i.q[:, :, :, None] + i.k[:, :, None]).tanh(), i.own["a"]),
@@ -200,7 +179,6 @@ SCORING: Mapping[str, Scoring] = {
         lambda i: (i.x[:, None] @ i.own["form"]) @ i.x[:, None].mT / 4,
         {"form": (HEADS, WIDTH, WIDTH)},
     ),
-    "form of q and k": (_three, lambda i: i.q @ i.own["form"] @ i.k.mT, {"form": (HEADS, SIZE, SIZE)}),
     "a parameter asks": (
         _turned(lambda i: i.own["asks"] @ i.k.mT),
         lambda i: torch.einsum("htd,bhsd->bhts", i.own["asks"][:, : i.q.shape[2]], i.k),
@@ -211,11 +189,6 @@ SCORING: Mapping[str, Scoring] = {
         lambda i: ((i.x[:, None] @ i.own["first"]).clamp_min(0) @ i.own["second"])[..., : i.x.shape[1]],
         {"first": (HEADS, WIDTH, SIZE), "second": (HEADS, SIZE, 7)},
     ),
-    "by place": (
-        _turned(lambda i: (i.x @ i.own["place"]).unflatten(-1, (-1, 7)).transpose(1, 2)[..., : i.x.shape[1]]),
-        lambda i: torch.einsum("btc,chs->bhts", i.x, i.own["place"].view(WIDTH, -1, 7))[..., : i.x.shape[1]],
-        {"place": (WIDTH, HEADS * 7)},
-    ),
     "key alone": (
         _turned(lambda i: torch.einsum("bhsd,hd->bhs", i.k, i.own["a"])[:, :, None].expand(-1, -1, i.q.shape[2], -1)),
         lambda i: (i.k @ i.own["a"][..., None]).mT.expand(-1, -1, i.q.shape[2], -1),
@@ -223,11 +196,6 @@ SCORING: Mapping[str, Scoring] = {
     ),
     "pointer": (_turned(lambda i: 3 * torch.tanh(i.q @ i.k.mT / 2)), lambda i: 3 * _DOT(i).tanh(), {}),
     "distances of position": (_shifted, _shift_exact, {"distances": (13, SIZE)}),
-    "activated": (
-        _turned(lambda i: F.silu(i.q) @ i.k.tanh().mT),
-        lambda i: 2 * _DOT(dataclasses.replace(i, q=i.q * i.q.sigmoid(), k=i.k.tanh())),
-        {},
-    ),
 }
 
 
@@ -293,25 +261,12 @@ def _sparsemax(z: Tensor, visible: Tensor, dim: int) -> Tensor:
     return (z - tau).clamp_min(0).movedim(-1, dim)
 
 
-def _top_two(z: Tensor, visible: Tensor, dim: int) -> Tensor:
-    z = _hidden(z, visible)
-    least = z.topk(2, dim).values.amin(dim, keepdim=True)
-    return z.masked_fill(z < least, -INF).softmax(dim)
-
-
 def _sinkhorn(z: Tensor, visible: Tensor, keys: int, queries: int) -> Tensor:
     e = z.exp() * visible
     for _ in range(3):
         e = e / (e.sum(queries, keepdim=True) + 1e-9)
         e = e / (e.sum(keys, keepdim=True) + 1e-9)
     return e
-
-
-def _sparse(z: Tensor, visible: Tensor, dim: int) -> Tensor:
-    z, seen = z.movedim(dim, -1), visible.movedim(dim, -1)
-    flat, places = z.flatten(0, -2), seen.expand_as(z).flatten(0, -2).nonzero().T
-    some = torch.sparse_coo_tensor(places, flat[tuple(places)], flat.shape, check_invariants=True).coalesce()
-    return torch.sparse.softmax(some, -1).to_dense().view_as(z).movedim(-1, dim)
 
 
 def _edges(z: Tensor, visible: Tensor, dim: int) -> Tensor:
@@ -337,17 +292,14 @@ NORMAL: Mapping[str, Normal] = {
     "method": (lambda z, seen, dim: _hidden(z, seen).softmax(dim), _softmax),
     "module": (lambda z, seen, dim: nn.Softmax(dim)(_hidden(z, seen)), _softmax),
     "float32": (lambda z, seen, dim: F.softmax(_hidden(z, seen), dim, dtype=torch.float32).to(z.dtype), _softmax),
-    "softmin": (lambda z, seen, dim: F.softmin(-_hidden(z, seen), dim), _softmax),
     "log softmax": (lambda z, seen, dim: _hidden(z, seen).log_softmax(dim).exp(), _softmax),
     "logsumexp": (_logsumexp, _softmax),
     "exponentials": (_exponentials, _softmax),
     "exponentials times mask": (_times_mask, _softmax),
     "exp2": (_exp2, _softmax),
-    "sparse softmax": (_sparse, _softmax),
     "edge list": (_edges, _softmax),
     "softmax plus one": (_plus_one, lambda z, seen: (seen * z.exp()) / (1 + (seen * z.exp()).sum(-1, keepdim=True))),
     "null key": (_null_key, lambda z, seen: (seen * z.exp()) / (1 + (seen * z.exp()).sum(-1, keepdim=True))),
-    "top two": (_top_two, lambda z, seen: _top_two(z, seen, -1)),
     "sparsemax": (_sparsemax, lambda z, seen: _sparsemax(z, seen, -1)),
     "sigmoid": _alone(lambda z: torch.sigmoid(z - 1.6)),
     "sigmoid over sum": _simple(torch.sigmoid),
@@ -388,22 +340,9 @@ def _by_query(w: Tensor, v: Tensor, order: str) -> Tensor:
     return torch.stack([(w[:, :, t, :, None] * v).sum(2) for t in range(w.shape[2])], 2)
 
 
-def _by_key(w: Tensor, v: Tensor, order: str) -> Tensor:
-    w, y = _straight(w, order), torch.zeros_like(v)
-    for s in range(w.shape[3]):
-        y = torch.addcmul(y, w[..., s : s + 1], v[:, :, s : s + 1])
-    return y
-
-
 def _linear(w: Tensor, v: Tensor, order: str) -> Tensor:
     w = _straight(w, order)
     return torch.stack([torch.stack([F.linear(a, b.mT) for a, b in zip(*two)]) for two in zip(w, v)])
-
-
-def _sparse_product(w: Tensor, v: Tensor, order: str) -> Tensor:
-    w = _straight(w, order)
-    one = [[torch.sparse.mm(a.to_sparse(), b) for a, b in zip(*two)] for two in zip(w, v)]
-    return torch.stack([torch.stack(heads) for heads in one])
 
 
 def _at_edges(w: Tensor, v: Tensor, order: str) -> Tensor:
@@ -427,15 +366,11 @@ COMBINING: Mapping[str, Combining] = {
     "product and sum": _sum,
     "merged": _merged,
     "by query": _by_query,
-    "by key": _by_key,
     "linear": _linear,
-    "sparse product": _sparse_product,
     "at edges": _at_edges,
     "gathered": _gathered,
     "dropped": lambda w, v, order: F.dropout(_straight(w, order), 0.3, training=False) @ v,
-    "with the token itself": lambda w, v, order: (_straight(w, order) + torch.eye(v.shape[2], dtype=v.dtype)) @ v,
     "two hops": lambda w, v, order: _straight(w, order) @ (_straight(w, order) @ v),
-    "less the mean": lambda w, v, order: (_straight(w, order) - 1 / v.shape[2]) @ v,
     "renormalized": lambda w, v, order: _share(_straight(w, order), -1) @ v,
 }
 
@@ -476,8 +411,6 @@ class Idiom(nn.Module):
         self.out = nn.Linear(plan.heads * SIZE, WIDTH)
         sizes = SCORING[plan.scoring][2]
         cut = {n: (plan.heads, *size[1:]) if n in _BY_HEAD else size for n, size in sizes.items()}
-        if plan.scoring == "by place":
-            cut = {"place": (WIDTH, plan.heads * 7)}
         self.own = nn.ParameterDict({name: nn.Parameter(torch.randn(size) * 0.5) for name, size in cut.items()})
         self.truth: list[Call] = []
         self.asked = False
@@ -841,11 +774,6 @@ def _mixture(x: Tensor, p: Own) -> Tensor:
     return x + (w * near).sum(-1, keepdim=True).log()
 
 
-def _masked_mean(x: Tensor, p: Own) -> Tensor:
-    keep = (torch.arange(x.shape[1]) < x.shape[1] - 1).to(x.dtype)[None, :, None]
-    return x @ p["q"] + (x * keep).sum(1, keepdim=True) / keep.sum()
-
-
 def _streams(x: Tensor, p: Own) -> Tensor:
     """Hyper-connections: residual streams of a token mixed by a table that is normalised both ways."""
     streams = x.unflatten(-1, (4, 4))  # [b t n c]
@@ -875,7 +803,6 @@ LOOKS_ALIKE: Mapping[str, Special] = {
     "gated units": (_gated_units, _QKV),
     "state space": (_state_space, _QKV),
     "mixture": (_mixture, _SIX),
-    "masked mean": (_masked_mean, _QKV),
     "streams": (_streams, _QKV),
 }
 

@@ -202,7 +202,7 @@ class Plan:
 
 
 Request = tuple[RunConfig, Grid, LongContexts | None]
-GivenOptions = Mapping[str, Any]  # options by name, from a command line or a recipe
+StudyOptions = Mapping[str, Any]  # options by name, from a command line or a recipe
 
 
 @final
@@ -233,7 +233,7 @@ OPTIMIZERS = StudyOption(
 TUNING_SEEDS = (1000, 1001, 1002)
 
 
-def on_axes(base: RunConfig, default: Grid, given: GivenOptions) -> Request:
+def on_axes(base: RunConfig, default: Grid, given: StudyOptions) -> Request:
     """Returns the request for a study whose options are axes, where the given options override the default grid."""
     axes = {name: given.get(name) or values for name, values in dataclasses.asdict(default).items()}
     if given.get("full_grid"):
@@ -267,7 +267,7 @@ class Study:
     base: RunConfig | None = None
     contexts: LongContexts | None = None
     options: Sequence[StudyOption] = AXIS_OPTIONS
-    request: Callable[[RunConfig, Grid, GivenOptions], Request] = on_axes
+    request: Callable[[RunConfig, Grid, StudyOptions], Request] = on_axes
     decides: Collection[tuple[str, str]] = (("optim", "lr"),)
     out: str = ""
     primary: Primary | None = None

@@ -15,7 +15,6 @@ from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig, wi
 from qkeel.lab.plan import (
     AXIS_OPTIONS,
     OPTIMIZERS,
-    GivenOptions,
     Grid,
     LongContexts,
     PlannedRun,
@@ -23,6 +22,7 @@ from qkeel.lab.plan import (
     Request,
     Study,
     StudyOption,
+    StudyOptions,
     parts,
     product,
 )
@@ -252,7 +252,7 @@ OPTIONS = (
 )
 
 
-def request(base: RunConfig, default: Grid, given: GivenOptions) -> Request:
+def request(base: RunConfig, default: Grid, given: StudyOptions) -> Request:
     """Returns the configuration, grid and contexts for the given options."""
     length = given.get("train_length", base.data.context)
     base = with_values(base, data={"context": length})

@@ -22,6 +22,7 @@ from qkeel.monitor.rules import Rule
 from qkeel.monitor.sinks import RunDirectorySink, Sink
 from qkeel.monitor.sinks import sinks as named_sinks
 from qkeel.monitor.token_classes import Classes, ClassSource, MaskSource, QueryMaskSource
+from qkeel.patching.optimizers import listed
 from qkeel.sites.find import named_models, sites_of_each
 
 K = TypeVar("K")
@@ -30,7 +31,7 @@ K = TypeVar("K")
 @accepts_earlier_calls("qkeel.watch(model, optimizer, probe_batch=batch)", renamed={"probe": "probe_batch"})
 def watch(
     model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     every: int | Cadence = 1,
     stats: bool | str = True,
@@ -58,6 +59,8 @@ def watch(
             model that returns one.
         optimizer: the optimizer that updates the model. If it is given, a step is an optimizer step, and the weights
             behind the heads are read too; otherwise, a step is a forward pass (with several models, one pass of each).
+            Of several optimizers, such as Muon and AdamW, the first one counts the steps: list the one with the query
+            and key weights first.
         every: a number n to measure every n-th step, or a cadence such as LogSpaced(per_decade=20) or Adaptive(least=5,
             most=100).
         stats: which statistics are measured. One of:
@@ -153,7 +156,7 @@ def watch(
         raise AlreadyAppliedError("this model is already watched; remove() the first monitor, or use that one")
     return Monitor(
         models,
-        None if optimizer is None else _optimizer(optimizer, [*models.values()]),
+        _first(optimizer, [*models.values()]),
         every=cadence(every),
         stats=stats,
         sinks=[
@@ -194,18 +197,16 @@ def _sinks(given: Sink | str | Path) -> tuple[Sink, ...]:
     return found
 
 
-def _optimizer(given: object, models: Sequence[nn.Module]) -> torch.optim.Optimizer:
-    """The optimizer whose step hooks run, which is the one inside the wrapper that accelerate adds."""
-    if not isinstance(given, torch.optim.Optimizer):
-        raise InvalidTypeError(
-            f"expected a torch.optim.Optimizer, got {type(given).__name__}; leave it out if there is none"
-        )
-    inner = vars(given).get("optimizer")
-    optimizer = inner if isinstance(inner, torch.optim.Optimizer) else given
-    own = {id(p) for model in models for p in model.parameters()}
-    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-        raise InvalidValueError(
-            "the optimizer does not contain any of the model's parameters; pass the optimizer that trains this model, "
-            "created from model.parameters()"
-        )
-    return optimizer
+def _first(optimizer: object, models: Sequence[nn.Module]) -> torch.optim.Optimizer | None:
+    """Returns the first optimizer, whose step hooks run: the one inside the wrapper that accelerate adds."""
+    weights = {id(p) for model in models for p in model.parameters()}
+    optimizers = []
+    for entry in listed(optimizer):
+        inner = vars(entry).get("optimizer")
+        optimizers.append(inner if isinstance(inner, torch.optim.Optimizer) else entry)
+        if not any(id(p) in weights for group in entry.param_groups for p in group["params"]):
+            raise InvalidValueError(
+                "the optimizer does not contain any of the model's parameters; pass the optimizer that trains this "
+                "model, created from model.parameters()"
+            )
+    return optimizers[0] if optimizers else None

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from qkeel.errors import InvalidTypeError
 from qkeel.handle import Handle
 from qkeel.patching.modes import running_frames
 
@@ -22,6 +23,25 @@ from qkeel.patching.modes import running_frames
 
 Act = Callable[[Optimizer], None]
 Group = dict[str, Any]  # a parameter group: its weights and options, as torch stores them
+
+
+def listed(optimizer: object) -> list[Optimizer]:
+    """Returns one optimizer or several as a list, and none as an empty one.
+
+    Raises: InvalidTypeError if something else is given.
+    """
+    if optimizer is None:
+        return []
+    several: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if not several:
+        raise InvalidTypeError("expected at least one optimizer, got an empty list")
+    for entry in several:
+        if isinstance(entry, type) and issubclass(entry, Optimizer):
+            name = entry.__name__
+            raise InvalidTypeError(f"expected an optimizer, got the class {name}; make one: {name}(model.parameters())")
+        if not isinstance(entry, Optimizer):
+            raise InvalidTypeError(f"expected a torch.optim.Optimizer or a list of them, got {type(entry).__name__}")
+    return several
 
 
 @final

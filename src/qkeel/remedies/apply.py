@@ -24,9 +24,9 @@ from qkeel.options import parse as parse_terms
 from qkeel.patching.autograd import version_of
 from qkeel.patching.forward import ForwardPasses, joining, owners, unwrapped
 from qkeel.patching.modes import compile_again, unguarded
-from qkeel.patching.optimizers import StepHooks
+from qkeel.patching.optimizers import StepHooks, listed
 from qkeel.remedies.base import NoRemedy, Remedy, Target, active_at, compose_all, where
-from qkeel.remedies.head_weights import check_weights, innermost, warn_without_steps
+from qkeel.remedies.head_weights import check_weights, innermost, stepped, warn_without_steps
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.one_slot import (
     AttentionTemperature,
@@ -180,7 +180,7 @@ def _model_first(*args: Any, **kwargs: Any) -> Call | None:
 def apply(
     model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
     remedy: str | Remedy | Sequence[str | Remedy],
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     batch: object = None,
     sites: object = None,
@@ -203,9 +203,11 @@ def apply(
         model: a model, or a part of a model, that contains attention. A list of models, or a dict of models by name, is
             treated as one model, such as all pipeline stages of this process.
         remedy: "lalr", "lalr:tau=0.1+qk_clip", a Remedy, or a list of these.
-        optimizer: the optimizer of the model's weights. Remedies that change its steps need it, and parameters that a
-            remedy creates are added to it. A remedy that changes steps warns if the model makes 100 training passes
-            without a step of this optimizer, as it does after a change to another one.
+        optimizer: the optimizer of the model's weights, or a list of several, such as Muon and AdamW. Remedies that
+            change its steps need it; of several, each acts on the heads whose weights it holds. Parameters that a
+            remedy creates are added to it; of several, to the first that holds gains or biases. A remedy that changes
+            steps warns if the model makes 100 training passes without a step of this optimizer, as it does after a
+            change to another one.
         batch: the input of one pass, which reveals the attention of modules from other libraries. It is a tensor, a
             tuple of the forward's arguments or a dict of its keyword arguments. For several models, give one batch
             for each, as a list or a dict by name. Not needed if an optimizer is given; see above.
@@ -240,9 +242,8 @@ def apply(
         with tap.latest.setting(unwrapped(model)):
             latest = ForwardArguments(tap.latest.args, tap.latest.kwargs)
             return _apply(model, remedy, optimizer, more, batch=latest)
-    if optimizer is None:
+    if not listed(optimizer):
         return _apply(model, remedy, optimizer, more)
-    _check_optimizer(optimizer)
     return AtNextPass(model, remedy, optimizer, more)
 
 
@@ -253,16 +254,6 @@ class Asked:
     options: Mapping[str, float | int | bool | str] = dataclasses.field(default_factory=dict)
     train_length: int | None = None
     partial: bool = False
-
-
-def _check_optimizer(given: object) -> None:
-    """Raises InvalidTypeError unless the argument is an optimizer."""
-    if isinstance(given, type) and issubclass(given, Optimizer):
-        raise InvalidTypeError(
-            f"expected an optimizer, got the class {given.__name__}; make one: {given.__name__}(model.parameters())"
-        )
-    if not isinstance(given, Optimizer):
-        raise InvalidTypeError(f"expected a torch.optim.Optimizer, got {type(given).__name__}")
 
 
 def _knows_itself(model: nn.Module) -> bool:
@@ -285,7 +276,7 @@ class AtNextPass(Handle):
         self,
         model: nn.Module,
         remedy: RemedySpec,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
         more: Asked,
         *,
         refused: Callable[[QkeelError], None] | None = None,
@@ -304,8 +295,8 @@ class AtNextPass(Handle):
         self._after_step: Handle | None = None
         self._versions: list[int] | None = None
         self._passes = ForwardPasses(model, self._begin, lambda *_: None, guard=unguarded)
-        self._optimizers = [optimizer]
-        self._steps = StepHooks(self._refuse_step, lambda _: None, innermost(optimizer))
+        self._optimizers = [listed(optimizer)]
+        self._steps = [StepHooks(self._refuse_step, lambda _: None, innermost(x)) for x in self._optimizers[0]]
         super().__init__(self._take_off, state=self._own_state, load=self._take_state)
 
     def __repr__(self) -> str:
@@ -318,7 +309,7 @@ class AtNextPass(Handle):
         Does nothing if the remedies have already been applied.
         """
         if self._inner is None and self.active:
-            self._optimizers.append(optimizer)
+            self._optimizers.append([optimizer])
 
     def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, object], compiled: bool) -> None:
         if not self.active or self._inner is not None:
@@ -326,14 +317,14 @@ class AtNextPass(Handle):
         self._wait_no_more()
         try:
             with joining(self._model, args, kwargs):
-                self._inner, optimizer = self._applied(ForwardArguments(args, kwargs))
+                self._inner, optimizers = self._applied(ForwardArguments(args, kwargs))
         except QkeelError as error:
             if self._refused is None:
                 raise
             self._refused(error)
             return
         if self._follows:  # the hook is registered last, so it runs after those of the remedies
-            note = optimizer.register_step_post_hook(lambda *_: self._note())
+            note = optimizers[-1].register_step_post_hook(lambda *_: self._note())
             self._after_step = Handle(note.remove)
         if self._before is not None and self._everybody_has_a_state():
             initial = self._inner.state()
@@ -363,21 +354,21 @@ class AtNextPass(Handle):
     def _note(self) -> None:
         self._versions = self._now()
 
-    def _applied(self, batch: ForwardArguments) -> tuple[Handle, Optimizer]:
+    def _applied(self, batch: ForwardArguments) -> tuple[Handle, list[Optimizer]]:
         own = vars(self._model).get("forward")
-        handle, optimizer = self._with_the_first_that_fits(batch)
+        handle, optimizers = self._with_the_first_that_fits(batch)
         if vars(self._model).get("forward") is not own:
             handle.remove()
             raise RefusedError(
                 f"{self.about} replaces the model's own forward, which is running now. {_GIVE.format(self.about)}"
             )
-        return handle, optimizer
+        return handle, optimizers
 
-    def _with_the_first_that_fits(self, batch: ForwardArguments) -> tuple[Handle, Optimizer]:
+    def _with_the_first_that_fits(self, batch: ForwardArguments) -> tuple[Handle, list[Optimizer]]:
         errors: list[RefusedError] = []
-        for optimizer in self._optimizers:
+        for optimizers in self._optimizers:
             try:
-                return _apply(self._model, self._remedy, optimizer, self._more, batch=batch), optimizer
+                return _apply(self._model, self._remedy, optimizers, self._more, batch=batch), optimizers
             except RefusedError as error:
                 errors.append(error)
         raise errors[0]
@@ -392,7 +383,8 @@ class AtNextPass(Handle):
 
     def _wait_no_more(self) -> None:
         self._passes.remove()
-        self._steps.remove()
+        for hooks in self._steps:
+            hooks.remove()
 
     def _take_off(self) -> None:
         self._wait_no_more()
@@ -414,7 +406,7 @@ class AtNextPass(Handle):
 def _apply(
     model: Models,
     remedy: RemedySpec,
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
     more: Asked,
     *,
     batch: object = None,
@@ -425,8 +417,7 @@ def _apply(
 
     def asked() -> tuple[tuple[Remedy, ...], list[tuple[Target, Sites | None]]]:
         found = parse(remedy, **more.options)
-        if optimizer is not None:
-            _check_optimizer(optimizer)
+        optimizers = listed(optimizer)
         models = {"": model} if isinstance(model, nn.Module) else named_models(model, "apply remedies to")
         shown, known = of_each(batch, [*models], "batches"), sites_of_each(sites, models)
         bare: list[tuple[Target, Sites | None]] = []
@@ -434,7 +425,7 @@ def _apply(
             shown_arguments = ((), {}) if shown[name] is None else arguments(shown[name])
             target = Target(
                 model=unwrapped(one),
-                optimizer=optimizer,
+                optimizer=optimizers[0] if optimizers else None,
                 sites=[],
                 batch=shown_arguments,
                 train_length=train_length,
@@ -451,19 +442,22 @@ def _apply(
         return ", ".join([f"{list(request[0])}", *several, *parts, f"train_length={train_length}, partial={partial}"])
 
     found, bare = dist.run_on_all(WHAT, asked, said, lambda _: None)
+    optimizers = listed(optimizer)
 
     def applied() -> Handle:
-        handles = (compose_all(_apply_all(found, target, known, partial=partial)) for target, known in bare)
+        handles = (compose_all(_apply_all(found, target, known, optimizers, partial=partial)) for target, known in bare)
         return next(handles) if isinstance(model, nn.Module) else compose_all(handles)
 
     handle = dist.run_on_all(WHAT, applied, lambda _: "applied", Handle.remove)
     for target, _ in bare:
-        handle = refused_under_zero(handle, target.model, found, optimizer)
+        handle = refused_under_zero(handle, target.model, found, optimizers[0] if optimizers else None)
     handle.about = "+".join(parsed.name for parsed in found)
     return handle
 
 
-def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, partial: bool) -> Iterator[Handle]:
+def _apply_all(
+    found: Sequence[Remedy], bare: Target, known: Sites | None, optimizers: Sequence[Optimizer], *, partial: bool
+) -> Iterator[Handle]:
     """Applies one remedy after another.
 
     Sites are found once, and again for the next remedies after a remedy that changes them. A remedy that has not itself
@@ -471,24 +465,46 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
     sites, trace = (known, None) if known is not None else _sites(found[0], bare) if found else (Sites(), None)
     check_peers(bare.model, sites)
     for remedy in found:
-        target = dataclasses.replace(bare, sites=remedy.chosen(sites), trace=None if remedy.on_steps else trace)
-        agreed(functools.partial(_check, remedy, target, sites, partial=partial, given=known is not None))
-        before = dict(bare.model.named_parameters())
-        inner = remedy.apply(target)
-        try:
-            inner = check_added(remedy.name, target, before, inner)
-            if remedy.on_steps or known is not None or isinstance(remedy, NoRemedy):
-                pass
-            # Remedies that follow or are active already need the sites.
-            elif remedy is not found[-1] or active_remedies(bare.model):
-                sites, trace = _sites(remedy, bare)
-            elif trace is not None and not remedy.changes_spec:
-                run_once(bare.model, *bare.batch)
-            _check_others(remedy, sites)
-        except BaseException:
-            inner.remove()
-            raise
-        yield _marked(remedy, target, inner)
+        whole = dataclasses.replace(bare, sites=remedy.chosen(sites), trace=None if remedy.on_steps else trace)
+        agreed(functools.partial(_check, remedy, whole, sites, partial=partial, given=known is not None))
+        for target in _by_optimizer(remedy, whole, optimizers):
+            before = dict(bare.model.named_parameters())
+            inner = remedy.apply(target)
+            try:
+                inner = check_added(remedy.name, target, before, inner)
+                if remedy.on_steps or known is not None or isinstance(remedy, NoRemedy):
+                    pass
+                # Remedies that follow or are active already need the sites.
+                elif remedy is not found[-1] or active_remedies(bare.model):
+                    sites, trace = _sites(remedy, bare)
+                elif trace is not None and not remedy.changes_spec:
+                    run_once(bare.model, *bare.batch)
+                _check_others(remedy, sites)
+            except BaseException:
+                inner.remove()
+                raise
+            yield _marked(remedy, target, inner)
+
+
+def _by_optimizer(remedy: Remedy, target: Target, optimizers: Sequence[Optimizer]) -> list[Target]:
+    """Returns the target with the optimizer that the remedy needs.
+
+    Of several optimizers, one that holds gains or biases takes new parameters, because Muon accepts matrices only. A
+    remedy for steps gets a target for each optimizer that holds query and key weights, with the sites of these."""
+    if len(optimizers) < 2:
+        return [target]
+    if not remedy.on_steps:
+        for optimizer in optimizers:
+            if any(p.ndim < 2 for group in optimizer.param_groups for p in group["params"]):
+                return [dataclasses.replace(target, optimizer=optimizer)]
+        return [target]
+    sites_of: dict[int, list[AttentionSite]] = {}
+    for site in target.sites:
+        weights = [target.parameter(s.parameter) for term in site.terms for s in (*term.query, *term.key)]
+        holds = (any(stepped(innermost(optimizer), p) is not None for p in weights) for optimizer in optimizers)
+        sites_of.setdefault(next((i for i, held in enumerate(holds) if held), 0), []).append(site)
+    parts = [dataclasses.replace(target, optimizer=optimizers[i], sites=sites) for i, sites in sorted(sites_of.items())]
+    return parts or [target]
 
 
 def _check(remedy: Remedy, target: Target, sites: Sites, *, partial: bool, given: bool) -> None:

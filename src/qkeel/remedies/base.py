@@ -169,7 +169,7 @@ def unconfirmed(site: AttentionSite) -> Refusal:
     """Returns the refusal to change the weights of a site's heads, which an experiment did not confirm."""
     return Refusal(
         f"the weights of its heads are not confirmed: {site.unverified}",
-        "give an example in which its inputs differ, apply the remedy to a part of the model without this attention, "
+        "give a batch in which its inputs differ, apply the remedy to a part of the model without this attention, "
         "or use a remedy that changes what the call computes (softcap)",
     )
 

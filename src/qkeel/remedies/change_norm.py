@@ -104,7 +104,7 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
             raise RefusedError(
                 f"{remedy} at {where(site)}: expected a block that computes x + A(N₁(x)), then x + M(N₂(x)), "
                 "with A, M and both norms as direct children, but found none around this attention (post-norm, "
-                "parallel and fused blocks differ; for blocks from other libraries, pass an example batch: "
+                "parallel and fused blocks differ; for blocks from other libraries, pass a batch: "
                 "apply(..., batch=batch)); build the model with the norm order you want"
             )
         branches.update({(b.name, b.function): b for b in found})

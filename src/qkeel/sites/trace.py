@@ -412,7 +412,7 @@ def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo
         caution(
             f"the logit bounds that the norms of {type(model).__name__} imply are unknown and not watched: there is "
             "not enough memory to read them from one whole sequence. Everything else is known from a short sequence. "
-            "For the bounds, call find_sites with an example of one sequence that is as long as memory allows, and "
+            "For the bounds, call find_sites with a batch of one sequence that is as long as memory allows, and "
             "pass the sites that it returns to watch(sites=...)"
         )
         seen = {}
@@ -977,7 +977,7 @@ def _value_slices(captured: CapturedCall, v: Tensor | None, names: dict[int, str
 _KEPT = (
     "the search for the attention of {} keeps tensors that gradient checkpointing would drop: weights and the logits "
     "they produce lie in two checkpointed parts, or a part can't be run separately. It needs as much memory as a "
-    "pass without checkpointing; if that is too much, give find_sites an example of one short sequence, and its sites "
+    "pass without checkpointing; if that is too much, give find_sites a batch of one short sequence, and its sites "
     "to watch(sites=...)"
 )
 _BY_HAND = (

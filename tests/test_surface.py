@@ -1,0 +1,155 @@
+"""The public calls: the model comes first, then the remedy, then the optimizer, then keywords; earlier calls warn."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import qkeel
+import qkeel.audit
+from qkeel.autopilot import attach
+from qkeel.nn import Attention
+
+# The parameters that may be given by position; everything else is a keyword.
+POSITIONAL = {
+    "apply": ("model", "remedy", "optimizer"),
+    "attention": ("q", "k", "v"),
+    "autopilot": ("model", "optimizer"),
+    "check": ("model_or_path", "batch"),
+    "explain": ("model", "batch"),
+    "export": ("model", "architecture", "path"),
+    "find_sites": ("model", "batch"),
+    "fold": ("model",),
+    "load": ("path",),
+    "preset": ("name",),
+    "presets": (),
+    "retrofit": ("model", "remedy", "batch"),
+    "watch": ("model", "optimizer"),
+}
+PACKAGES = (
+    *("functional", "nn", "spec", "sites", "monitor", "remedies", "audit", "lab", "report", "integrations"),
+    *("reference", "errors", "metrics"),
+)
+RETIRED = {"example", "named", "given", "batches", "fitting", "probe"}
+RETIRED_TYPES = r"\b(Named|Wanted|Price|Models|Given\w*)\b"
+
+
+def function(name: str) -> Callable[..., Any]:
+    """A public function; `qkeel.autopilot` is at once a package and its function."""
+    member = getattr(qkeel, name)
+    return getattr(member, name) if inspect.ismodule(member) else member
+
+
+@pytest.mark.parametrize("name", POSITIONAL)
+def test_the_model_comes_first_and_whatever_is_optional_is_a_keyword(name: str) -> None:
+    parameters = inspect.signature(function(name)).parameters.values()
+    assert tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD) == POSITIONAL[name]
+
+
+def public() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The functions, classes and methods of the public names."""
+    for package in PACKAGES:
+        module = getattr(qkeel, package)
+        for name in getattr(module, "__all__", [n for n in vars(module) if not n.startswith("_")]):
+            member = getattr(module, name)
+            if inspect.isfunction(member):
+                yield f"{package}.{name}", member
+            elif inspect.isclass(member) and member.__module__.startswith("qkeel."):
+                yield f"{package}.{name}", member
+                for key, method in vars(member).items():
+                    if inspect.isfunction(method) and not key.startswith("_"):
+                        yield f"{package}.{name}.{key}", method
+
+
+def test_no_parameter_has_a_retired_name_or_type() -> None:
+    found = [*public(), *((name, function(name)) for name in POSITIONAL)]
+    assert len(found) > 300
+    wrong = []
+    for name, member in found:
+        try:
+            parameters = inspect.signature(member).parameters.values()
+        except ValueError:  # an exception or enumeration without a signature of its own
+            continue
+        wrong += [
+            f"{name}({p})" for p in parameters if p.name in RETIRED or re.search(RETIRED_TYPES, str(p.annotation))
+        ]
+    assert wrong == []
+
+
+def attention() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Attention(16, 4)
+    return model, torch.optim.AdamW(model.parameters()), torch.randn(1, 5, 16)
+
+
+def heads() -> tuple[nn.Module, torch.Tensor]:
+    return nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 5, 8)
+
+
+def undone(handle: Any) -> None:
+    handle.remove()
+
+
+M, O, X = attention()
+H, Y = heads()
+EARLIER: dict[str, tuple[Callable[[], Any], str]] = {
+    "remedy first": (lambda: undone(qkeel.apply("softcap", M)), "qkeel.apply(model, remedy, optimizer"),
+    "remedy first, with a batch": (lambda: undone(qkeel.apply("lalr", M, O, example=X)), "batch was called example"),
+    "a list of remedies first": (lambda: undone(qkeel.apply(["softcap"], M)), "order of its arguments has changed"),
+    "the model by name": (lambda: undone(qkeel.apply("softcap", model=M)), "qkeel.apply(model, remedy"),
+    "all by name": (lambda: undone(qkeel.apply(named="softcap", model=M)), "remedy was called named"),
+    "arguments apart": (lambda: qkeel.find_sites(H, Y, Y, Y), "qkeel.find_sites(model, batch)"),
+    "keywords apart": (lambda: qkeel.find_sites(H, query=Y, key=Y, value=Y), "a dict of its keyword arguments"),
+    "both apart": (lambda: qkeel.find_sites(H, Y, Y, value=Y), "qkeel.find_sites(model, batch)"),
+    "a probe": (lambda: undone(qkeel.watch(M, O, probe=X)), "probe_batch was called probe"),
+    "an autopilot's example": (lambda: undone(qkeel.autopilot(M, O, example=X)), "qkeel.autopilot(model, optimizer"),
+    "attached": (lambda: undone(attach(qkeel.watch(M, O), O, example=X)), "batch was called example"),
+    "explain_model": (lambda: qkeel.explain_model, "qkeel.explain"),
+    "audit.explain_model": (lambda: qkeel.audit.explain_model, "qkeel.audit.explain"),
+    "what to check": (lambda: qkeel.check(what=M, batch=X), "model_or_path was called what"),
+}
+
+
+@pytest.mark.parametrize("case", EARLIER)
+def test_a_call_of_0_1_0_works_and_one_warning_at_its_line_shows_the_new_one(case: str) -> None:
+    call, shown = EARLIER[case]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    (warning,) = [w for w in caught if w.category is DeprecationWarning]
+    assert shown in str(warning.message)
+    assert Path(warning.filename) == Path(__file__)
+    assert warning.lineno == call.__code__.co_firstlineno
+
+
+def test_arguments_apart_find_the_sites_of_one_batch() -> None:
+    with pytest.warns(DeprecationWarning, match="find_sites"):
+        earlier = qkeel.find_sites(H, Y, Y, value=Y)
+    assert (
+        str(earlier)
+        == str(qkeel.find_sites(H, (Y, Y, Y)))
+        == str(qkeel.find_sites(H, {"query": Y, "key": Y, "value": Y}))
+    )
+
+
+def test_what_a_newcomer_guesses_works() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    optimizer, batch = torch.optim.AdamW(model.parameters()), torch.randn(1, 5, 16)
+    qkeel.apply(model, "qk_clip", optimizer, batch=batch).remove()
+    qkeel.apply(model, remedy="qk_clip", optimizer=optimizer, batch=batch).remove()
+    assert qkeel.find_sites(model, batch=batch)
+
+
+@pytest.mark.parametrize("wrong", [lambda: qkeel.apply(M, O), lambda: qkeel.apply(M, M), lambda: qkeel.apply(M, 3)])
+def test_something_else_in_place_of_the_remedy_is_answered_with_the_right_line(wrong: Callable[[], Any]) -> None:
+    with pytest.raises(TypeError, match=r'write qkeel.apply\(model, "qk_norm", optimizer\)'):
+        wrong()
