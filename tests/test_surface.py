@@ -17,6 +17,7 @@ import qkeel
 import qkeel.audit
 from qkeel.autopilot import attach
 from qkeel.nn import Attention
+from qkeel.remedies import Target
 
 # The parameters that may be given by position; everything else is a keyword.
 POSITIONAL = {
@@ -101,20 +102,21 @@ def undone(handle: Any) -> None:
 M, O, X = attention()
 H, Y = heads()
 EARLIER: dict[str, tuple[Callable[[], Any], str]] = {
-    "remedy first": (lambda: undone(qkeel.apply("softcap", M)), "qkeel.apply(model, remedy, optimizer"),
-    "remedy first, with a batch": (lambda: undone(qkeel.apply("lalr", M, O, example=X)), "batch was called example"),
-    "a list of remedies first": (lambda: undone(qkeel.apply(["softcap"], M)), "order of its arguments has changed"),
-    "the model by name": (lambda: undone(qkeel.apply("softcap", model=M)), "qkeel.apply(model, remedy"),
-    "all by name": (lambda: undone(qkeel.apply(named="softcap", model=M)), "remedy was called named"),
-    "arguments apart": (lambda: qkeel.find_sites(H, Y, Y, Y), "qkeel.find_sites(model, batch)"),
-    "keywords apart": (lambda: qkeel.find_sites(H, query=Y, key=Y, value=Y), "a dict of its keyword arguments"),
-    "both apart": (lambda: qkeel.find_sites(H, Y, Y, value=Y), "qkeel.find_sites(model, batch)"),
-    "a probe": (lambda: undone(qkeel.watch(M, O, probe=X)), "probe_batch was called probe"),
-    "an autopilot's example": (lambda: undone(qkeel.autopilot(M, O, example=X)), "qkeel.autopilot(model, optimizer"),
-    "attached": (lambda: undone(attach(qkeel.watch(M, O), O, example=X)), "batch was called example"),
-    "explain_model": (lambda: qkeel.explain_model, "qkeel.explain"),
-    "audit.explain_model": (lambda: qkeel.audit.explain_model, "qkeel.audit.explain"),
-    "what to check": (lambda: qkeel.check(what=M, batch=X), "model_or_path was called what"),
+    "remedy first": (lambda: undone(qkeel.apply("softcap", M)), "write apply(model, remedy, optimizer);"),
+    "with a batch": (lambda: undone(qkeel.apply("lalr", M, O, example=X)), "(model, remedy, optimizer, batch=batch);"),
+    "a list of remedies first": (lambda: undone(qkeel.apply(["softcap"], M)), "write apply(model, remedy, optimizer);"),
+    "the model by name": (lambda: undone(qkeel.apply("softcap", model=M)), "write apply(model, remedy, optimizer);"),
+    "all by name": (lambda: undone(qkeel.apply(named="softcap", model=M)), "write apply(model, remedy, optimizer);"),
+    "arguments apart": (lambda: qkeel.find_sites(H, Y, Y, Y), "write find_sites(model, batch);"),
+    "keywords apart": (lambda: qkeel.find_sites(H, query=Y, key=Y, value=Y), "write find_sites(model, batch);"),
+    "both apart": (lambda: qkeel.find_sites(H, Y, Y, value=Y), "write find_sites(model, batch);"),
+    "a probe": (lambda: undone(qkeel.watch(M, O, probe=X)), "write watch(model, optimizer, probe_batch=probe_batch);"),
+    "autopilot": (lambda: undone(qkeel.autopilot(M, O, example=X)), "write autopilot(model, optimizer, batch=batch);"),
+    "attached": (lambda: undone(attach(qkeel.watch(M, O), O, example=X)), "attach(monitor, optimizer, batch=batch);"),
+    "explain_model": (lambda: qkeel.explain_model, "write qkeel.explain,"),
+    "audit.explain_model": (lambda: qkeel.audit.explain_model, "write qkeel.audit.explain,"),
+    "what to check": (lambda: qkeel.check(what=M, batch=X), "write check(model_or_path, batch);"),
+    "a remedy's example": (lambda: Target(model=M, optimizer=O, sites=[]).example, "write target.batch,"),
 }
 
 

@@ -92,7 +92,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    name = earlier_name(__name__, name, {"explain_model": "explain"}) or name
+    name = earlier_name(__name__, name, {"explain_model": "explain"})
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in __all__:  # a package

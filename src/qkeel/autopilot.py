@@ -973,7 +973,7 @@ class Autopilot(Handle):
             ) from error
 
 
-@accepts_earlier_calls("qkeel.autopilot(model, optimizer, batch=batch)", renamed={"example": "batch"})
+@accepts_earlier_calls()
 def autopilot(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
@@ -1023,7 +1023,7 @@ def autopilot(
     return Autopilot(monitor, optimizers, ladder, policy if isinstance(policy, str) else repr(ladder), batch)
 
 
-@accepts_earlier_calls("attach(monitor, optimizer, batch=batch)", renamed={"example": "batch"})
+@accepts_earlier_calls()
 def attach(
     monitor: Monitor,
     optimizer: Optimizer | Sequence[Optimizer],

@@ -6,40 +6,52 @@ The model comes first everywhere, then the remedy, then the optimizer; example d
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+
+# The new names of parameters, each in the functions that have it.
+RENAMED = {
+    "named": "remedy",
+    "example": "batch",
+    "batches": "batch",
+    "fitting": "config",
+    "probe": "probe_batch",
+    "what": "model_or_path",
+    "run": "path",
+    "to": "architecture",
+    "out": "path",
+}
 
 
 def accepts_earlier_calls(
-    call: str, *, renamed: Mapping[str, str] | None = None, reorder: Callable[..., Call | None] | None = None
+    reorder: Callable[..., Call | None] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Lets a public function, or the constructor of a class, accept the calls of version 0.1.0.
+    """Lets a public function accept the names of 0.1.0 and, with `reorder`, its order.
 
-    Args:
-        call: the new call, for the warning.
-        renamed: the new names of keywords, by their earlier names.
-        reorder: is called with the arguments, and returns them in the new order, or None if they are in it already.
+    `reorder` is called with the arguments and returns them in the new order, or None if they are in it already.
     """
-    names = renamed or {}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+        positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD and name != "self"]
+        renamed = {old: new for old, new in RENAMED.items() if new in parameters}
+        call = function.__qualname__.removesuffix(".__init__")
+
         @functools.wraps(function)
         def accepting(*args: Any, **kwargs: Any) -> R:
-            used = [f"{names[name]} was called {name}" for name in kwargs if name in names]
-            if used:
-                kwargs = {names.get(name, name): value for name, value in kwargs.items()}
             reordered = reorder(*args, **kwargs) if reorder is not None else None
             if reordered is not None:
                 args, kwargs = reordered
-                used.insert(0, "the order of its arguments has changed")
-            if used:
-                warn(f"write {call}: {' and '.join(used)}", stacklevel=2)
+            if reordered is not None or not kwargs.keys().isdisjoint(renamed):
+                kwargs = {renamed.get(name, name): value for name, value in kwargs.items()}
+                keywords = [f"{name}={name}" for name in kwargs if name not in positional]
+                warn(f"write {call}({', '.join([*positional, *keywords])})", stacklevel=2)
             return function(*args, **kwargs)
 
         return accepting
@@ -52,11 +64,10 @@ def warn(message: str, *, stacklevel: int) -> None:
     warnings.warn(f"{message}; the form of version 0.1.0 works until 0.3.0", DeprecationWarning, stacklevel + 1)
 
 
-def earlier_name(package: str, name: str, renamed: Mapping[str, str]) -> str | None:
-    """Returns the new name of something in a package, with a warning, or None if `name` is not an earlier name.
+def earlier_name(package: str, name: str, renamed: dict[str, str]) -> str:
+    """Returns the present name of something in a package, with a warning if `name` is an earlier one.
 
     It is meant for the `__getattr__` of that package, at whose caller the warning points."""
-    if name not in renamed:
-        return None
-    warn(f"write {package}.{renamed[name]}, which was called {name}", stacklevel=3)
-    return renamed[name]
+    if name in renamed:
+        warn(f"write {package}.{renamed[name]}, which was called {name}", stacklevel=3)
+    return renamed.get(name, name)

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from tests.autopilot.runs import EAGER, RATE, STEPS, Run, adamw, batches, foreign
-from tests.autopilot.test_refusals import Asks
+from tests.autopilot.runs import EAGER, RATE, STEPS, Run, adamw, foreign
 from torch import Tensor, distributed, nn
 
 import qkeel
@@ -40,12 +39,6 @@ def parallel(folder: Path, rank: int, world: int) -> None:
     assert pilot.remedies is not None
     assert pilot.remedies.handles
     pilot.remove()
-    # A norm's gains would not be averaged over processes: each says so, and what it would have replaced stays.
-    one.pilot = qkeel.autopilot(wrapped, optimizer, policy=Asks(), every=1, batch=next(batches())[:, :-1])
-    one.train(0, 6, call=own)
-    reasons = [event["reason"] for event in one.pilot.events if event["event"] == "refused"]
-    assert ["already spread this model across processes" in str(reason) for reason in reasons] == [True]
-    assert [key[0] for key in one.pilot.remedies.handles] == ["qk_clip:threshold=20"]
     distributed.destroy_process_group()
 
 
@@ -69,13 +62,6 @@ def compiled(_folder: Path) -> None:
     top = pilot.monitor.history.top("max_logit")
     assert top is not None
     assert top[-1] < 60
-    model, call = made()
-    pilot = qkeel.autopilot(call, optimizer := adamw(model), policy=Asks(), every=1, batch=next(batches())[:, :-1])
-    Run(model, optimizer, pilot).train(0, 10, call=call)
-    assert pilot.remedies is not None
-    assert pilot.remedies.norm is not None
-    pilot.remove()
-    Run(model, optimizer).train(10, 12, call=call)
 
 
 if __name__ == "__main__":

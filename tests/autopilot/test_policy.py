@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from qkeel.autopilot import Action, Decision, Ladder, Records, Refused, SiteFacts, active_actions
-from qkeel.monitor.history import Forecast
 from qkeel.monitor.recording import Recording
 
 SITES = (SiteFacts(name="a", n_heads=2), SiteFacts(name="b", n_heads=2))
@@ -51,14 +50,6 @@ def test_an_action_on_all_heads_stays_on_all_heads_whatever_is_added() -> None:
     assert heads(clip(1), clip(2, 1)) == ()
     assert heads(clip(1, 0, 1), clip(2, 1, release=True)) == (0,)
     assert heads(clip(1), clip(2, release=True)) is None
-
-
-@pytest.mark.parametrize("quoted", [True, False])
-def test_a_forecast_is_printed_once_whether_the_alarm_quotes_it_or_not(quoted: bool) -> None:
-    forecast = Forecast(threshold=1e3, value=240.7, exponent=1.5, step=28.0, low=17.0, high=53.0)
-    reason = f"max logit 240.7 {forecast}" if quoted else "max logit 240.7 is over 100"
-    one = Decision(step=12, action=Action.CLIP, rule="", forecast=forecast, expected="", reason=reason)
-    assert str(one).count("will pass 1,000 at step 28") == 1
 
 
 LINEAR = Refused(step=-1, action="lalr", site=None, reason="its steps are not linear in the rate")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from tests.autopilot.runs import equal
 
-BOUNDLESS = "ladder:threshold=5,patience=1,every=1,calm=4,allow_new_parameters=true"
 ROOT = Path(__file__).parents[2]
 
 

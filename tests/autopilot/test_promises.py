@@ -189,17 +189,6 @@ def test_an_optimizer_that_is_added_before_the_first_record_is_acted_on() -> Non
     assert not any(o._optimizer_step_post_hooks for o in (first, second))
 
 
-def test_a_state_that_lacks_a_factor_of_a_clip_is_refused() -> None:
-    one = run(policy="ladder:threshold=20,limit=1e9", batch=next(batches())[:, :-1]).train()
-    state = one.pilot.state_dict()
-    factors = [name for name in state if "steps." in name]
-    assert factors
-    del state[factors[0]]
-    again = run(policy="ladder:threshold=20,limit=1e9", batch=next(batches())[:, :-1])
-    with pytest.raises(InvalidValueError, match="expected the factors of 4 heads for the steps of"):
-        again.pilot.load_state_dict(state)
-
-
 class _Both:
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers

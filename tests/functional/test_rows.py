@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.each_row import each_row
 
 from qkeel import attention, preset
 from qkeel.functional import statistics
@@ -66,16 +64,9 @@ def test_worked_example_of_two_rows() -> None:
     assert stats.cos_max.item() == pytest.approx(math.log(3) / norm)
     assert stats.cos_mean.item() == pytest.approx((1 + math.log(3)) / norm / 3)
     assert (stats.n_free.item(), stats.n_products.item()) == (1, 3)
-    assert stats.key_norm_by_position[0, :3].tolist() == pytest.approx([norm, 5.0, 0.0])
-    assert stats.n_keys_by_position[0].tolist() == [1, 1] + [0] * 22
-
-
-def test_keys_are_put_in_bins_of_powers_of_two_from_the_first_visible_one() -> None:
-    k = torch.arange(1.0, 21.0).view(1, 1, 20, 1)
-    padded = torch.arange(20) >= 3
-    stats = logit_stats(make_call(AttentionSpec(), k, k, k, causal=True, mask=padded[None]))
-    assert stats.n_keys_by_position[0].tolist() == [1, 1, 2, 4, 8, 1] + [0] * 18
-    assert stats.key_norm_by_position[0, :6].tolist() == [4.0, 5.0, 6.5, 9.5, 15.5, 20.0]
+    assert (stats.key_norm.item(), stats.key_norm_max.item()) == pytest.approx(((norm + 5.0) / 2, 5.0))
+    gap = math.log(3) / 2  # of the one row that sees two keys
+    assert stats.logit_gap.item() == pytest.approx(gap)
 
 
 def test_a_row_of_one_key_has_no_entropy_at_all() -> None:
@@ -115,33 +106,6 @@ def test_rows_of_a_kernel_by_hand_some_see_no_key_and_some_do_not_count() -> Non
     assert stats.entropy_min.tolist() == [0.25]
 
 
-@each_row("packed", [False, True])
-def test_keys_are_binned_by_the_distance_from_the_first_seen_one_of_their_sequence(packed: bool) -> None:
-    """Against loops over keys; some sequences have no key that is seen, and tokens of -2 are of none."""
-    rng = torch.Generator().manual_seed(3)
-    of_key = torch.tensor([0] * 6 + [1] + [2] * 9 + [4] * 40 + [-2] * 3) if packed else None
-    norm, seen = torch.rand(2, 3, 59, generator=rng).double(), torch.rand(2, 3, 59, generator=rng) < 0.6
-    seen[:, 0, :7], seen[0, 1], seen[1, 2, 16:] = False, False, False
-    norm[0, 0, 0] = torch.nan  # of a key that nobody sees
-    found = statistics._keys(norm, seen, of_key, norm)
-    sums, counts = torch.zeros(3, 24, dtype=torch.float64), torch.zeros(3, 24, dtype=torch.int64)
-    for b, g in itertools.product(range(2), range(3)):
-        first: dict[int, int] = {}
-        for j in seen[b, g].nonzero().flatten().tolist():
-            start = first.setdefault(0 if of_key is None else int(of_key[j]), j)
-            place = 0 if j == start else (j - start).bit_length()
-            sums[g, place] += norm[b, g, j]
-            counts[g, place] += 1
-    assert torch.equal(found["n_keys_by_position"], counts)
-    torch.testing.assert_close(found["key_norm_by_position"], sums / counts.clamp_min(1))
-    kept = norm.masked_fill(~seen, 0.0)
-    assert torch.equal(found["n_keys"], seen.sum((0, 2)))
-    torch.testing.assert_close(found["key_norm"], kept.sum((0, 2)) / seen.sum((0, 2)))
-    torch.testing.assert_close(found["key_norm_max"], kept.amax((0, 2)))
-    unknown = statistics._keys(None, seen, of_key, norm)
-    assert [float(x.abs().sum()) for x in unknown.values()] == [0.0] * 5
-
-
 def test_a_threshold_is_passed_by_what_is_larger_and_a_cosine_is_never_under_minus_1() -> None:
     q = torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]], dtype=torch.float64)
     k = torch.tensor([[[[1.0, math.log(3.0)], [5.0, 0.0]]]], dtype=torch.float64)
@@ -165,14 +129,11 @@ def test_one_row_of_a_kernel_is_its_own_mean_and_no_row_is_nothing() -> None:
     assert reduce_kernel_rows(KernelRows(wrong, wrong, wrong), None, 1).max_logit.isnan().all()
 
 
-@pytest.mark.parametrize(("queries", "keys", "causal"), [(7, 7, True), (7, 5, False), (3, 1, False), (1, 1, True)])
-def test_rows_that_are_known_by_their_number_are_reduced_as_counted_ones(queries: int, keys: int, causal: bool) -> None:
-    fields = randn(0, len(statistics.ROW_FIELDS), 2, 4, queries).abs()
-    n_keys = torch.arange(1, queries + 1) if causal else torch.full((queries,), keys)
-    counted = statistics.CountedRows.of(n_keys.expand(2, 4, -1), None, 0, fields.dtype)
-    whole = statistics.whole_rows(2, queries, keys, causal, fields.dtype, fields.device)
-    k_norm = randn(1, 2, 2, keys).abs()
-    one = statistics.reduce_fields(fields, whole, k_norm, None)
-    other = statistics.reduce_fields(fields, counted, k_norm, torch.ones(2, 2, keys, dtype=torch.bool))
-    for name, x in one.tensors().items():
-        torch.testing.assert_close(x, other.tensors()[name], rtol=1e-12, atol=0.0, msg=name)
+def test_norms_of_keys_are_of_those_that_a_counted_row_sees() -> None:
+    norm = torch.tensor([[[3.0, torch.nan, 1.0]], [[4.0, 8.0, 9.0]]])
+    seen = torch.tensor([[[True, False, True]], [[True, False, False]]])
+    some, every = statistics._keys(norm, seen, norm), statistics._keys(norm[1:], None, norm)
+    assert [x.tolist() for x in some.values()] == [[pytest.approx(8 / 3)], [4.0], [3]]
+    assert [x.tolist() for x in every.values()] == [[7.0], [9.0], [3]]
+    nobody = (statistics._keys(None, seen, norm), statistics._keys(norm[..., :0], None, norm))
+    assert [[x.tolist() for x in found.values()] for found in nobody] == [[[0.0], [0.0], [0]]] * 2

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkeel.errors import InvalidValueError
 from qkeel.functional.logits import floor_log_temperature, log_n
 from qkeel.functional.norms import apply_gain
 
@@ -29,12 +28,6 @@ def test_log_n_is_one_at_the_training_length_and_grows_with_n(train_length: int)
 
 def test_log_n_of_no_keys_is_zero_not_minus_infinity() -> None:
     assert log_n(torch.tensor([0, -3]), 512).tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("train_length", [1, 0, -5])
-def test_a_training_length_without_a_logarithm_is_refused(train_length: int) -> None:
-    with pytest.raises(InvalidValueError, match="train_length of at least 2"):
-        log_n(torch.tensor([1]), train_length)
 
 
 @few

@@ -28,20 +28,6 @@ def test_softcap_is_monotone_odd_and_within_the_cap(cap: float) -> None:
     assert (y.abs() <= line.abs()).all()
 
 
-@few
-@given(cap=caps, z=st.floats(-1, 1))
-def test_softcap_is_near_the_identity_for_logits_well_under_the_cap(cap: float, z: float) -> None:
-    small = torch.tensor(0.01 * cap * z, dtype=torch.float64)
-    # tanh x = x - x³/3 + …, so the relative error is at most (z/cap)²/3.
-    assert softcap(small, cap).item() == pytest.approx(small.item(), rel=1e-4 / 3, abs=1e-300)
-
-
-def test_a_larger_cap_changes_less() -> None:
-    gaps = [(softcap(line, cap) - line).abs().max().item() for cap in (10.0, 100.0, 1e4, 1e7)]
-    assert gaps == sorted(gaps, reverse=True)
-    assert gaps[-1] < 1e-4
-
-
 def test_an_infinite_cap_is_the_identity_with_gradient_one() -> None:
     z = line.clone().requires_grad_()
     y = softcap(z, math.inf)

@@ -16,7 +16,6 @@ from tests import forked
 from tests.kernels.harness import DTYPES, LAYOUTS
 from tests.quick import one_in
 from torch import Tensor
-from torch.overrides import BaseTorchFunctionMode
 
 import qkeel
 from qkeel.kernels import encode
@@ -376,33 +375,6 @@ def test_tensors_of_other_shapes_types_and_devices_are_left_to_torch(door: Door)
         encode.encoded(spec, x, x, pos, pos, far)
 
 
-@compiled
-def test_under_a_transform_torch_computes(door: Door) -> None:
-    spec, pos, x = AttentionSpec(norm=RMSNorm(), position=Rope()), torch.arange(3)[None], torch.randn(1, 2, 3, 8)
-
-    def mapped(y: Tensor) -> Tensor:
-        assert encode.fused(spec, y, y, pos, pos, {}) is None
-        return encode.encoded(spec, y, y, pos, pos, {})[0]
-
-    torch.testing.assert_close(torch.func.vmap(mapped)(x[None])[0], spec.encode(x, x, pos, pos, {})[0])
-
-
-@in_triton
-def test_a_module_takes_it_and_gives_the_same_numbers(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    door.keeps = True
-    for spec in (qkeel.preset("qwen3"), AttentionSpec(position=Rope())):
-        module, x, found = qkeel.nn.Attention(32, 2, spec=spec), torch.randn(1, 5, 32, requires_grad=True), []
-        with monkeypatch.context() as patch:
-            for _ in range(2):
-                door.launches.clear()
-                found.append([module(x), *torch.autograd.grad(module(x).cos().sum(), [x, *module.parameters()])])
-                if len(found) == 1:
-                    assert door.launches == (["two"] * 2 if door.name == "both at once" else ["one"] * 4)
-                patch.setattr(encode, "operator_for", lambda device: None)
-        for a, b in zip(*found, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.slow
 @of_doors("triton")
 def test_a_compiled_module_is_one_graph_with_the_operator_in_it(door: Door) -> None:
@@ -448,31 +420,6 @@ def test_one_token_has_the_bits_it_has_in_a_whole_sequence(norm: Norm, door: Doo
                 alone = fused((spec, *part), pos[:, t : t + 1])
                 assert all(torch.equal(a, b[:, :, t : t + 1]) for a, b in zip(alone, whole))
             torch.testing.assert_close(alone, torchs(spec, *part[:2], *[pos[:, 8:]] * 2, params), rtol=1e-5, atol=2e-6)
-
-
-@compiled
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, of make_dual
-def test_past_the_dispatcher_modes_transforms_tangents_and_gradients_are_left_to_the_operators(door: Door) -> None:
-    native, x, y = operators.functions(), torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16)
-    if native is None:
-        pytest.skip("compiled where Python's headers are missing")
-    args = (None, None, None, None, 1, 1, 1e-6)
-    assert native.encode(x, y, *args) is not None
-    assert native.encode(torch.nn.Buffer(x), y.to("meta"), *args) is None
-    assert native.encode(x.clone().requires_grad_(), y, *args) is None
-    assert native.place(torch.tensor([1.0])) is None
-    assert native.place(torch.tensor([[7]])) == 7
-    with BaseTorchFunctionMode():
-        assert native.encode(x, y, *args) is None
-
-    def mapped(z: Tensor) -> Tensor:
-        assert native is not None
-        assert native.encode(z, z, *args) is None
-        return z
-
-    torch.func.vmap(mapped)(x[None])
-    with torch.autograd.forward_ad.dual_level():
-        assert native.encode(torch.autograd.forward_ad.make_dual(x, y), y, *args) is None
 
 
 @compiled

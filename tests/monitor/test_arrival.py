@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qkeel.capture.calls import ScoreBlock, SiteStats
 from qkeel.functional import statistics
-from qkeel.functional.statistics import MERGES, POSITION_BINS, LogitStats
+from qkeel.functional.statistics import MERGES, LogitStats
 from qkeel.monitor.gather import (
     MADE,
     Arrived,
@@ -33,15 +33,13 @@ def random_stats(rng: random.Random, heads: int, kv_heads: int, dtype: torch.dty
 
     def numbers(name: str) -> Tensor:
         of_keys = name.startswith(("key_", "n_keys"))
-        shape = [kv_heads if of_keys else heads] + [POSITION_BINS] * name.endswith("_by_position")
+        n = kv_heads if of_keys else heads
         if MERGES[name].how == "sum":
-            return torch.tensor([rng.choice([0, 1, 7, 1 << 40]) for _ in range(int(np.prod(shape)))]).view(shape)
-        values = [
-            rng.choice([rng.gauss(0, 9), rng.gauss(0, 9), MERGES[name].neutral]) for _ in range(int(np.prod(shape)))
-        ]
+            return torch.tensor([rng.choice([0, 1, 7, 1 << 40]) for _ in range(n)])
+        values = [rng.choice([rng.gauss(0, 9), rng.gauss(0, 9), MERGES[name].neutral]) for _ in range(n)]
         if rng.random() < 0.1:
             values[0] = rng.choice([float("nan"), float("inf"), -float("inf")])
-        return torch.tensor(values, dtype=dtype).view(shape)
+        return torch.tensor(values, dtype=dtype)
 
     error = torch.rand(heads, dtype=dtype) if rng.random() < 0.3 else None
     return LogitStats(**{name: numbers(name) for name in MERGES}, entropy_error=error)  # type: ignore[arg-type]

@@ -16,8 +16,8 @@ from tests.processes.exchanges import CASES, HEADS, LAYERS, heads
 from qkeel.records import MONITOR_EXTREMES
 
 # Bytes for each head and layer; counts that all heads of a layer share are sent once per layer, and flags once.
-LIMITS = {"all": 160, "max": 16}
-BY_LAYER = {"all": 8 * 13 + 16, "max": 0}  # 5 counts, 8 by position, and the mean of the block's output
+LIMITS = {"all": 104, "max": 16}
+BY_LAYER = {"all": 8 * 5 + 16, "max": 0}  # 5 counts, and the mean of the block's output
 FLAGS = 40 + 4 * len(MONITOR_EXTREMES)
 
 

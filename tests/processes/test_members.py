@@ -19,7 +19,7 @@ from qkeel.monitor.gather import Measurement, PartialValue
 from qkeel.monitor.processes import Extent, Members, RankInfo
 from qkeel.records import MONITOR_EXTREMES
 
-HEADS, KEYS, BINS = 3, 2, 24
+HEADS, KEYS = 3, 2
 
 
 def of_process(seed: int, *, even: bool, fields: tuple[str, ...] = tuple(MERGES)) -> LogitStats:
@@ -27,7 +27,7 @@ def of_process(seed: int, *, even: bool, fields: tuple[str, ...] = tuple(MERGES)
     g = torch.Generator().manual_seed(seed)
     values: dict[str, Tensor] = {}
     for name, rule in MERGES.items():
-        shape = [KEYS if name.startswith(("key_", "n_keys")) else HEADS] + [BINS] * name.endswith("_by_position")
+        shape = [KEYS if name.startswith(("key_", "n_keys")) else HEADS]
         if name not in fields:
             values[name] = torch.full(shape, rule.neutral, dtype=torch.int64 if rule.how == "sum" else torch.float64)
         elif rule.how == "sum":
@@ -102,13 +102,12 @@ def test_entropies_alone_take_16_bytes_for_each_head() -> None:
 NEEDS_MORE = {
     "another field": {"min_logit": 0.0},
     "unlike counts": {"n_pairs": 7},
-    "a distant key": {"n_keys_by_position": 1},
 }
 
 
 @pytest.mark.parametrize("case", NEEDS_MORE)
 def test_a_step_that_needs_more_is_dropped_and_the_next_is_whole(case: str) -> None:
-    fields = tuple(name for name in MERGES if name not in ("min_logit", "n_keys_by_position", "key_norm_by_position"))
+    fields = tuple(name for name in MERGES if name != "min_logit")
     measured = [Measurement(stats={"a": of_process(i, even=True, fields=fields)}, numbers={}) for i in range(2)]
     of_all = members(measured)
     assert set(of_all[0].extent.fields) == {*fields}

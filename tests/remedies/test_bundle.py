@@ -7,12 +7,12 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from qkeel.errors import NonFiniteError, RefusedError
+from qkeel.errors import RefusedError
 from qkeel.remedies.base import Target
 from qkeel.remedies.head_groups import HeadGroups, HeadView, factor_per_row, frobenius_norm, views_by_tensor
-from qkeel.remedies.head_weights import HeadWeights, check_weights
+from qkeel.remedies.head_weights import HeadWeights
 from qkeel.sites import HeadSlice, find_sites
 
 from .models import attention
@@ -104,47 +104,3 @@ def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused() -
                 HeadWeights.of(target)
         else:
             assert len(HeadWeights.of(target).parameters) == 2
-
-
-def test_weights_are_finite_have_values_and_are_confirmed_before_a_remedy_takes_them() -> None:
-    for value in (torch.nan, torch.inf):
-        model = attention()
-        with torch.no_grad():
-            model.k_proj.weight[3, 2] = value
-        with pytest.raises(NonFiniteError, match=r"k_proj.weight holds NaN or infinity before lalr"):
-            check_weights(Target(model=model, optimizer=None, sites=find_sites(model)), "lalr", per_head=True)
-    model = attention()
-    (site,) = find_sites(model)
-    for unverified, per_head, refused in (("", True, False), ("one head", False, False), ("one head", True, True)):
-        target = Target(model=model, optimizer=None, sites=[dataclasses.replace(site, unverified=unverified)])
-        if refused:
-            with pytest.raises(RefusedError, match=r"lalr at .*one head"):
-                check_weights(target, "lalr", per_head=per_head)
-        else:
-            check_weights(target, "lalr", per_head=per_head)
-    with pytest.raises(RefusedError, match=r"q_proj.weight is on the meta device; give it values before lalr"):
-        check_weights(Target(model=model.to("meta"), optimizer=None, sites=[site]), "lalr", per_head=True)
-
-
-def test_entries_are_the_parts_of_weights_each_once_and_what_the_optimizer_steps_for_them() -> None:
-    a, b = attention(), attention()
-    b.q_proj.weight = a.q_proj.weight
-    model = nn.ModuleList([a, b])
-    sites = find_sites(model)
-    weights = HeadWeights.of(Target(model=model, optimizer=None, sites=sites))
-    assert weights.names == ["0.q_proj.weight", "0.k_proj.weight", "1.k_proj.weight"]
-    assert weights.counts == [4, 2, 2]
-    placed = [weights.place(s) for site in sites for term in site.terms for s in (*term.query, *term.key)]
-    assert placed == [0, 1, 0, 2]
-    q, k, other = a.q_proj.weight, a.k_proj.weight, b.k_proj.weight
-    k.requires_grad_(False)
-    held = weights.of_optimizer(torch.optim.SGD([q, other, a.v_proj.weight]), "lalr")
-    assert [x is y for x, y in zip(held, (q, None, other))] == [True] * 3
-    for one in (q, other):
-        one.requires_grad_(False)
-    for params, name in (([a.v_proj.weight], "0.q_proj.weight"), ([a.o_proj.weight], "0.q_proj.weight")):
-        with pytest.raises(
-            RefusedError, match=f"steps of {name}, which this SGD does not hold; pass the optimizer that does$"
-        ):
-            weights.of_optimizer(torch.optim.SGD(params), "lalr")
-    assert weights.of_optimizer(torch.optim.SGD([q, k]), "lalr")[2] is None

@@ -18,7 +18,7 @@ from qkeel.errors import RefusedError
 from qkeel.spec import AttentionSpec, LogN, Sigmoid, Sink, Softcap, Softpick
 from qkeel.spec.logits import FloorLogTemperature
 
-from .foreign import Hand, calls, everything, example, hf, jolted, out
+from .foreign import Hand, everything, example, hf, jolted, out
 
 HOW = ("eager", "sdpa")
 CHANGES: dict[str, AttentionSpec] = {
@@ -34,7 +34,6 @@ CHANGES: dict[str, AttentionSpec] = {
     "sink": AttentionSpec(normalizer=Sink()),
     "sink:learned=false,init=1": AttentionSpec(normalizer=Sink(learned=False, init=1.0)),
 }
-FAMILIES = [*itertools.product(("llama", "gpt2", "neox", "bert", "t5", "deepseek"), HOW), ("encoder", "")]
 SCALES = ("log_n", "attention")
 
 
@@ -262,15 +261,11 @@ def test_a_models_signature_still_shows() -> None:
 @pytest.mark.parametrize("how", HOW)
 def test_statistics_see_the_changed_call(how: str) -> None:
     model, x = hf("llama", how), example("llama")
-    before = calls(model, x)
     qkeel.apply(model, "softcap:cap=0.5+log_n:length=3", batch=x)
-    seen = calls(model, x)
-    assert [s.name for s in seen] == [s.name for s in before]
-    assert all(s.call.spec.cap == Softcap(0.5) or abs(s.call.spec.cap.cap - 0.5) < 1e-6 for s in seen)  # type: ignore[attr-defined]
     with qkeel.watch(model) as monitor:
         model(x)
         stats = monitor.read()
-    assert set(stats) == {s.name for s in before}
+    assert set(stats) == {f"model.layers.{i}.self_attn" for i in (0, 1)}
     for one in stats.values():
         assert one.capped_max_logit is not None
         assert (one.capped_max_logit <= 0.5).all()

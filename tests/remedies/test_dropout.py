@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import qkeel
-from qkeel.errors import InvalidValueError
 from qkeel.nn import Decoder, DecoderConfig
 
 
@@ -44,8 +43,3 @@ def test_what_is_kept_is_scaled_up() -> None:
     kept.append(plain.blocks[0].get_submodule("attention")(torch.ones(1, 6, 16)))
     there = kept[0] != 0
     assert torch.allclose(kept[0][there], 2 * whole[there])
-
-
-def test_a_rate_of_one_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="a rate under 1"):
-        qkeel.apply(model(), "dropout:rate=1")

@@ -128,7 +128,6 @@ def test_sigma_reparam_of_conv1d_is_supported_and_folded() -> None:
     sigma = torch.linalg.matrix_norm(layer.weight.detach(), ord=2)
     assert torch.allclose(sigma, layer.parametrizations.weight[0].gamma)
     assert torch.allclose(model(tokens()).logits, out, atol=1e-6)
-    assert torch.equal(pickle.loads(pickle.dumps(model))(tokens()).logits, model(tokens()).logits)
     with torch.no_grad():
         layer.parametrizations.weight[0].gamma.mul_(2)
     changed = model(tokens()).logits

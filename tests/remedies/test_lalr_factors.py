@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.errors import InvalidValueError, RefusedError
+from qkeel.errors import RefusedError
 from qkeel.nn import Attention
 
 from .models import attention, mla
@@ -108,20 +106,6 @@ def test_grouped_keys_follow_the_largest_query_head_of_their_group() -> None:
     assert rates == pytest.approx([1, 1, 1 / 3, 1 / 3])
 
 
-def test_heads_have_rates_of_their_own() -> None:
-    model = attention(n_kv_heads=4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    with qkeel.apply(model, "lalr:tau=1", optimizer):
-        with torch.no_grad():
-            model.k_proj.weight[8:12].mul_(10)
-        before = model.q_proj.weight.detach().clone()
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-    moved = ((before - model.q_proj.weight) / LR)[::4, 0].tolist()
-    assert moved == pytest.approx([1, 1, 0.1, 1])
-
-
 def test_biases_keep_the_base_rate() -> None:
     found = factors(attention(bias=True), {}, "lalr:tau=0.1")
     assert torch.allclose(found["q_proj.bias"], torch.ones(16, dtype=torch.float64))
@@ -135,6 +119,17 @@ def test_a_weight_of_zero_never_gives_infinite_or_nan_rates() -> None:
     assert torch.allclose(found["k_proj.weight"], torch.full((16,), 0.5, dtype=torch.float64))
     later = factors(attention(n_kv_heads=4), {"q_proj.weight": 0}, "lalr:tau=0.5")
     assert torch.allclose(later["k_proj.weight"], torch.full((16,), 0.5, dtype=torch.float64))
+    # What was zero at the start has nothing to be compared with, however large it is now.
+    model = attention(n_kv_heads=4)
+    nn.init.zeros_(model.q_proj.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with qkeel.apply(model, "lalr:tau=0.5", optimizer):
+        nn.init.constant_(model.q_proj.weight, 3.0)
+        keys = model.k_proj.weight.detach() - LR * 0.5
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    torch.testing.assert_close(model.k_proj.weight.detach(), keys)
 
 
 def test_layers_that_share_a_weight_scale_its_step_once_by_all_the_logits_it_makes() -> None:
@@ -166,12 +161,6 @@ def test_one_module_used_twice_is_one_site() -> None:
 
     found = factors(Looped(), {"first.k_proj.weight": 2})
     assert torch.allclose(found["first.q_proj.weight"], torch.full((16,), 0.5, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("tau", [0, -0.1, math.nan, math.inf])
-def test_tau_must_be_a_positive_number(tau: float) -> None:
-    with pytest.raises(InvalidValueError, match="expected a finite number above 0 for tau of lalr"):
-        qkeel.apply(attention(), "lalr", None, tau=tau)
 
 
 def test_normed_queries_and_keys_are_refused_with_the_reason() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 
 import qkeel
 
-from .families import FAMILIES, LAYERS, Layer, OneByOne, Part, batch, tower
-from .models import Make, gradients, step_by
+from .families import FAMILIES, Layer, Part, batch
+from .models import Make, gradients
 
 TAU, STEPS = 0.3, 50
 OPTIMIZERS: dict[str, Make] = {
@@ -100,105 +99,3 @@ def test_equals_one_parameter_and_one_group_per_head(family: str, optimizer: str
             step_some(model, own, chosen)
             outside.step(chosen)
     outside.compare(model, 1e-12 if dtype == torch.float64 else 5e-6)
-
-
-def one_by_one(i: int) -> Layer:
-    q, k = ([Part(f"{i + 1}.{side}.{h}.weight", tuple(range(8))) for h in range(4)] for side in ("query", "key"))
-    return Layer(f"{i + 1}", q, k)
-
-
-@pytest.mark.parametrize("rule", ["original", "match_rms_adamw"])
-def test_muon_where_heads_are_separate_matrices(rule: str) -> None:
-    torch.manual_seed(0)
-    model = tower(OneByOne).double()
-    layers = [one_by_one(i) for i in range(LAYERS)]
-
-    def make(params: Any, lr: float) -> torch.optim.Optimizer:
-        return torch.optim.Muon(params, lr=lr, weight_decay=0.1, adjust_lr_fn=rule)
-
-    outside = Outside(model, layers, make, 0.02)
-    own = make([p for p in model.parameters() if p.ndim == 2], 0.02)
-    with qkeel.apply(model, "lalr", own, tau=TAU, batch=batch()):
-        for grads in gradients(model, STEPS):
-            chosen = some(grads, outside)
-            step_some(model, own, chosen)
-            outside.step(chosen)
-    outside.compare(model, 1e-12)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
-def test_a_schedule_and_groups_of_their_own_change_nothing_about_exactness(family: str) -> None:
-    model, make = FAMILIES[family].model(), OPTIMIZERS["adamw"]
-    layers = FAMILIES[family].layers()
-    outside = Outside(model, layers, make, 0.02)
-    others = [p for n, p in model.named_parameters() if n not in {q.name for q in outside.parts}]
-    heads = [model.get_parameter(n) for n in {q.name for q in outside.parts}]
-    own = make([{"params": others, "lr": 0.5}, {"params": heads, "lr": 0.02}], 0.1)
-    shape = [min(1.0, (i + 1) / 5) * (1 - i / STEPS) for i in range(STEPS)] + [0.0]
-    scheduler = torch.optim.lr_scheduler.LambdaLR(own, lambda i: shape[i])
-    with qkeel.apply(model, "lalr", own, tau=TAU, batch=batch()):
-        for i, grads in enumerate(gradients(model, STEPS)):
-            chosen = some(grads, outside)
-            step_some(model, own, chosen)
-            outside.step(chosen, shape[i])
-            scheduler.step()
-    outside.compare(model, 1e-12)
-
-
-def factors(family: str, change: Callable[[Layer], list[tuple[Part, float]]]) -> tuple[dict[Part, float], Layer]:
-    """Rates of the first layer's parts after some of them grew, read off one step of plain SGD."""
-    model, layer = FAMILIES[family].model(), FAMILIES[family].layer(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with qkeel.apply(model, "lalr:tau=1", optimizer, batch=batch()):
-        with torch.no_grad():
-            for part, factor in change(layer):
-                rows = torch.tensor(part.index)
-                p = model.get_parameter(part.name)
-                p.index_copy_(part.axis, rows, p.index_select(part.axis, rows) * factor)
-        before = {n: p.detach().clone() for n, p in model.named_parameters()}
-        step_by(model, optimizer, {n: torch.ones_like(p) for n, p in model.named_parameters()})
-    found = {}
-    for part in (*layer.q, *layer.k, *layer.q_rope, *layer.k_rope):
-        moved = (before[part.name] - model.get_parameter(part.name).detach()) / 0.5
-        one = moved.index_select(part.axis, torch.tensor(part.index))
-        assert torch.allclose(one, one.flatten()[0])
-        found[part] = float(one.flatten()[0])
-    return found, layer
-
-
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v3 without a query latent"])
-def test_golden_o17_latent_attention_with_norms_on_the_latents(family: str) -> None:
-    found, layer = factors(family, lambda x: [(q, 2.0) for q in x.q])
-    assert [found[p] for p in layer.q] == pytest.approx([1] * 4)
-    assert [found[p] for p in layer.k] == pytest.approx([0.5] * 4)
-    assert [found[p] for p in (*layer.q_rope, *layer.k_rope)] == pytest.approx([1] * 5)
-    found, layer = factors(family, lambda x: [(x.q_rope[2], 8.0), (x.k_rope[0], 4.0), (x.k[1], 2.0)])
-    assert [found[p] for p in layer.q] == pytest.approx([1, 0.5, 1, 1])
-    assert [found[p] for p in layer.q_rope] == pytest.approx([0.25] * 4)
-    model = FAMILIES[family].model()
-    sizes = [float(p.of(model).norm()) for p in layer.q_rope]
-    assert found[layer.k_rope[0]] == pytest.approx(max(sizes) / max(8 * sizes[2], *sizes))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_no_query_or_key_moves_as_without_lalr(family: str) -> None:
-    plain, model = FAMILIES[family].model(torch.float32), FAMILIES[family].model(torch.float32)
-    for m, name in ((plain, "none"), (model, "lalr:tau=0.1")):
-        optimizer = OPTIMIZERS["adamw"](m.parameters(), 0.01)
-        with qkeel.apply(m, name, optimizer, batch=batch()):
-            for grads in gradients(m, 3):
-                step_by(m, optimizer, grads)
-    parts = {p.name: set() for layer in FAMILIES[family].layers() for p in (*layer.q, *layer.k)}
-    for layer in FAMILIES[family].layers():
-        for p in (*layer.q, *layer.k, *layer.q_rope, *layer.k_rope):
-            parts.setdefault(p.name, set()).update(p.index)
-    axis = 1 if family == "gpt2" else 0
-    for name, p in model.named_parameters():
-        other = plain.get_parameter(name)
-        rest = torch.tensor(
-            [i for i in range(p.shape[-1] if axis and p.ndim > 1 else len(p)) if i not in parts.get(name, ())]
-        )
-        if len(rest) and name in parts:
-            assert torch.equal(p.index_select(axis, rest), other.index_select(axis, rest)), name
-        elif name not in parts:
-            assert torch.equal(p, other), name

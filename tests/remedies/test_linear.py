@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,13 +59,16 @@ def test_optimizers_linear_in_the_rate_are_taken(name: str) -> None:
     qkeel.apply(model, "lalr", LINEAR[name](matrices(model))).remove()
 
 
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("remedy", ["lalr", "qk_lr"])
+@pytest.mark.parametrize(
+    ("name", "remedy"), [*itertools.product(REFUSED, ("lalr", "qk_lr")), ("Adafactor", "qk_clip:steps=matched")]
+)
 def test_others_are_refused_and_the_model_is_as_it_was(name: str, remedy: str) -> None:
     make, reason = REFUSED[name]
     model = attention(torch.float32)
     optimizer = make(matrices(model))
-    with pytest.raises(RefusedError, match=rf"{remedy} needs an optimizer whose step is proportional.*{reason}"):
+    with pytest.raises(
+        RefusedError, match=rf"{remedy.partition(':')[0]} needs an optimizer whose step is proportional.*{reason}"
+    ):
         qkeel.apply(model, remedy, optimizer)
     assert not optimizer._optimizer_step_pre_hooks
     qkeel.apply(model, "none", optimizer).remove()

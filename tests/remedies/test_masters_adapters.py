@@ -123,13 +123,6 @@ def test_copies_that_cannot_be_told_are_refused_with_a_hint(remedy: str) -> None
         qkeel.apply(model, remedy, torch.optim.SGD([flat], lr=0.1), batch=batch())
 
 
-@pytest.mark.parametrize("remedy", ["lalr", "qk_lr", "qk_weight_decay"])
-def test_pure_low_precision_is_refused(remedy: str) -> None:
-    model = FAMILIES["llama"].model(torch.bfloat16)
-    with pytest.raises(RefusedError, match=rf"{remedy} .*torch.bfloat16"):
-        qkeel.apply(model, remedy, torch.optim.AdamW(model.parameters()), batch=batch())
-
-
 # --- adapters
 
 peft = pytest.importorskip("peft")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -126,20 +125,6 @@ def gain_of(model: nn.Module, name: str, part: str) -> Tensor | None:
     return found.get(f"{part}_norm.weight", found.get(f"{part}_norm"))
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("remedy", ["qk_norm:over=layer", "cosine", "key_norm"])
-@pytest.mark.parametrize("name", quick(["llama", "gpt2"], "llama".__eq__))
-def test_generation_with_a_cache_equals_generation_without(name: str, how: str, remedy: str) -> None:
-    model, x = hf(name, how), example("llama", tokens=4)
-    qkeel.apply(model, remedy, batch=x, train_length=32)
-    jolted(model)
-    made = [
-        model.generate(x, max_new_tokens=6, do_sample=False, use_cache=cache, pad_token_id=0)  # type: ignore[operator]
-        for cache in (True, False)
-    ]
-    assert torch.equal(*made)
-
-
 ONE_SIDED = [
     ("key_norm", AttentionSpec(norm=RMSNorm(on="k"))),
     ("query_norm", AttentionSpec(norm=RMSNorm(on="q"))),
@@ -178,20 +163,6 @@ def test_an_rms_norm_under_the_usual_scale_is_the_unit_vector_under_one() -> Non
     assert (outputs[0] - outputs[1]).abs().max() < 1e-8 * outputs[1].abs().max()
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
-    grads = []
-    for checkpointed in (False, True):
-        model, x = hf("llama", "sdpa"), example("llama")
-        qkeel.apply(model, "qk_norm", batch=x)
-        model.train()
-        if checkpointed:
-            model.activation_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
-        out(model, x).square().mean().backward()
-        grads.append({n: p.grad for n, p in model.named_parameters()})
-    assert all(torch.equal(grads[0][n], grads[1][n]) for n in grads[0])
-
-
 def test_under_autocast_the_norm_is_taken_in_float32() -> None:
     model, x = Hand("linear", "sdpa"), torch.randn(2, 6, 16)
     qkeel.apply(model, "qk_norm", batch=x)
@@ -200,20 +171,6 @@ def test_under_autocast_the_norm_is_taken_in_float32() -> None:
     assert q.dtype == torch.bfloat16
     lengths = q.float().unflatten(-1, (4, 4)).norm(dim=-1)
     assert torch.allclose(lengths, torch.full_like(lengths, 2.0), rtol=0.01)
-
-
-def test_gains_are_saved_and_come_back(tmp_path: Any) -> None:
-    from safetensors.torch import load_file
-    from transformers import LlamaForCausalLM
-
-    model, x = hf("llama", "sdpa"), example("llama")
-    qkeel.apply(model, "qk_norm", batch=x)
-    jolted(model)
-    model.save_pretrained(tmp_path)  # type: ignore[operator]
-    again = LlamaForCausalLM.from_pretrained(tmp_path).eval()
-    qkeel.apply(again, "qk_norm", batch=x)
-    again.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
-    assert torch.equal(out(again, x), out(model, x))
 
 
 def test_a_model_that_is_normed_already_is_refused() -> None:
@@ -323,16 +280,13 @@ def test_an_identity_in_the_place_of_a_norm_is_replaced_and_put_back(how: str, o
             return self.q_norm(q), self.k_norm(k), v
 
     model, plain, x = Spare(), Hand("fused", how), torch.randn(2, 6, 16)
-    y, parts, names = model(x), list(model.named_modules()), list(model.state_dict())
+    y, parts = model(x), list(model.named_modules())
     handle = qkeel.apply(model, f"qk_norm{options}", batch=x)
     qkeel.apply(plain, f"qk_norm{options}", batch=x)
     assert torch.equal(model(x), plain(x))
     assert {n for n, _ in model.named_parameters()} == {n for n, _ in plain.named_parameters()}
-    restored = copy.deepcopy(model)
-    assert torch.equal(restored(x), model(x))
     handle.remove()
     assert list(model.named_modules()) == parts
-    assert list(model.state_dict()) == names
     assert torch.equal(model(x), y)
 
 
@@ -343,15 +297,3 @@ def test_a_name_that_is_taken_is_refused() -> None:
     with pytest.raises(RefusedError, match="already has an attribute k_norm"):
         qkeel.apply(model, "qk_norm", batch=x)
     assert everything(model) == before
-
-
-def test_two_norms_on_one_fused_projection_come_off_in_any_order() -> None:
-    model, x = Hand("fused"), torch.randn(2, 6, 16)
-    before, y = everything(model), model(x)
-    cap, norm = (qkeel.apply(model, r, batch=x) for r in ("softcap:cap=1", "qk_norm"))
-    both = model(x)
-    cap.remove()
-    assert not torch.equal(model(x), both)
-    norm.remove()
-    assert everything(model) == before
-    assert torch.equal(model(x), y)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.errors import InvalidValueError, QkeelWarning
+from qkeel.errors import QkeelWarning
 from qkeel.functional.statistics import LogitStats
 from qkeel.nn import MLA, Attention
 from qkeel.remedies import qk_clip
 from qkeel.sites import Tap
 
-from .models import D_MODEL, attention, decoder, mla, tokens
+from .models import D_MODEL, attention, mla
 
 TOO_MUCH = 1 + 1e-5
 
@@ -87,16 +87,6 @@ def test_every_triggered_head_gives_exactly_the_threshold_and_the_rest_are_bit_i
     for name, p in model.named_parameters():
         kept = unchanged(before[name], p, 4)
         assert kept == ((~over).tolist() if name.startswith(("q_", "k_")) else [True] * 4), name
-
-
-def test_both_sides_get_the_square_root() -> None:
-    model, x = loud(attention(torch.float64, 4, bias=True), *SCALES), inputs(dtype=torch.float64)
-    before, top = by_name(model), maxima(model, x)[0]
-    clip_once(model, "qk_clip:threshold=0.5", x)
-    gamma = (0.5 / top).clamp(max=1)
-    for name in ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias"):
-        for h, (old, new) in enumerate(zip(before[name].chunk(4), model.get_parameter(name).chunk(4))):
-            assert torch.allclose(new, old * gamma[h].sqrt()), name
 
 
 @pytest.mark.parametrize("kv_heads", [2, 1])
@@ -171,21 +161,6 @@ def test_no_maximum_that_is_not_over_the_threshold_ever_changes_a_weight(
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_heads_that_point_away_have_negative_maxima_and_stay() -> None:
-    model, x = attention(torch.float64, 4), inputs(dtype=torch.float64).abs() + 1
-    with torch.no_grad():
-        model.q_proj.weight.abs_()
-        model.k_proj.weight.abs_().neg_()
-        model.k_proj.weight[:4].neg_()  # only head 0 agrees with itself
-    model.spec = model.spec.replace(position=qkeel.spec.NoPosition())
-    before, top = by_name(model), maxima(model, x)[0]
-    assert top[0] > 0
-    assert (top[1:] < 0).all()
-    clip_once(model, f"qk_clip:threshold={float(top[0]) / 2}", x)
-    assert unchanged(before["q_proj.weight"], model.q_proj.weight, 4) == [False, True, True, True]
-    assert float(maxima(model, x)[0, 0]) == pytest.approx(float(top[0]) / 2)
-
-
 def test_logits_that_are_masked_do_not_count() -> None:
     model, x = loud(attention(torch.float64, 4), *[20.0] * 4), inputs(1, dtype=torch.float64)
     mask = torch.ones(1, 7, dtype=torch.bool)
@@ -200,19 +175,6 @@ def test_logits_that_are_masked_do_not_count() -> None:
     assert unchanged(before["q_proj.weight"], model.q_proj.weight, 4)[head]
     clip_once(model, f"qk_clip:threshold={threshold}", x, causal=False)
     assert not unchanged(before["q_proj.weight"], model.q_proj.weight, 4)[head]
-
-
-def test_the_threshold_is_on_the_scaled_logit() -> None:
-    model, x = loud(attention(torch.float64, 4), *[8.0] * 4), inputs(dtype=torch.float64)
-    q, k = (model._heads(layer(x), 4) for layer in (model.q_proj, model.k_proj))
-    pos = torch.arange(7)[None]
-    raw = model.spec.logits(q, k, pos, pos, {}).detach()
-    visible = torch.ones(7, 7, dtype=torch.bool).tril()
-    scaled = raw.masked_fill(~visible, -torch.inf).amax((0, 2, 3))
-    assert torch.allclose(maxima(model, x)[0], scaled)
-    before = by_name(model)
-    clip_once(model, f"qk_clip:threshold={float(scaled.max()) * 1.001}", x)  # unscaled, √4 times that
-    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
 
 def test_a_capped_site_is_clipped_by_its_logit_before_the_cap() -> None:
@@ -232,6 +194,9 @@ def test_micro_batches_between_steps_count_together_and_the_next_step_starts_ane
     with qkeel.apply(model, "qk_clip:threshold=1", optimizer):
         model(b)
         model(a)
+        model.eval()
+        model(20 * b)  # a pass in evaluation does not count
+        model.train()
         optimizer.step()
         assert torch.allclose(maxima(model, a, b)[0], both.clamp(max=1))
         before = by_name(model)
@@ -239,44 +204,6 @@ def test_micro_batches_between_steps_count_together_and_the_next_step_starts_ane
         optimizer.step()
         optimizer.step()  # nothing seen at all
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
-
-
-def test_forwards_in_evaluation_do_not_count() -> None:
-    model, x = loud(attention(torch.float64, 4), *[10.0] * 4), inputs(dtype=torch.float64)
-    before = by_name(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.apply(model, "qk_clip:threshold=0.01", optimizer):
-        model.eval()
-        model(x)
-        model.train()
-        optimizer.step()
-    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
-
-
-def test_every_site_has_its_own_maxima() -> None:
-    model = decoder(d_model=16)
-    with torch.no_grad():
-        model.blocks[1].attention.q_proj.weight.mul_(30)
-    x = tokens()
-    top = maxima(model, x)
-    threshold = float(top[0].max()) * 1.5
-    assert (top[1] > threshold).any()
-    before = by_name(model)
-    clip_once(model, f"qk_clip:threshold={threshold}", x)
-    assert (maxima(model, x)[1] <= threshold * TOO_MUCH).all()
-    changed = {n for n, p in model.named_parameters() if not torch.equal(before[n], p)}
-    assert changed == {"blocks.1.attention.q_proj.weight", "blocks.1.attention.k_proj.weight"}
-
-
-def test_a_site_that_saw_nothing_is_left_alone() -> None:
-    model = nn.ModuleDict({"used": attention(torch.float64, 4), "idle": attention(torch.float64, 4)})
-    before = by_name(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.apply(model, "qk_clip:threshold=1e-3", optimizer):
-        model["used"](inputs(dtype=torch.float64))
-        optimizer.step()
-    changed = {n for n, p in model.named_parameters() if not torch.equal(before[n], p)}
-    assert changed == {"used.q_proj.weight", "used.k_proj.weight"}
 
 
 def test_a_weight_shared_by_layers_is_scaled_once_by_the_smallest_factor() -> None:
@@ -364,16 +291,6 @@ def test_a_fused_step_that_a_scaler_skipped_is_clipped_by_at_the_next_one() -> N
     assert all(torch.equal(once[n], p) for n, p in model.named_parameters())
 
 
-def test_a_step_with_nothing_over_the_threshold_touches_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = attention(torch.float32, 4), inputs()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.apply(model, "qk_clip", optimizer):
-        model(x)
-        versions = [p._version for p in model.parameters()]
-        optimizer.step()
-    assert versions == [p._version for p in model.parameters()]
-
-
 def test_on_an_accelerator_all_sites_are_multiplied_and_one_leaves_weights_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -390,12 +307,6 @@ def test_on_an_accelerator_all_sites_are_multiplied_and_one_leaves_weights_bit_f
             optimizer.step()
     assert unchanged(before["q_proj.weight"], model.q_proj.weight, 4) == (top <= 3).tolist()
     assert torch.allclose(maxima(model, x)[0], top.clamp(max=3))
-
-
-@pytest.mark.parametrize("threshold", [0, -1.0, math.nan, math.inf])
-def test_the_threshold_must_be_a_positive_number(threshold: float) -> None:
-    with pytest.raises(InvalidValueError, match="above 0 for threshold of qk_clip"):
-        qkeel.apply(attention(), "qk_clip", None, threshold=threshold)
 
 
 def test_a_clip_that_can_read_no_logits_any_more_warns_once_and_training_goes_on(

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.errors import RefusedError
-from qkeel.sites.trace import seen
 
 from .foreign import LAYOUTS, Hand, everything, example, hf, jolted, out
 
@@ -88,15 +87,3 @@ def test_latent_attention_takes_one_without_a_gain_per_dimension_in_its_call() -
     with qkeel.apply(model, "qkv_norm:kind=rms,gain=none,drop_pre_norm=false", batch=x):
         assert not torch.allclose(out(model, x), first)
     assert torch.equal(out(model, x), first)
-
-
-@pytest.mark.parametrize("how", ["eager", "sdpa"])
-def test_values_of_grouped_heads_are_told_once_per_key_value_head(how: str) -> None:
-    model = hf("llama", how)
-    found = seen(model, (example("llama"),), {}).value_slices()
-    assert list(found) == [f"model.layers.{i}.self_attn" for i in (0, 1)]
-    for name, slices in found.items():
-        assert not isinstance(slices, str)
-        (one,) = slices
-        assert one.parameter == f"{name}.v_proj.weight"
-        assert one.index.tolist() == torch.arange(16).view(2, 8).tolist()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import qkeel
 from qkeel.errors import InvalidValueError, RefusedError, UnknownNameError
 from qkeel.remedies.qk_weights import SpectralCap
 
-from .models import VOCAB, attention, decoder, loss, snapshot, tokens, train
+from .models import VOCAB, assert_same, attention, decoder, loss, snapshot, tokens, train
 
 transformers = pytest.importorskip("transformers")
 
@@ -70,19 +68,6 @@ def test_spectral_cap_bounds_every_head_or_matrix_after_a_step_and_leaves_the_re
         assert singular(q.weight) == pytest.approx(cap, rel=1e-5)
     assert torch.equal(k.weight, k0)
     assert torch.equal(v.weight, v0)
-
-
-def test_spectral_cap_of_a_step_that_a_grad_scaler_skipped_changes_nothing() -> None:
-    model = decoder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
-    qkeel.apply(model, "spectral_cap:cap=0.01", optimizer)
-    old = model.blocks[0].attention.q_proj.weight.detach().clone()
-    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
-    train(model, optimizer, 1)
-    assert torch.equal(model.blocks[0].attention.q_proj.weight, old)
-    optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
-    train(model, optimizer, 1)
-    assert not torch.equal(model.blocks[0].attention.q_proj.weight, old)
 
 
 def test_spectral_cap_caps_fused_columns_of_a_foreign_model_per_head() -> None:
@@ -159,16 +144,12 @@ def test_a_reordered_llama_computes_the_formula_and_is_restored_bit_for_bit(orde
     before, out = snapshot(model, optimizer), model(tokens()).logits
     handle = qkeel.apply(model, f"{order}_norm", optimizer, batch=tokens())
     assert torch.allclose(model(tokens()).logits, want, atol=1e-6)
-    twins = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
-    assert all(torch.equal(twin(tokens()).logits, model(tokens()).logits) for twin in twins)
     assert "model.layers.0.attention_post_norm.weight" in model.state_dict()
     model(input_ids=tokens(), labels=tokens()).loss.backward()
     assert all(p.grad is not None for p in model.parameters())
     handle.remove()
     assert torch.equal(model(tokens()).logits, out)
-    after = snapshot(model, optimizer)
-    assert all(torch.equal(before["state"][n], after["state"][n]) for n in before["state"])
-    assert all(before[part] == after[part] for part in before if part != "state")
+    assert_same(before, snapshot(model, optimizer))
 
 
 @pytest.mark.parametrize("remedy", ["swin_norm", "peri_norm"])
@@ -189,17 +170,13 @@ def test_blocks_are_recognised_by_what_they_compute_not_by_their_names(remedy: s
         qkeel.apply(attention(), remedy)
 
 
-def test_final_softcap_caps_the_logits_of_any_model_and_of_its_copies() -> None:
+def test_final_softcap_caps_the_logits_of_any_model() -> None:
     for model, given in ((decoder(), None), (llama(tie_word_embeddings=True), tokens())):
         plain = model(tokens())
         out = plain if given is None else plain.logits
         with qkeel.apply(model, "final_softcap:cap=0.05", batch=given):
-            capped = [m(tokens()) for m in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)))]
-        for one in capped:
-            logits = one if given is None else one.logits
-            assert torch.allclose(logits, 0.05 * torch.tanh(out / 0.05))
-        again = model(tokens())
-        assert torch.equal(again if given is None else again.logits, out)
+            capped = model(tokens())
+        assert torch.allclose(capped if given is None else capped.logits, 0.05 * torch.tanh(out / 0.05))
 
 
 def test_what_makes_the_final_logits_is_observed_or_named() -> None:

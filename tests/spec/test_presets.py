@@ -7,11 +7,9 @@ import math
 import unicodedata
 
 import pytest
-import torch
 from tests.each_row import each_row
 
-from qkeel import reference
-from qkeel.errors import InvalidTypeError, UnknownNameError
+from qkeel.errors import InvalidTypeError, InvalidValueError, UnknownNameError
 from qkeel.functional.logits import gradient_scale
 from qkeel.spec import (
     PRESETS,
@@ -25,7 +23,6 @@ from qkeel.spec import (
     Learned,
     LogN,
     NoCap,
-    NoNorm,
     RMSNorm,
     Rope,
     Softcap,
@@ -33,75 +30,19 @@ from qkeel.spec import (
     preset,
     presets,
 )
-from qkeel.spec.norm import GainNorm
 from qkeel.spec.presets import scale_advice
 
-H, G, D = 4, 2, 16
 LATE = Rope(order="rotate_then_norm")
 
-# Shapes for 4 query heads, 2 key heads (4 where the preset shares a gain), head_dim 16; {} where not listed.
-SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
-    "qknorm_2020": {"logit_scale": ()},
-    "vit22b": {"q_norm": (D,), "k_norm": (D,)},
-    "chameleon": {"q_norm": (H, D), "k_norm": (G, D), "q_norm_bias": (H, D), "k_norm_bias": (G, D)},
-    "olmo2": {"q_norm": (H, D), "k_norm": (G, D)},
-    "olmoe": {"q_norm": (H, D), "k_norm": (G, D)},
-    "minimax_m2": {"q_norm": (H, D), "k_norm": (G, D)},
-    "qwen3": {"q_norm": (D,), "k_norm": (D,)},
-    "qwen3_next": {"q_norm": (D,), "k_norm": (D,)},
-    "gemma3": {"q_norm": (D,), "k_norm": (D,)},
-    "gemma4": {"q_norm": (D,), "k_norm": (D,)},
-    "cohere": {"q_norm": (H, D), "k_norm": (G, D)},
-    "stablelm2": {"q_norm": (H, D), "k_norm": (G, D)},
-    "phi": {"q_norm": (D,), "k_norm": (D,), "q_norm_bias": (D,), "k_norm_bias": (D,)},
-    "ngpt": {"q_norm": (H, D)},
-    "swin_v2": {"logit_scale": (H, 1, 1)},
-}
-REQUIRED = {
-    *("baseline", "baseline_logn", "qna", "qna_logn", "kna", "kna_logn", "cosa", "cosa_logn", "qknorm_2020", "vit22b"),
-    *("chameleon", "olmo2", "olmoe", "qwen3", "qwen3_next", "gemma2", "gemma3", "gemma4", "cohere", "stablelm2"),
-    *("phi", "minimax_m2", "llama4", "nanochat", "ngpt", "swin_v2"),
-}
 every_preset = each_row("name", PRESETS)
 
 
-def key_heads(name: str) -> int:
-    return H if name == "ngpt" else G
-
-
-def test_every_promised_preset_is_there_with_a_line_and_a_source() -> None:
-    assert set(PRESETS) >= REQUIRED
+def test_every_preset_has_a_line_and_a_source() -> None:
     assert list(presets()) == list(PRESETS)
     for name, text in presets().items():
         assert PRESETS[name].line in text
         assert PRESETS[name].source in text
         assert len(PRESETS[name].source) > 5, name
-
-
-@every_preset
-def test_parameters_have_the_shapes_of_the_source(name: str) -> None:
-    params = preset(name).init_params(H, key_heads(name), D)
-    assert {key: tuple(p.shape) for key, p in params.items()} == SHAPES.get(name, {})
-
-
-def test_the_table_of_shapes_names_presets_only() -> None:
-    assert set(SHAPES) <= set(PRESETS)
-
-
-@every_preset
-def test_initial_parameters_are_neutral(name: str) -> None:
-    spec = preset(name)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, 5, D, generator=generator) for heads in (H, key_heads(name), key_heads(name)))
-    found = reference.attend(spec, q, k, v, params=spec.init_params(H, key_heads(name), D))
-    norm = spec.norm
-    if isinstance(norm, GainNorm):
-        norm = type(norm)(on=norm.on, over=norm.over, eps=norm.eps)
-    params = {key: p for key, p in spec.init_params(H, key_heads(name), D).items() if "norm" not in key}
-    plain = reference.attend(spec.replace(norm=norm), q, k, v, params=params)
-    assert torch.equal(found.out, plain.out)
-    assert found.out.shape == q.shape
-    assert found.out.isfinite().all()
 
 
 @every_preset
@@ -114,13 +55,6 @@ def test_explain_shows_every_part_in_use_and_is_the_same_each_time(name: str) ->
     assert ("tanh" in text) == isinstance(spec.cap, Softcap)
     assert text.splitlines()[-1].startswith("  out = weights · ")
     assert len(text.splitlines()) == (5 if isinstance(spec.cap, NoCap) else 6)
-
-
-def test_no_two_presets_explain_themselves_alike_unless_they_differ_in_eps_alone() -> None:
-    texts: dict[str, list[str]] = {}
-    for name in PRESETS:
-        texts.setdefault(preset(name).explain(), []).append(name)
-    assert [names for names in texts.values() if len(names) > 1] == []
 
 
 def test_explain_of_three_presets_word_for_word() -> None:
@@ -142,20 +76,6 @@ def test_explain_of_three_presets_word_for_word() -> None:
     assert preset("gemma4").explain().splitlines()[-1] == "  out = weights · ṽ"
 
 
-def test_the_baseline_is_scaled_dot_product_attention_with_rope() -> None:
-    assert preset("baseline") == AttentionSpec(position=Rope())
-    assert preset("baseline").norm == NoNorm()
-
-
-@pytest.mark.parametrize("plain", ["baseline", "qna", "kna", "cosa"])
-def test_log_n_twins_differ_in_the_scale_alone(plain: str) -> None:
-    a, b = preset(plain, train_length=64), preset(f"{plain}_logn", train_length=64)
-    assert a.replace(scale=b.scale) == b
-    assert a.scale != b.scale
-    clipped = preset(f"{plain}_logn", train_length=64, clip=True)
-    assert clipped != b
-
-
 @every_preset
 def test_options_change_the_spec(name: str) -> None:
     for option, parameter in inspect.signature(PRESETS[name].build).parameters.items():
@@ -168,44 +88,6 @@ def test_options_change_the_spec(name: str) -> None:
             assert changed == preset(name)
         else:
             assert changed != preset(name), option
-
-
-def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match=r"unknown preset 'qwen'\. Did you mean 'qwen3'"):
-        preset("qwen")
-    with pytest.raises(UnknownNameError, match="Did you mean 'olmo2'"):
-        preset("Olmo2")
-
-
-def test_an_unknown_option_names_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match=r"option of preset 'kna' 'trainlength'\. Did you mean 'train_length'"):
-        preset("kna", trainlength=64)
-
-
-@pytest.mark.parametrize("bad", [3, None, ["kna"]])
-def test_a_preset_that_is_not_a_name_is_refused(bad: object) -> None:
-    with pytest.raises(InvalidTypeError, match="expected the name of a preset"):
-        preset(bad)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("bad", ["512", None, [1]])
-def test_an_option_that_is_not_a_number_is_refused(bad: object) -> None:
-    with pytest.raises(InvalidTypeError, match="expected a whole number for option 'train_length' of preset 'cosa'"):
-        preset("cosa", train_length=bad)  # type: ignore[arg-type]
-
-
-def test_an_option_out_of_range_is_refused() -> None:
-    for name, option, value in (
-        ("cosa", "train_length", 1),
-        ("kna_logn", "train_length", 1),
-        ("gemma2", "cap", -1.0),
-        ("gemma2", "query_scalar", 0),
-        ("qwen3", "base", 0.5),
-        ("phi", "rotary", 1.5),
-        ("qwen3", "eps", math.nan),
-    ):
-        with pytest.raises(ValueError, match="expected"):
-            preset(name, **{option: value})  # type: ignore[arg-type]
 
 
 # Every constant of every preset where nothing is said, written out once more from its source.
@@ -269,8 +151,22 @@ def test_options_of_presets_do_what_they_name() -> None:
     assert preset("cosa_logn", gradient=True).scale == LogN(train_length=512, inner=GradientMax(keys=512))
     assert preset("cosa", train_length=64).scale == Fixed(4 * math.log(32))
     assert preset("olmo2", rotary=0.5).position == Rope(base=5e5, rotary=0.5)
-    with pytest.raises(InvalidTypeError, match="expected true or false for option 'clip' of preset 'kna_logn', got 1"):
-        preset("kna_logn", clip=1)
+
+
+def test_what_no_preset_takes_is_refused() -> None:
+    for error, name, options in (
+        (UnknownNameError, "qwen", {}),
+        (UnknownNameError, "kna", {"trainlength": 64}),
+        (InvalidTypeError, 3, {}),
+        (InvalidTypeError, "cosa", {"train_length": "512"}),
+        (InvalidTypeError, "kna_logn", {"clip": 1}),
+        (InvalidValueError, "cosa", {"train_length": 1}),
+        (InvalidValueError, "gemma2", {"query_scalar": 0}),
+        (InvalidValueError, "qwen3", {"base": 0.5}),
+        (InvalidValueError, "qwen3", {"eps": math.nan}),
+    ):
+        with pytest.raises(error):
+            preset(name, **options)  # type: ignore[arg-type]
 
 
 def test_advice_is_given_where_a_fixed_scale_is_a_quarter_off_the_best_for_the_head() -> None:

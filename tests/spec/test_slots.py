@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import math
 import pickle
-import re
 import unicodedata
 from collections.abc import Callable
 from typing import Any
@@ -111,12 +110,6 @@ def test_a_neutral_hyperparameter_is_the_identity(neutral: AttentionSpec, plain:
         torch.testing.assert_close(attend(neutral), attend(plain), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("gain", ["dim", "head_dim"])
-def test_a_bias_starts_at_nothing(gain: Any) -> None:
-    spec = AttentionSpec(norm=LayerNorm(gain=gain, bias=True))
-    assert torch.equal(attend(spec, **spec.init_params(4, 2, 8)), attend(AttentionSpec(norm=LayerNorm())))
-
-
 # What a slot does, where no preset shows it.
 
 
@@ -149,11 +142,6 @@ def test_a_shared_gain_has_no_parameter_for_k_and_serves_it() -> None:
     x = qkv(3, 3)
     shared = reference.attend(spec, *x, params={"q_norm": gain}).out
     assert torch.equal(shared, reference.attend(both, *x, params={"q_norm": gain, "k_norm": gain}).out)
-
-
-def test_a_shared_gain_with_grouped_keys_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="needs n_heads = n_kv_heads, got 4 and 2; use shared=False"):
-        AttentionSpec(norm=L2Norm(gain="head_dim", shared=True)).init_params(4, 2, 8)
 
 
 def test_values_may_have_a_gain_of_their_own_kind() -> None:
@@ -200,60 +188,79 @@ def test_rotating_after_a_gain_per_head_dim_is_not_rotating_before() -> None:
     assert (outs[0] - outs[1]).abs().max() > 1e-3
 
 
-# Bad input: which error, and what it says.
+# Bad input: which error.
 
-BAD: dict[str, tuple[Callable[[], Any], type[QkeelError], str]] = {
-    "part": (lambda: L2Norm(on="kq"), UnknownNameError, "part to normalise 'kq'.*Known: k, q, qk, qkv"),  # type: ignore[arg-type]
-    "over": (lambda: RMSNorm(over="heads"), UnknownNameError, "Did you mean 'head'"),  # type: ignore[arg-type]
-    "gain": (lambda: RMSNorm(gain="dims"), UnknownNameError, "Did you mean 'dim'"),  # type: ignore[arg-type]
-    "value gain": (lambda: RMSNorm(value_gain=["heads"]), UnknownNameError, "value gain .*'heads'"),  # type: ignore[arg-type]
-    "eps": (lambda: RMSNorm(eps=-1e-6), InvalidValueError, "eps >= 0, got -1e-06"),
-    "eps NaN": (lambda: L2Norm(eps=math.nan), InvalidValueError, "eps >= 0, got nan"),
-    "bias without gain": (lambda: LayerNorm(bias=True), InvalidValueError, "gain 'dim' or 'head_dim', got gain 'none'"),
-    "bias without gain on v": (
+BAD: dict[type[QkeelError], list[Callable[[], Any]]] = {
+    UnknownNameError: [
+        lambda: L2Norm(on="kq"),  # type: ignore[arg-type]
+        lambda: RMSNorm(over="heads"),  # type: ignore[arg-type]
+        lambda: RMSNorm(gain="dims"),  # type: ignore[arg-type]
+        lambda: RMSNorm(value_gain=["heads"]),  # type: ignore[arg-type]
+        lambda: Rope(pairing="interleave"),  # type: ignore[arg-type]
+        lambda: Rope(order="norm_rotate"),  # type: ignore[arg-type]
+        lambda: Learned(init=1.0, per="heads"),  # type: ignore[arg-type]
+        lambda: LogN(train_length=8, learned="row"),  # type: ignore[arg-type]
+        lambda: NTK(factor=2, kind="new"),  # type: ignore[arg-type]
+        lambda: Kerple(kind="cubic"),  # type: ignore[arg-type]
+        lambda: AttentionSpec().replace(norms=NoNorm()),
+    ],
+    InvalidTypeError: [
+        lambda: LogN(inner=2.0, train_length=8),  # type: ignore[arg-type]
+        lambda: FloorLogTemperature(inner=None),  # type: ignore[arg-type]
+        lambda: Rope(stretch=8),  # type: ignore[arg-type]
+        lambda: SlidingWindow(window=2, inner="rope"),  # type: ignore[arg-type]
+        lambda: AttentionSpec(norm="rms"),  # type: ignore[arg-type]
+        lambda: AttentionSpec(cap=Softcap),  # type: ignore[arg-type]
+        lambda: AttentionSpec(scale=NoNorm()),  # type: ignore[arg-type]
+    ],
+    RefusedError: [
+        lambda: RMSNorm(over="nope"),  # type: ignore[arg-type]
+        lambda: SlidingWindow(window=2, inner=SlidingWindow(window=3)),
+    ],
+    ShapeError: [lambda: Rope().check(7), lambda: Rope(rotary=0.25).check(12)],
+    InvalidValueError: [
+        *(lambda eps=eps: RMSNorm(eps=eps) for eps in (-1e-6, math.nan)),
+        *(lambda gain=gain: LayerNorm(bias=True, gain=gain) for gain in ("none", "scalar")),
         lambda: LayerNorm(on="qkv", gain="dim", value_gain="none", bias=True),
-        InvalidValueError,
-        "gain 'dim' or 'head_dim', got gain 'none'",
-    ),
-    "cap 0": (lambda: Softcap(0.0), InvalidValueError, "a cap above 0, got 0"),
-    "cap NaN": (lambda: Softcap(math.nan), InvalidValueError, "a cap above 0, got nan"),
-    "base": (lambda: Rope(base=1.0), InvalidValueError, "a RoPE base above 1, got 1"),
-    "rotary 0": (lambda: Rope(rotary=0.0), InvalidValueError, r"share in \(0, 1\], got 0"),
-    "rotary 2": (lambda: Rope(rotary=2.0), InvalidValueError, r"share in \(0, 1\], got 2"),
-    "pairing": (lambda: Rope(pairing="interleave"), UnknownNameError, "Did you mean 'interleaved'"),  # type: ignore[arg-type]
-    "order": (lambda: Rope(order="norm_rotate"), UnknownNameError, "Did you mean 'norm_then_rotate'"),  # type: ignore[arg-type]
-    "fixed NaN": (lambda: Fixed(math.nan), InvalidValueError, "a finite scale, got nan"),
-    "dim 0": (lambda: InverseSqrt(dim=0), InvalidValueError, "a dim above 0, got 0"),
-    "dim -4": (lambda: InverseSqrt(dim=-4), InvalidValueError, "a dim above 0, got -4"),
-    "multiplier": (lambda: InverseSqrt(multiplier=math.inf), InvalidValueError, "a finite multiplier, got inf"),
-    "learned init": (lambda: Learned(init=-1.0), InvalidValueError, "initial scale above 0, got -1"),
-    "learned per": (lambda: Learned(init=1.0, per="heads"), UnknownNameError, "Did you mean 'head'"),  # type: ignore[arg-type]
-    "maximum without log": (lambda: Learned(init=1.0, maximum=9.0), InvalidValueError, "requires log=True"),
-    "maximum 0": (lambda: Learned(init=1.0, log=True, maximum=0.0), InvalidValueError, "a maximum above 0, got 0"),
-    "train_length": (lambda: LogN(train_length=1), InvalidValueError, "at least 2, got 1"),
-    "learned": (lambda: LogN(train_length=8, learned="row"), UnknownNameError, "learned factor"),  # type: ignore[arg-type]
-    "clipped": (lambda: LogN(train_length=8, learned="head", clip=True), InvalidValueError, "no gradient"),
-    "inner": (lambda: LogN(inner=2.0, train_length=8), InvalidTypeError, "a Scale as inner, got float"),  # type: ignore[arg-type]
-    "temperature inner": (lambda: FloorLogTemperature(inner=None), InvalidTypeError, "a Scale as inner, got NoneType"),  # type: ignore[arg-type]
-    "temperature floor": (lambda: FloorLogTemperature(floor=0), InvalidValueError, "a floor of at least 1, got 0"),
-    "sigmoid bias": (lambda: Sigmoid(bias=math.nan), InvalidValueError, "a finite bias, got nan"),
-    "softpick eps": (lambda: Softpick(eps=0.0), InvalidValueError, "eps above 0, got 0"),
-    "sink NaN": (lambda: Sink(init=math.nan), InvalidValueError, "a sink that is a number below infinity, got nan"),
-    "slot type": (lambda: AttentionSpec(norm="rms"), InvalidTypeError, "slot 'norm' takes a Norm object, got 'rms'"),  # type: ignore[arg-type]
-    "slot class": (lambda: AttentionSpec(cap=Softcap), InvalidTypeError, "slot 'cap' takes a Cap object"),  # type: ignore[arg-type]
-    "wrong slot": (lambda: AttentionSpec(scale=NoNorm()), InvalidTypeError, "slot 'scale' takes a Scale object"),  # type: ignore[arg-type]
-    "slot name": (lambda: AttentionSpec().replace(norms=NoNorm()), UnknownNameError, "Did you mean 'norm'"),
-    "odd head_dim": (lambda: Rope().check(7), ShapeError, "even number of dimensions; got 7"),
-    "odd rotary": (lambda: Rope(rotary=0.25).check(12), ShapeError, "even number of dimensions; got 3"),
+        *(lambda cap=cap: Softcap(cap) for cap in (0.0, math.nan)),
+        *(lambda kind=kind: kind(base=1.0) for kind in (Rope, XPos)),
+        *(lambda share=share: Rope(rotary=share) for share in (0.0, 2.0)),
+        *(lambda share=share: ReRope(window=3, rotary=share) for share in (0.0, 1.5)),
+        lambda: ReRope(window=3, base=1.0),
+        *(lambda kind=kind: kind(window=0) for kind in (ReRope, SlidingWindow)),
+        *(lambda factor=factor: LeakyReRope(window=2, factor=factor) for factor in (0.0, math.inf)),
+        lambda: XPos(scale=0.0),
+        lambda: PI(factor=0.5),
+        lambda: NTK(factor=math.inf),
+        lambda: NTK(factor=8, power=-1.0),
+        lambda: DynamicNTK(train_length=1),
+        lambda: YaRN(factor=8, train_length=1),
+        *(lambda slow=slow: YaRN(factor=8, train_length=64, slow=slow) for slow in (0.0, 32.0)),
+        lambda: YaRN(factor=8, train_length=64, attention_factor=0.0),
+        *(lambda low=low: Llama3(factor=8, train_length=64, low=low) for low in (0.0, 4.0)),
+        lambda: Fixed(math.nan),
+        *(lambda dim=dim: InverseSqrt(dim=dim) for dim in (0, -4)),
+        lambda: InverseSqrt(multiplier=math.inf),
+        lambda: Learned(init=-1.0),
+        lambda: Learned(init=1.0, maximum=9.0),
+        lambda: Learned(init=1.0, log=True, maximum=0.0),
+        lambda: LogN(train_length=1),
+        lambda: LogN(train_length=8, learned="head", clip=True),
+        lambda: FloorLogTemperature(floor=0),
+        lambda: FloorLogTemperature(alpha=math.inf),
+        lambda: Sigmoid(bias=math.nan),
+        lambda: Softpick(eps=0.0),
+        lambda: Sink(init=math.nan),
+        lambda: L2Norm(gain="head_dim", shared=True).parameters(ParameterSizes(n_heads=4, n_kv_heads=2, head_dim=8)),
+    ],
 }
 
 
-@each_row("make, kind, says", BAD.values(), ids=list(BAD))
-def test_a_bad_setting_is_refused_with_what_was_expected(
-    make: Callable[[], Any], kind: type[QkeelError], says: str
-) -> None:
-    with pytest.raises(kind, match=says):
-        make()
+@each_row("kind", BAD)
+def test_a_bad_setting_is_refused(kind: type[QkeelError]) -> None:
+    for make in BAD[kind]:
+        with pytest.raises(kind):
+            make()
 
 
 def test_each_error_is_also_the_matching_builtin() -> None:
@@ -355,6 +362,7 @@ def test_slots_say_what_they_are_without_one_part_of_them() -> None:
     for norm in (RMSNorm(on="qkv"), other):
         with pytest.raises(RefusedError, match="no form without the norm of the keys"):
             norm.without_keys()
+    assert (Softcap(math.inf).limit, Softcap(3.0).limit) == (None, 3.0)
     assert InverseSqrt(multiplier=3.0).with_multiplier(2.0) == InverseSqrt(multiplier=6.0)
     assert LogN(train_length=8).with_multiplier(2.0) == LogN(train_length=8, inner=InverseSqrt(multiplier=2.0))
     assert Fixed(3.0).with_multiplier(2.0) == Fixed(3.0)
@@ -430,7 +438,7 @@ def test_the_formula_that_a_slot_prints() -> None:
         assert unicodedata.normalize("NFC", slot.formula()) == unicodedata.normalize("NFC", formula), slot
 
 
-def test_what_lies_just_inside_of_what_a_slot_takes_is_taken_and_just_outside_refused() -> None:
+def test_what_lies_just_inside_of_what_a_slot_takes_is_taken() -> None:
     for make in (
         lambda: RMSNorm(eps=0.0),
         lambda: Sink(init=-math.inf),
@@ -454,33 +462,6 @@ def test_what_lies_just_inside_of_what_a_slot_takes_is_taken_and_just_outside_re
         lambda: Rope(order="rotate_then_norm", stretch=YaRN(factor=1.0, train_length=8)),
     ):
         make()
-    for make, says in (
-        (lambda: XPos(base=1.0), "base above 1, got 1"),
-        (lambda: XPos(scale=0.0), "a scale above 0 tokens, got 0.0"),
-        (lambda: ReRope(window=3, base=1.0), "base above 1, got 1"),
-        (lambda: ReRope(window=3, rotary=0.0), "share in (0, 1], got 0.0"),
-        (lambda: LeakyReRope(window=3, factor=0.0), "a factor above 0 for LeakyReRope, got 0.0"),
-        (lambda: NTK(factor=8, power=-1.0), "a power of at least 0 for NTK-mixed, got -1.0"),
-        (lambda: NTK(factor=2, kind="new"), "unknown kind of NTK 'new'"),  # type: ignore[arg-type]
-        (lambda: Kerple(kind="cubic"), "unknown kind of Kerple 'cubic'"),  # type: ignore[arg-type]
-        (lambda: Rope(stretch=8), "a stretch such as PI(factor=8), got 8"),  # type: ignore[arg-type]
-        (lambda: YaRN(factor=8, train_length=1), "a train_length of at least 2 tokens for YaRN, got 1"),
-        (lambda: ReRope(window=2, rotary=1.5), "share in (0, 1], got 1.5"),
-        (lambda: LeakyReRope(window=2, factor=math.inf), "a factor above 0 for LeakyReRope, got inf"),
-        (lambda: PI(factor=0.5), "a factor of at least 1 (test length / train length) for PI, got 0.5"),
-        (lambda: NTK(factor=math.inf), "a factor of at least 1 (test length / train length) for NTK, got inf"),
-        (lambda: DynamicNTK(train_length=1), "a train_length of at least 2 tokens for DynamicNTK, got 1"),
-        (lambda: YaRN(factor=8, train_length=64, slow=32.0), "0 < slow < fast turns, got slow=32.0, fast=32.0"),
-        (lambda: YaRN(factor=8, train_length=64, slow=0.0), "0 < slow < fast turns, got slow=0.0"),
-        (lambda: YaRN(factor=8, train_length=64, attention_factor=0.0), "an attention_factor above 0, got 0.0"),
-        (lambda: Llama3(factor=8, train_length=64, low=4.0), "0 < low < high turns, got low=4.0, high=4.0"),
-        (lambda: Llama3(factor=8, train_length=64, low=0.0), "0 < low < high turns, got low=0.0"),
-        (lambda: FloorLogTemperature(alpha=math.inf), "a finite alpha, got inf"),
-        (lambda: RMSNorm(over="nope"), "leaves the rotated part"),  # type: ignore[arg-type]
-        (lambda: LayerNorm(gain="scalar", bias=True), "a bias requires gain 'dim' or 'head_dim', got gain 'scalar'"),
-    ):
-        with pytest.raises(QkeelError, match=re.escape(says)):
-            make()
 
 
 def test_learned_numbers_start_where_the_slot_says() -> None:
@@ -643,14 +624,3 @@ def test_a_temperature_may_grow_from_the_first_position_on() -> None:
     factor = FloorLogTemperature(floor=1, alpha=1.0).factor(torch.arange(3)[None], 4, {})
     expected = 0.5 * (1 + torch.tensor([2.0, 3.0, 4.0], dtype=torch.float64).log())
     torch.testing.assert_close(factor.flatten(), expected)
-
-
-def test_an_infinite_softcap_is_no_cap_to_any_kernel() -> None:
-    q, k, v = torch.randn(3, 1, 2, 9, 8)
-    capped, plain = AttentionSpec(cap=Softcap(math.inf)), AttentionSpec()
-    assert capped.cap.limit is None
-    expected = attention(q, k, v, spec=plain)
-    found, stats = attention(q, k, v, spec=capped, stats=True)
-    assert found.isfinite().all()
-    assert stats.max_logit.isfinite().all()
-    torch.testing.assert_close(found, expected)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib
 import json
 import os
 import signal
@@ -27,7 +26,7 @@ from tools.foreign.checks import judged, overall
 from tools.foreign.page import attentions, page, shares
 from tools.foreign.reference import calls, capped_output
 from tools.foreign.tables import TARGETS
-from tools.foreign.target import Target, another, settled, uneven
+from tools.foreign.target import Target, another, settled, uneven, with_torchvision
 from tools.foreign.work import Subject
 
 LIMIT = 600  # seconds for one target
@@ -108,24 +107,6 @@ def _child(targets: list[tuple[int, Target]], folder: Path) -> None:
 
 def _late(*_: object) -> None:
     raise TimeoutError(f"no result within {LIMIT} s")
-
-
-def with_torchvision() -> None:
-    """Lets torchvision be imported where its compiled operators do not load: the two that an import asks for get a
-    name."""
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        _KEPT.append(library)
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        for name in [name for name in sys.modules if name.startswith("torchvision")]:
-            del sys.modules[name]
-        importlib.import_module("torchvision")
-
-
-_KEPT: list[torch.library.Library] = []
 
 
 def _result(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -100,3 +101,21 @@ def uneven(model: nn.Module) -> nn.Module:
             elif not bool(p.any()):
                 p.fill_(1.0)
     return model
+
+
+def with_torchvision() -> None:
+    """Lets torchvision be imported where its compiled operators do not load: the two that an import asks for get a
+    name."""
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        _KEPT.append(library)
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        for name in [name for name in sys.modules if name.startswith("torchvision")]:
+            del sys.modules[name]
+        importlib.import_module("torchvision")
+
+
+_KEPT: list[torch.library.Library] = []

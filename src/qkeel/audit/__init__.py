@@ -26,6 +26,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if earlier_name(__name__, name, {"explain_model": "explain"}):
+    if earlier_name(__name__, name, {"explain_model": "explain"}) == "explain":
         return explain
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

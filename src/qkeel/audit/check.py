@@ -23,7 +23,7 @@ from qkeel.sites.find import found_sites, site_label
 from qkeel.sites.tap import Tap
 
 
-@accepts_earlier_calls("qkeel.check(model_or_path, batch)", renamed={"what": "model_or_path"})
+@accepts_earlier_calls()
 def check(model_or_path: nn.Module | str | Path, batch: object = None, *, threshold: float = HARMFUL_LOGIT) -> Health:
     """Checks whether attention is healthy; `print` shows the result in one sentence, and `table()` returns each layer's
     numbers.

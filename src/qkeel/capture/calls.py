@@ -418,7 +418,7 @@ def find_score_rows(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> Fou
     q, k = (None if x is None else x.to(kind) for x in (call.q, call.k))
     q_norm, k_norm = (None if x is None else x.norm(dim=-1) for x in (q, k))
     each = None if k is None else k.repeat_interleave(call.logits.shape[1] // k.shape[1], dim=1)
-    classes = None if call.classes is None else call.classes.keys(call.logits.new_zeros((), dtype=kind))
+    classes = None if call.classes is None else call.classes.members(kind)
     parts = []
     for rows in _blocks(call):
         z, seen = _logits(call, rows)

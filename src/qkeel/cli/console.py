@@ -1,17 +1,14 @@
-"""What commands print during runs and when they end: progress bars, lines and tables."""
+"""What commands print during runs and when they end: lines and tables."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from threading import Event, Thread
 from typing import final
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from qkeel.lab.execute import last_step, run_directory
@@ -20,9 +17,7 @@ from qkeel.lab.plan import PlannedRun
 from qkeel.metrics import Row
 from qkeel.records import RunDirectory
 
-# The output during runs: a progress bar with an ETA on a terminal, plain lines elsewhere.
-
-POLL_SECONDS = 0.5
+# The output during runs.
 
 
 def make_console(stderr: bool = False) -> Console:
@@ -62,7 +57,7 @@ def spent(seconds: float) -> str:
 
 @final
 class StudyView:
-    """Follows a study: prints a line when a run ends and, on a terminal, shows a progress bar of optimizer steps."""
+    """Follows a study: prints a line when a run ends, with the time left."""
 
     def __init__(self, console: Console, runs: Sequence[PlannedRun], out: Path) -> None:
         self.console = console
@@ -96,39 +91,6 @@ class StudyView:
         row = RunDirectory(Path(outcome.directory)).summary()
         collapsed = ", collapsed" if row["collapsed"] else ""
         return f"val_loss {row['val_loss']:.3f}, max logit {number(row['max_logit'])}{collapsed}"
-
-    @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
-        """A context manager that shows the progress bar on a terminal and nothing elsewhere."""
-        if not self.console.is_terminal:
-            yield
-            return
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:,.0f}/{task.total:,.0f} steps"),
-            TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-        )
-        stop = Event()
-        with Progress(*columns, console=self.console, transient=True) as bar:
-            task = bar.add_task("training", total=sum(run.config.steps for run in self.runs.values()))
-            thread = Thread(target=self._poll, args=(bar, task, stop), daemon=True)
-            thread.start()
-            try:
-                yield
-            finally:
-                stop.set()
-                thread.join()
-
-    def _poll(self, bar: Progress, task: TaskID, stop: Event) -> None:
-        steps = dict.fromkeys(self.runs, 0)
-        while not stop.wait(POLL_SECONDS):
-            for directory, run in self.runs.items():
-                if steps[directory] < run.config.steps:
-                    steps[directory] = last_step(Path(directory))
-            bar.update(task, completed=sum(steps.values()))
 
 
 @final

@@ -380,8 +380,7 @@ def _tuned(console: Console, plan: Plan, out: Path, execution: Execution) -> Pla
 def _execute(console: Console, plan: Plan, out: Path, execution: Execution) -> StudyResult:
     """Executes the remaining runs of a plan and shows their progress on the console."""
     view = StudyView(console, pending(plan, out), out)
-    with view.following():
-        return run_plan(plan, out, dataclasses.replace(execution, on_outcome=view.on_outcome))
+    return run_plan(plan, out, dataclasses.replace(execution, on_outcome=view.on_outcome))
 
 
 def _print_tables(console: Console, plan: Plan, result: StudyResult) -> None:

@@ -1,4 +1,4 @@
-"""Records as tables: frames of named columns, their conversion to pandas, polars, CSV and Parquet, and figures."""
+"""Records as tables: frames of named columns, their conversion to pandas, CSV and Parquet, and figures."""
 
 from qkeel.frames.tables import TABLE_FORMATS, Foreign, Frame, TableFiles, heads_frame, layers_frame, steps_frame
 

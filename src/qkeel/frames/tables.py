@@ -1,4 +1,4 @@
-"""Records as tables: a small frame of arrays with conversions to pandas, polars, CSV, Parquet, HTML and matplotlib."""
+"""Records as tables: a small frame of arrays with conversions to pandas, CSV, Parquet, HTML and matplotlib."""
 
 from __future__ import annotations
 
@@ -102,16 +102,6 @@ class Frame:
         with needed("to_pandas()", "'qkeel[frames]'"):
             import pandas  # pyright: ignore[reportMissingImports]
         return pandas.DataFrame(self.columns)
-
-    def to_polars(self) -> Foreign:
-        """Returns a polars.DataFrame.
-
-        Raises:
-            MissingLibraryError: polars is not installed.
-        """
-        with needed("to_polars()", "'qkeel[frames]'"):
-            import polars  # pyright: ignore[reportMissingImports]
-        return polars.DataFrame(self.columns)
 
     def __repr__(self) -> str:
         return f"<Frame of {len(self):,} rows: {', '.join(self.columns)}>"

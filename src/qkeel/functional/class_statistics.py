@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -39,22 +39,14 @@ class Merge:
     count: str = ""
 
 
-def rule(
-    how: MergeRule, neutral: float = 0.0, count: str = "", of: Callable[[Any], Tensor] | None = None
-) -> dict[str, object]:
-    """Returns dataclass field metadata with a `Merge` rule and, if `of` is given, the field's formula, which gives a
-    value for each query row; the rule reduces these values to one per head."""
-    return {"merge": Merge(how, neutral, count), **({} if of is None else {"of": of})}
+def rule(how: MergeRule, neutral: float = 0.0, count: str = "") -> dict[str, object]:
+    """Returns dataclass field metadata with a `Merge` rule."""
+    return {"merge": Merge(how, neutral, count)}
 
 
 def merge_rules(kind: type[DataclassInstance]) -> dict[str, Merge]:
     """Returns the merge rules of a dataclass's fields by name. Fields without a rule are left out."""
     return {field.name: field.metadata["merge"] for field in dataclasses.fields(kind) if field.metadata}
-
-
-def row_formulas(kind: type[DataclassInstance]) -> dict[str, Callable[[Any], Tensor]]:
-    """Returns the formulas of a dataclass's fields by name. Fields without a formula are left out."""
-    return {field.name: field.metadata["of"] for field in dataclasses.fields(kind) if "of" in field.metadata}
 
 
 def merged(parts: Sequence[Mapping[str, Tensor]], rules: Mapping[str, Merge]) -> dict[str, Tensor]:
@@ -64,12 +56,8 @@ def merged(parts: Sequence[Mapping[str, Tensor]], rules: Mapping[str, Merge]) ->
 
 def tensors(stats: DataclassInstance) -> dict[str, Tensor]:
     """Returns the tensor fields of a statistics object by name."""
-    return {name: x for name in _field_names(type(stats)) if isinstance(x := getattr(stats, name), Tensor)}
-
-
-@functools.cache
-def _field_names(kind: type[DataclassInstance]) -> tuple[str, ...]:
-    return tuple([field.name for field in dataclasses.fields(kind)])
+    values = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _merged(parts: Sequence[Mapping[str, Tensor]], name: str, rule: Merge) -> Tensor:
@@ -101,6 +89,7 @@ def merged_rows(every: Mapping[str, Tensor], name: str, rule: Merge) -> Tensor:
 # ClassStats: per head, norms, largest logits and attention weights of one site, split by token class.
 
 PerPair = Float[Tensor, "h c c"]
+Members = Float[Tensor, "#b s c"]  # of keys in classes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,49 +100,19 @@ class TokenClasses:
     query: Int[Tensor, "#b t"]  #: index of each query's class; -1 for no class
     key: Int[Tensor, "#b s"]  #: index of each key's class; -1 for no class
 
-    def keys(self, like: Tensor) -> KeyClasses:
-        """Returns the key classes, prepared for logits with the dtype of `like`."""
-        members = one_hot(self.key, len(self.names))
-        columns = None
-        # If all sequences agree, reading a class's columns is cheaper than masking the block. On a GPU, this check
-        # would wait for the device.
-        if like.device.type == "cpu" and bool((members == members[:1]).all()):
-            columns = tuple(one.nonzero().flatten() for one in members[0].unbind(-1))
-        return KeyClasses(members.to(like.dtype), columns)
-
-    def rows(self, rows: slice | Tensor) -> TokenClasses:
-        """Returns the classes of the given queries and of all keys."""
-        return dataclasses.replace(self, query=self.query[:, rows])
+    def members(self, dtype: torch.dtype) -> Members:
+        """Returns the membership of the keys in the classes, 1 where a key has the class."""
+        return one_hot(self.key, len(self.names)).to(dtype)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class KeyClasses:
-    """Membership [b|1 s c] of keys in classes, 1 where a key has the class; `columns` holds the indices of each class's
-    keys if they are the same in all sequences."""
-
-    members: Tensor
-    columns: tuple[Tensor, ...] | None
-
-    def upto(self, n: int) -> Tensor:
-        """Returns the membership of the first n keys."""
-        return self.members[:, :n]
-
-    def maxima(self, z: Float[Tensor, "b h r n"], n_of: Tensor) -> Float[Tensor, "b h r c"]:
-        """Returns the row maxima of lowered logits over the keys of each class, or -inf where `n_of`, the number of
-        such keys that a row sees, is 0."""
-        lowest, n = torch.finfo(z.dtype).min / 4, z.shape[-1]
-        tops = []
-        if self.columns is None:
-            for one in self.upto(n).unbind(-1):
-                tops.append((z + ((1 - one) * lowest)[:, None, None]).amax(-1))
-        for place in self.columns or ():
-            place = place[place < n]
-            if not len(place):
-                tops.append(z.new_full(z.shape[:-1], lowest))
-                continue
-            first, last = int(place[0]), int(place[-1]) + 1
-            tops.append((z[..., first:last] if last - first == len(place) else z[..., place]).amax(-1))
-        return torch.stack(tops, -1).masked_fill(n_of == 0, -torch.inf)
+def class_maxima(
+    z: Float[Tensor, "b h r n"], members: Members, n_of: Float[Tensor, "b h r c"]
+) -> Float[Tensor, "b h r c"]:
+    """Returns the row maxima of lowered logits over the keys of each class, or -inf where `n_of`, the number of such
+    keys that a row sees, is 0."""
+    lowest = torch.finfo(z.dtype).min / 4
+    tops = [(z + ((1 - one) * lowest)[:, None, None]).amax(-1) for one in members.unbind(-1)]
+    return torch.stack(tops, -1).masked_fill(n_of == 0, -torch.inf)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -9,20 +9,21 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError
 from qkeel.functional.class_statistics import (
     ClassStats,
-    KeyClasses,
+    Members,
     Merge,
     TokenClasses,
+    class_maxima,
     class_norms,
     class_stats,
     merge_classes,
@@ -30,7 +31,6 @@ from qkeel.functional.class_statistics import (
     merged,
     merged_rows,
     one_hot,
-    row_formulas,
     rule,
     tensors,
 )
@@ -39,7 +39,6 @@ from qkeel.functional.norms import widest
 # LogitStats: per-head statistics of one site's attention logits. They merge associatively.
 
 PerHead = Float[Tensor, " h"]
-POSITION_BINS = 24  # by position: bin 0 is offset 0, bin i >= 1 offsets 2^(i-1) .. 2^i - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,9 +61,6 @@ class LogitStats:
         cos_mean: mean of these cosines.
         n_products: number of pairs over which qk_frobenius, cos_max and cos_mean are computed. It is 0 if only the
             logits were observed, not q and k; these three are then not measured and are 0, -inf and 0.
-        key_norm_by_position: mean key norm by distance from the first visible key of its sequence (batch row). Bin 0
-            holds that key, and bin i >= 1 holds the offsets 2^(i-1) .. 2^i - 1. `n_keys_by_position` is the number of
-            keys in each bin.
         classes: the statistics split by token class, if the classes of the call are known.
         entropy_error: half the width of a 95 % interval for `entropy` if rows were sampled, otherwise None.
     """
@@ -88,13 +84,10 @@ class LogitStats:
     qk_frobenius: PerHead = field(metadata=rule("root"))
     cos_max: PerHead = field(metadata=rule("max", -torch.inf))
     cos_mean: PerHead = field(metadata=rule("mean", count="n_products"))
-    logit_gap: PerHead = field(  #: mean over `n_free` rows of the row's largest logit minus its mean, in nats
-        metadata=rule("mean", count="n_free", of=lambda rows: rows.max_logit - rows.total / rows.n_keys)
-    )
+    #: mean over `n_free` rows of the row's largest logit minus its mean, in nats
+    logit_gap: PerHead = field(metadata=rule("mean", count="n_free"))
     n_free: Int[Tensor, " h"] = field(metadata=rule("sum"))
     n_products: Int[Tensor, " h"] = field(metadata=rule("sum"))
-    key_norm_by_position: Float[Tensor, "g bins"] = field(metadata=rule("mean", count="n_keys_by_position"))
-    n_keys_by_position: Int[Tensor, "g bins"] = field(metadata=rule("sum"))
     classes: ClassStats | None = None
     entropy_error: PerHead | None = None
 
@@ -116,7 +109,9 @@ class LogitStats:
     @property
     def non_finite(self) -> PerHead:
         """1 for each head whose logits or entropy are NaN or infinite, otherwise 0."""
-        return is_not_finite(self.max_logit, self.min_logit, self.entropy, self.n_pairs).to(self.max_logit.dtype)
+        # Without pairs, the minimum was not measured.
+        low = self.min_logit.isfinite() | (self.n_pairs == 0)
+        return (~(self.max_logit.isfinite() & low & self.entropy.isfinite())).to(self.max_logit.dtype)
 
     @property
     def max_abs_logit(self) -> PerHead:
@@ -125,19 +120,13 @@ class LogitStats:
 
     @classmethod
     def empty(cls, n_heads: int, n_kv_heads: int, like: Tensor) -> LogitStats:
-        """Returns the neutral element: maxima -inf, minima +inf, means 0, counts 0. Equal fields share a scalar."""
-        heads = n_heads, n_kv_heads
-        kinds = {
-            (value, count): torch.full((), value, dtype=torch.int64 if count else like.dtype, device=like.device)
-            for value, count in {form[0] for form in _FORMS.values()}
-        }
-        return cls(**{name: kinds[kind].expand((heads[of], *more)) for name, (kind, of, more) in _FORMS.items()})  # type: ignore[arg-type]
-
-
-def is_not_finite(max_logit: Any, min_logit: Any, entropy: Any, n_pairs: Any) -> Any:
-    """Returns True for heads whose logits or entropy are NaN or infinite; accepts tensors or NumPy arrays."""
-    low = (abs(min_logit) < math.inf) | (n_pairs == 0)  # without pairs the minimum was not measured
-    return ~((abs(max_logit) < math.inf) & low & (abs(entropy) < math.inf))
+        """Returns the neutral element: maxima -inf, minima +inf, means 0, counts 0."""
+        fields = {}
+        for name, merge in MERGES.items():
+            heads = n_kv_heads if of_key_heads(name) else n_heads
+            dtype = torch.int64 if merge.how == "sum" else like.dtype
+            fields[name] = torch.full((heads,), merge.neutral, dtype=dtype, device=like.device)
+        return cls(**fields)  # type: ignore[arg-type]
 
 
 def of_key_heads(name: str) -> bool:
@@ -146,16 +135,6 @@ def of_key_heads(name: str) -> bool:
 
 
 MERGES = merge_rules(LogitStats)
-FORMULAS = row_formulas(LogitStats)  # of RowStats; `reduce_rows` reduces them to values per head
-# For each field: its neutral value and whether it is a count, whether it is per key head, and its other dimensions.
-_FORMS: Mapping[str, tuple[tuple[float, bool], bool, tuple[int, ...]]] = {
-    name: (
-        (float(merge.neutral), merge.how == "sum"),
-        of_key_heads(name),
-        (POSITION_BINS,) if name.endswith("_by_position") else (),
-    )
-    for name, merge in MERGES.items()
-}
 TENSORS = tuple(MERGES)
 _ALL_TENSORS = operator.attrgetter(*TENSORS)
 DERIVED = ("max_abs_logit", "non_finite")  # properties that are recorded
@@ -376,18 +355,17 @@ class RowStats:
     product_norm: PerRow  #: square root of Σ(q·k)² over the row's pairs
     cos_max: PerRow  #: largest cosine of q and k, in [-1, 1]
     cos_total: PerRow  #: sum of cosines over the pairs
-    n_products: Int[Tensor, "b h t"]  #: pairs with known q and k
     class_max: PerRowAndClass | None = None  #: largest logit over the keys of each class
     class_mass: PerRowAndClass | None = None  #: weight on the keys of each class, in [0, 1]
     class_keys: PerRowAndClass | None = None  #: visible keys of each class
 
     @classmethod
-    def nothing(cls, like: PerRow, keys: KeyClasses | None = None) -> RowStats:
+    def nothing(cls, like: PerRow, members: Members | None = None) -> RowStats:
         """Returns the statistics of rows that see no key, one row for each entry of `like`."""
-        zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
-        split = None if keys is None else like.new_zeros(*like.shape, keys.members.shape[-1])
+        zeros = torch.zeros_like(like)
+        split = None if members is None else like.new_zeros(*like.shape, members.shape[-1])
         fields = {f.name: split if f.name.startswith("class") else zeros for f in dataclasses.fields(cls)}
-        return cls(**{**fields, "n_keys": none, "n_products": none})  # type: ignore[arg-type]
+        return cls(**{**fields, "n_keys": torch.zeros_like(like, dtype=torch.int64)})  # type: ignore[arg-type]
 
     @classmethod
     def cat(cls, parts: list[RowStats], dim: int = 2) -> RowStats:
@@ -405,7 +383,7 @@ def extreme_logits(z: Tensor, seen: VisibleKeys, counted: Bool[Tensor, "b r"] | 
     return seen.lower_(z).amax(-1).masked_fill(~over, -torch.inf).amax((0, 2)), low
 
 
-def logit_rows(z: Tensor, seen: VisibleKeys, threshold: float, keys: KeyClasses | None = None) -> dict[str, Tensor]:
+def logit_rows(z: Tensor, seen: VisibleKeys, threshold: float, members: Members | None = None) -> dict[str, Tensor]:
     """Returns extrema, totals and counts of blanked logits z [b h rows n] before the cap; leaves z lowered."""
     b, h, r, _ = z.shape
     found = {"total": z.sum(-1), "min_logit": seen.least(z)}
@@ -414,15 +392,15 @@ def logit_rows(z: Tensor, seen: VisibleKeys, threshold: float, keys: KeyClasses 
     # can that be checked without waiting for the device.
     over = z.device.type != "cpu" or bool((top > threshold).any())
     above = (z > threshold).sum(-1).to(z.dtype) if over else torch.zeros_like(top)
-    if keys is not None:
-        members = keys.upto(z.shape[-1])
-        found["class_keys"] = seen.counts_of(members).expand(b, h, r, -1)
-        found["class_max"] = keys.maxima(z, found["class_keys"])
+    if members is not None:
+        of_block = members[:, : z.shape[-1]]
+        found["class_keys"] = seen.counts_of(of_block).expand(b, h, r, -1)
+        found["class_max"] = class_maxima(z, of_block, found["class_keys"])
     return {**found, "max_logit": top, "above": above, "n_keys": seen.counts(r, z.device).expand(b, h, r)}
 
 
 def softmax_rows(
-    z: Tensor, seen: VisibleKeys, keys: KeyClasses | None = None, sink: Tensor | None = None
+    z: Tensor, seen: VisibleKeys, members: Members | None = None, sink: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Returns the largest capped logit, entropy, first weight and class weights of softmax(z); overwrites lowered z.
 
@@ -437,7 +415,7 @@ def softmax_rows(
     z.sub_(top).clamp_(min=math.log(torch.finfo(z.dtype).tiny) + 1)
     p = z.exp()
     mass = p.sum(-1)
-    split = {} if keys is None else {"class_mass": by_class(p, keys) / mass[..., None]}
+    split = {} if members is None else {"class_mass": by_class(p, members) / mass[..., None]}
     first = seen.first(p) / mass
     entropy = (mass.log() - p.mul_(z).sum(-1) / mass).clamp_min_(0)
     if sink is not None:
@@ -445,10 +423,10 @@ def softmax_rows(
     return {"capped_max": top[..., 0], "entropy": entropy, "first_weight": first, **split}
 
 
-def by_class(weights: Tensor, keys: KeyClasses) -> PerRowAndClass:
+def by_class(weights: Tensor, members: Members) -> PerRowAndClass:
     """Returns sums of weights [b h rows n] over the keys of each class, computed as attention to one-hot values."""
-    members = keys.upto(weights.shape[-1]).expand(len(weights), -1, -1)
-    return (weights.flatten(1, 2) @ members).view(*weights.shape[:3], -1)
+    values = members[:, : weights.shape[-1]].expand(len(weights), -1, -1)
+    return (weights.flatten(1, 2) @ values).view(*weights.shape[:3], -1)
 
 
 def product_rows(products: Tensor, unit: float, q_norm: PerRow, k_norm: Tensor, seen: VisibleKeys) -> dict[str, Tensor]:
@@ -463,14 +441,12 @@ def product_rows(products: Tensor, unit: float, q_norm: PerRow, k_norm: Tensor, 
         "product_norm": torch.linalg.vector_norm(products, dim=-1) / unit,
         "cos_total": total.clamp(-n, n),  # rounding may give a cosine of 1 + 1e-7
         "cos_max": (seen.lower_(cosines).amax(-1) * along).clamp_(-1, 1),
-        "n_products": n,
     }
 
 
 def no_product_rows(like: Tensor) -> dict[str, Tensor]:
     """Returns the fields of `product_rows` if q and k are unknown; `like` is [b h rows]."""
-    zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
-    return {"product_norm": zeros, "cos_total": zeros, "cos_max": zeros, "n_products": none}
+    return dict.fromkeys(("product_norm", "cos_total", "cos_max"), torch.zeros_like(like))
 
 
 def _inverse(norm: Tensor) -> Tensor:
@@ -511,86 +487,13 @@ ROW_FIELDS = (
 _AT = {name: i for i, name in enumerate(ROW_FIELDS)}
 
 
-class CountedRows(NamedTuple):
-    """Which of the rows [b t] of a call are counted, per head, and how many values each mean is taken over.
-
-    The n rows of all sequences form one dimension; h is 1 if the rows are the same for all heads.
-
-    Attributes:
-        n_keys: the number of keys that each row sees, or 0 for rows that are not counted.
-        blank: True for rows that are not counted; None if all rows are counted.
-        bound: True for rows that are not counted or see only one key; None if there are no such rows.
-        single: True for rows that have neither a second key nor a sink, so that their entropy is 0; None if there are
-            no such rows.
-        scales: the logarithm of the number of keys and sinks of each row, at least ln 2, and a tensor of ones.
-        counts: the number of values over which the mean of each of ROW_FIELDS is taken, at least 1.
-        free: n_free, but at least 1.
-        n_queries: the number of counted rows.
-        n_free: the number of counted rows that see two keys or more.
-        n_pairs: the number of visible pairs of counted rows.
-    """
-
-    n_keys: Int[Tensor, "h n"]
-    blank: Bool[Tensor, "h n"] | None
-    bound: Bool[Tensor, "h n"] | None
-    single: Bool[Tensor, "h n"] | None
-    scales: Float[Tensor, "2 h n"]
-    counts: Int[Tensor, "fields h"]
-    free: Int[Tensor, " h"]
-    n_queries: Int[Tensor, " h"]
-    n_free: Int[Tensor, " h"]
-    n_pairs: Int[Tensor, " h"]
-
-    @classmethod
-    def of(
-        cls, n_keys: Int[Tensor, "b h t"], counted: Bool[Tensor, "b t"] | None, sinks: int, kind: torch.dtype
-    ) -> CountedRows:
-        """Returns the rows that see a key and are in `counted`, for statistics of the dtype `kind`."""
-        n = n_keys if counted is None else n_keys.masked_fill(~counted[:, None], 0)
-        n = n.transpose(0, 1).flatten(1)
-        blank, bound = n < 1, n < 2
-        logs = (n + sinks).clamp_min(2).to(kind).log()
-        n_queries, n_free, n_pairs = (~blank).sum(1), (~bound).sum(1), n.sum(1)
-        of_rows, of_pairs, one = n_queries.clamp_min(1), n_pairs.clamp_min(1), torch.ones_like(n_pairs)
-        means = {"total": of_pairs, "above": of_pairs, "cos_total": of_pairs, "entropy": of_rows, "query_norm": of_rows}
-        return cls(
-            n_keys=n,
-            blank=blank,
-            bound=bound,
-            single=n + sinks < 2,
-            scales=torch.stack([logs, torch.ones_like(logs)]),
-            counts=torch.stack([means.get(name, one) for name in ROW_FIELDS]),
-            free=n_free.clamp_min(1),
-            n_queries=n_queries,
-            n_free=n_free,
-            n_pairs=n_pairs,
-        )
-
-
-@functools.lru_cache(maxsize=8)
-def whole_rows(
-    batch: int, queries: int, keys: int, causal: bool, kind: torch.dtype, device: torch.device
-) -> CountedRows:
-    """Returns the rows of a call without a mask or sink, where each row sees all keys or, with `causal`, those up to
-    its own.
-
-    They depend only on these arguments, so a training run computes them once."""
-    seen = torch.arange(1, queries + 1, device=device) if causal else torch.full((queries,), keys, device=device)
-    rows = CountedRows.of(seen.expand(batch, 1, -1), None, 0, kind)
-    some_see_one = causal or keys < 2
-    return rows._replace(
-        blank=None, bound=rows.bound if some_see_one else None, single=rows.single if some_see_one else None
-    )
-
-
 def reduce_rows(
     rows: RowStats,
     counted: Bool[Tensor, "b t"] | None,
     q_norm: PerRow | None,
     k_norm: Float[Tensor, "b g s"] | None,
-    keys_seen: Bool[Tensor, "b g s"] | None,
+    keys_seen: Bool[Tensor, "b g s"],
     classes: TokenClasses | None = None,
-    of_key: Int[Tensor, " s"] | None = None,
     sinks: int = 0,
 ) -> LogitStats:
     """Returns LogitStats over counted rows that see a key.
@@ -599,30 +502,25 @@ def reduce_rows(
         rows: statistics of each row.
         counted: which rows count; None for all.
         q_norm, k_norm: norms of queries and keys; None where they are unknown.
-        keys_seen: which keys are seen by a counted row. None means all keys and requires that k_norm is known and that
-            there are no classes.
+        keys_seen: which keys are seen by a counted row.
         classes: the token classes by which the statistics are also split.
-        of_key: see BandCall.
         sinks: the number of columns without a key that the entropies include, 0 or 1.
     """
-    split = None
-    if classes is not None:
-        assert keys_seen is not None
-        split = _split(classes, rows, counted, q_norm, (k_norm, keys_seen))
-    known = {**tensors(rows), "query_norm": torch.zeros_like(rows.total) if q_norm is None else q_norm}
-    fields = torch.stack([known[name] for name in ROW_FIELDS])
-    which = CountedRows.of(rows.n_keys, counted, sinks, fields.dtype)
+    split = None if classes is None else _split(classes, rows, counted, q_norm, (k_norm, keys_seen))
+    values = {**tensors(rows), "query_norm": torch.zeros_like(rows.total) if q_norm is None else q_norm}
+    fields = torch.stack([values[name] for name in ROW_FIELDS])
     products = q_norm is not None and k_norm is not None
-    return reduce_fields(fields, which, k_norm, keys_seen, of_key, products=products, classes=split)
+    return reduce_fields(fields, rows.n_keys, counted, k_norm, keys_seen, sinks=sinks, products=products, classes=split)
 
 
 def reduce_fields(
     fields: Float[Tensor, "fields b h t"],
-    rows: CountedRows,
+    n_keys: Int[Tensor, "b h t"],
+    counted: Bool[Tensor, "b t"] | None,
     k_norm: Float[Tensor, "b g s"] | None,
     keys_seen: Bool[Tensor, "b g s"] | None,
-    of_key: Int[Tensor, " s"] | None = None,
     *,
+    sinks: int = 0,
     products: bool = True,
     classes: ClassStats | None = None,
 ) -> LogitStats:
@@ -632,85 +530,55 @@ def reduce_fields(
 
     Args:
         fields: statistics of each row.
-        rows: which of these rows are counted.
-        k_norm, keys_seen, of_key: see `reduce_rows`.
+        n_keys: the number of keys that each row sees.
+        keys_seen: which keys are seen by a counted row. None means all keys and requires that k_norm is known.
         products: whether q and k are known.
         classes: the statistics split by class.
+        counted, k_norm, sinks: see `reduce_rows`.
     """
-    h = fields.shape[2]
-    x = fields.transpose(1, 2).flatten(2)
-    if rows.single is not None:
-        copied = fields.is_contiguous() and min(fields.shape[1:3]) > 1  # flatten moves numbers only then
-        x = x if copied else x.clone()
-        x[_AT["entropy"]].masked_fill_(rows.single, 0.0)
-    if rows.blank is None:
-        least, most = torch.aminmax(x, dim=-1)
-        counted = x
-    else:
-        least = x.masked_fill(rows.blank, torch.inf).amin(-1)
-        most = x.masked_fill(rows.blank, -torch.inf).amax(-1)
-        counted = x.masked_fill(rows.blank, 0.0)
-    means = (counted.sum(-1) / rows.counts).unbind()
-    of_free = (x[_AT["entropy"] : _AT["first_weight"] + 1] / rows.scales).clamp_max_(1)  # neighbours
-    if rows.bound is not None:
-        of_free.masked_fill_(rows.bound, 0.0)
-    normalized, sink_share = (of_free.sum(-1) / rows.free).unbind()
-    lows, tops = least.unbind(), most.unbind()
-    most_norm = tops[_AT["query_norm"]]
-    if rows.blank is not None:
-        most_norm = most_norm.clamp_min(0)
-    by_head = RowsByHead(x, rows.n_keys)
-    over_rows = {"n_free": (rows.bound, rows.n_free), "n_queries": (rows.blank, rows.n_queries)}
-    own = {
-        name: _reduced(formula(by_head), *over_rows[MERGES[name].count or "n_queries"], MERGES[name])
-        for name, formula in FORMULAS.items()
-    }
-    n_queries, n_free, n_pairs = (n.expand(h) for n in (rows.n_queries, rows.n_free, rows.n_pairs))
+    n = n_keys if counted is None else n_keys.masked_fill(~counted[:, None], 0)
+    n = n.transpose(0, 1).flatten(1)  # [h n], over the rows of all sequences
+    blank, bound = n < 1, n < 2
+    n_queries, n_free, n_pairs = (~blank).sum(1), (~bound).sum(1), n.sum(1)
+    x = fields.transpose(1, 2).flatten(2).clone()
+    x[_AT["entropy"]].masked_fill_(n + sinks < 2, 0.0)
+    only_counted = x.masked_fill(blank, 0.0)
+    sums, lows, tops = (
+        dict(zip(ROW_FIELDS, reduced.unbind()))
+        for reduced in (
+            only_counted.sum(-1),
+            x.masked_fill(blank, torch.inf).amin(-1),
+            x.masked_fill(blank, -torch.inf).amax(-1),
+        )
+    )
+    of_queries, of_free, of_pairs = (count.clamp_min(1) for count in (n_queries, n_free, n_pairs))
+    largest_entropy = (n + sinks).clamp_min(2).to(x.dtype).log()
+    shares = torch.stack([x[_AT["entropy"]] / largest_entropy, x[_AT["first_weight"]]]).clamp_max_(1)
+    normalized_entropy, sink_share = shares.masked_fill_(bound, 0.0).sum(-1) / of_free
+    gap = x[_AT["max_logit"]] - x[_AT["total"]] / n
     return LogitStats(
-        **own,
-        max_logit=tops[_AT["max_logit"]],
-        min_logit=lows[_AT["min_logit"]],
-        mean_logit=means[_AT["total"]],
-        capped_max_logit=tops[_AT["capped_max"]],
-        entropy=means[_AT["entropy"]],
-        entropy_min=lows[_AT["entropy"]],
-        query_norm=means[_AT["query_norm"]],
-        query_norm_max=most_norm,
+        max_logit=tops["max_logit"],
+        min_logit=lows["min_logit"],
+        mean_logit=sums["total"] / of_pairs,
+        capped_max_logit=tops["capped_max"],
+        entropy=sums["entropy"] / of_queries,
+        entropy_min=lows["entropy"],
+        query_norm=sums["query_norm"] / of_queries,
+        query_norm_max=tops["query_norm"].clamp_min(0),
         n_queries=n_queries,
         n_pairs=n_pairs,
-        normalized_entropy=normalized,
+        normalized_entropy=normalized_entropy,
         sink_share=sink_share,
-        share_above=means[_AT["above"]],
-        qk_frobenius=torch.linalg.vector_norm(counted[_AT["product_norm"]], dim=-1),
-        cos_max=tops[_AT["cos_max"]] if products else torch.full_like(normalized, -torch.inf),
-        cos_mean=means[_AT["cos_total"]],
+        share_above=sums["above"] / of_pairs,
+        qk_frobenius=torch.linalg.vector_norm(only_counted[_AT["product_norm"]], dim=-1),
+        cos_max=tops["cos_max"] if products else torch.full_like(sink_share, -torch.inf),
+        cos_mean=sums["cos_total"] / of_pairs,
+        logit_gap=gap.masked_fill(bound, 0.0).sum(1) / of_free,
         n_free=n_free,
         n_products=n_pairs if products else torch.zeros_like(n_pairs),
         classes=classes,
-        **_keys(k_norm, keys_seen, of_key, fields),  # type: ignore[arg-type]
+        **_keys(k_norm, keys_seen, fields),  # type: ignore[arg-type]
     )
-
-
-class RowsByHead:
-    """The statistics [h n] of rows, accessed by name, as the formulas of LogitStats read them."""
-
-    def __init__(self, fields: Float[Tensor, "fields h n"], n_keys: Int[Tensor, "#h n"]) -> None:
-        self.n_keys, self._fields = n_keys, fields
-
-    def __getattr__(self, name: str) -> Float[Tensor, "h n"]:
-        if name not in _AT:
-            raise AttributeError(f"expected one of {', '.join(ROW_FIELDS)} or n_keys, got {name}")
-        return self._fields[_AT[name]]
-
-
-def _reduced(x: Float[Tensor, "h n"], left_out: Tensor | None, n: Tensor, merge: Merge) -> PerHead:
-    """Returns each head's mean, largest or smallest value over its n rows, by the rule that also merges data sets."""
-    if merge.how == "mean":
-        x = x if left_out is None else x.masked_fill(left_out, 0.0)
-        return x.sum(1) / n.clamp_min(1)
-    assert merge.how in ("max", "min")
-    x = x if left_out is None else x.masked_fill(left_out, merge.neutral)
-    return x.amax(1) if merge.how == "max" else x.amin(1)
 
 
 def _split(
@@ -740,92 +608,16 @@ def _split(
     )
 
 
-def _keys(norm: Tensor | None, seen: Tensor | None, of_key: Tensor | None, like: Tensor) -> dict[str, Tensor]:
-    """Returns the mean and largest norm of the seen keys, overall and by distance from the first seen key of their
-    sequence. `seen` is None if every key is seen; the norms are then known."""
+def _keys(norm: Tensor | None, seen: Tensor | None, like: Tensor) -> dict[str, Tensor]:
+    """Returns the mean and largest norm of the seen keys, and their number. `seen` is None if every key is seen; the
+    norms are then known."""
     if norm is None:
         assert seen is not None
         norm, seen = like.new_zeros(seen.shape), torch.zeros_like(seen)
-    if seen is None and not norm.shape[2]:
-        seen = torch.ones_like(norm, dtype=torch.bool)
-    if seen is None and of_key is None:
-        known = _all_keys(norm.shape[0], norm.shape[2], norm.device)
-        count, counts = (n.expand(norm.shape[1], *n.shape[1:]) for n in known)
-        by_key = norm.sum(0)
-        sums = _binned(by_key)
-    else:
-        given = torch.ones((), dtype=torch.bool, device=norm.device).expand(norm.shape) if seen is None else seen
-        if not norm.shape[2]:  # amax needs a key, so pad with one that nobody sees
-            norm, given = (torch.nn.functional.pad(x, (0, 1)) for x in (norm, given))
-        norm = norm if seen is None else norm.masked_fill(~given, 0.0)
-        count, by_key = given.sum((0, 2)), norm.sum(0)
-        sums, counts = _by_position(norm, given, of_key)
-    return {
-        "key_norm": by_key.sum(-1) / count.clamp_min(1),
-        "key_norm_max": norm.amax((0, 2)),
-        "n_keys": count,
-        "key_norm_by_position": sums / counts.clamp_min(1),
-        "n_keys_by_position": counts,
-    }
-
-
-def _by_position(norm: Tensor, given: Tensor, of_key: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the norms of the keys in `given` and the number of these keys, by distance from the first key
-    of each sequence."""
-    if of_key is None or not of_key.numel():
-        s = norm.shape[2]
-        place = torch.arange(s, device=norm.device) + given.to(torch.uint8).argmax(-1, keepdim=True)
-        within, place = place < s, place.clamp_max(s - 1)
-        norms, there = norm.gather(2, place) * within, given.gather(2, place) & within
-        return _binned(norms.sum(0)), _binned(there.sum(0))
-    offset = _offsets(given, of_key)
-    inside = [given & (offset >= a) & (offset < b) for a, b in _bins(offset.shape[2])]
-    sums = [norm.where(one, 0.0).sum((0, 2)) for one in inside]
-    return _padded(sums), _padded([one.sum((0, 2)) for one in inside])
-
-
-def _padded(bins: Sequence[Shaped[Tensor, " g"]]) -> Shaped[Tensor, "g bins"]:
-    """Returns the values of the first bins, and 0 for the remaining bins."""
-    return torch.nn.functional.pad(torch.stack([*bins], dim=1), (0, POSITION_BINS - len(bins)))
-
-
-@functools.lru_cache(maxsize=64)
-def _all_keys(batch: int, keys: int, device: torch.device) -> tuple[Int[Tensor, " 1"], Int[Tensor, "1 bins"]]:
-    """Returns the number of keys in all sequences of this length, in total and in each bin."""
-    counts = [batch * (b - a) for a, b in _bins(keys)]
-    counts += [0] * (POSITION_BINS - len(counts))
-    return torch.full((1,), batch * keys, device=device), torch.tensor([counts], device=device)
-
-
-def _binned(keys: Shaped[Tensor, "g s"]) -> Shaped[Tensor, "g bins"]:
-    """Returns the sums over the keys of each bin; on a CPU, with one operation instead of one per bin."""
-    if not keys.is_cpu:
-        return _padded([keys[:, a:b].sum(1) for a, b in _bins(keys.shape[1])])
-    ends = _ends(keys.shape[1]).expand(keys.shape[0], -1)
-    if keys.is_floating_point():
-        return torch.segment_reduce(keys, "sum", offsets=ends, axis=1, unsafe=True)
-    return torch.segment_reduce(keys.double(), "sum", offsets=ends, axis=1, unsafe=True).long()  # exact for counts
-
-
-@functools.lru_cache(maxsize=64)
-def _ends(n_keys: int) -> Int[Tensor, "1 edges"]:
-    firsts = [a for a, _ in _bins(n_keys)]
-    return torch.tensor([[*firsts, *[n_keys] * (POSITION_BINS + 1 - len(firsts))]], device="cpu")
-
-
-@functools.lru_cache(maxsize=64)
-def _bins(n_keys: int) -> tuple[tuple[int, int], ...]:
-    """Returns the start and stop of each of the POSITION_BINS bins; the last bin stops after the last key. Bins that
-    begin after the last key are empty and are left out."""
-    edges = [0, *(1 << i for i in range(POSITION_BINS - 1))]
-    edges = edges[: 1 + sum(edge < n_keys for edge in edges[1:])]
-    return tuple(zip(edges, [*edges[1:], n_keys]))
-
-
-def _offsets(seen: Tensor, of_key: Tensor) -> Tensor:
-    """Returns the distance [b g s] of each seen key from the first seen key of its sequence; sequences are packed."""
-    index = torch.arange(seen.shape[2], device=seen.device)
-    before = torch.where(seen, index, -1).cummax(-1).values.roll(1, -1)
-    before[..., 0] = -1
-    first = seen & ((before < 0) | (of_key[before.clamp_min(0)] != of_key))
-    return index - torch.where(first, index, 0).cummax(-1).values
+    seen = torch.ones_like(norm, dtype=torch.bool) if seen is None else seen
+    if not norm.shape[2]:  # amax needs a key, so pad with one that nobody sees
+        norm, seen = (torch.nn.functional.pad(x, (0, 1)) for x in (norm, seen))
+    norm = norm.masked_fill(~seen, 0.0)
+    count = seen.sum((0, 2))
+    total = norm.sum(0).sum(-1)
+    return {"key_norm": total / count.clamp_min(1), "key_norm_max": norm.amax((0, 2)), "n_keys": count}

@@ -9,6 +9,7 @@ from typing import final
 from torch import nn
 
 from qkeel.autopilot import Ladder, attach
+from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidValueError, needed
 from qkeel.handle import State
 from qkeel.integrations.watched_training import CALLBACK_CADENCE, Sinks, WatchedTraining
@@ -46,6 +47,7 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
         batch: an input of the module, which an autopilot needs to resume.
     """
 
+    @accepts_earlier_calls()
     def __init__(
         self,
         *,

@@ -29,7 +29,7 @@ class _LibrarySink(Sink):
         """Imports the library, or raises MissingLibraryError."""
 
 
-# CSV and Parquet: all values of every head, as tables for pandas, polars, R or a spreadsheet.
+# CSV and Parquet: all values of every head, as tables for pandas, R or a spreadsheet.
 
 
 class CSVSink(Sink):

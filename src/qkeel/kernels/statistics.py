@@ -18,10 +18,9 @@ from torch.nn.attention import SDPBackend
 
 from qkeel.errors import RefusedError, ShapeError
 from qkeel.functional.bounds import LogitChange, change_factors, change_rows, no_change_rows, reduce_changes
-from qkeel.functional.class_statistics import KeyClasses, TokenClasses
+from qkeel.functional.class_statistics import Members, TokenClasses
 from qkeel.functional.logits import entropy
 from qkeel.functional.statistics import (
-    CountedRows,
     KernelRows,
     LogitBracket,
     LogitStats,
@@ -35,7 +34,6 @@ from qkeel.functional.statistics import (
     reduce_kernel_rows,
     reduce_rows,
     softmax_rows,
-    whole_rows,
     with_sink,
 )
 from qkeel.kernels.contract import (
@@ -50,7 +48,7 @@ from qkeel.kernels.encode import folded
 from qkeel.kernels.native import logit_pass
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.patching.modes import cudnn, flash, flash_on_cpu, kernel_choice, memory_efficient
-from qkeel.spec.call import AttentionCall, of_key
+from qkeel.spec.call import AttentionCall
 from qkeel.spec.logits import Cap, Sink
 from qkeel.spec.rope import NoPosition
 from qkeel.spec.slot import Outputs, PerRow
@@ -117,7 +115,6 @@ class FoundRows(Found):
     k_norm: Float[Tensor, "b g s"] | None
     keys_seen: Bool[Tensor, "b g s"]
     classes: TokenClasses | None = None
-    of_key: Int[Tensor, " s"] | None = None
     sinks: int = 0
 
     @property
@@ -126,7 +123,7 @@ class FoundRows(Found):
 
     @property
     def alike(self) -> tuple[object, ...]:
-        if self.classes is not None or self.of_key is not None:
+        if self.classes is not None:
             return ()
         x, keys = self.rows.total, self.keys_seen
         known = self.q_norm is None, self.k_norm is None, id(self.counted), self.sinks
@@ -144,7 +141,7 @@ class FoundRows(Found):
             q_norm = None if q_norm is None else torch.cat([x for one in every if (x := one.q_norm) is not None], 1)
             k_norm = None if k_norm is None else torch.cat([x for one in every if (x := one.k_norm) is not None], 1)
             seen = torch.cat([one.keys_seen for one in every], 1)
-        return reduce_rows(rows, self.counted, q_norm, k_norm, seen, self.classes, self.of_key, self.sinks)
+        return reduce_rows(rows, self.counted, q_norm, k_norm, seen, self.classes, self.sinks)
 
 
 @final
@@ -153,16 +150,13 @@ class FoundPacked(Found):
     """Row statistics from the compiled CPU pass or the GPU pass, with all fields in one tensor and the query norms
     last.
 
-    `keys_seen` is None if every key is seen. `whole` says whether a call without a mask is causal, and is None for
-    other calls."""
+    `keys_seen` is None if every key is seen."""
 
     fields: Float[Tensor, "n b h t"]  # in the order of functional.statistics.ROW_FIELDS
     n_keys: Int[Tensor, "b h t"]
     k_norm: Float[Tensor, "b g s"]
     keys_seen: Bool[Tensor, "b g s"] | None
     counted: Bool[Tensor, "b t"] | None
-    of_key: Int[Tensor, " s"] | None
-    whole: bool | None = None
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -170,9 +164,7 @@ class FoundPacked(Found):
 
     @property
     def alike(self) -> tuple[object, ...]:
-        if self.of_key is not None:
-            return ()
-        seen = self.keys_seen is None, id(self.counted), self.whole
+        seen = self.keys_seen is None, id(self.counted)
         x = self.fields
         return FoundPacked, x.shape[1::2], self.k_norm.shape[::2], x.dtype, x.device, *seen
 
@@ -186,12 +178,8 @@ class FoundPacked(Found):
             fields = torch.cat([one.fields for one in every], 2)
             k_norm = torch.cat([one.k_norm for one in every], 1)
             seen = None if seen is None else torch.cat([x for one in every if (x := one.keys_seen) is not None], 1)
-        if self.whole is not None:
-            b, t, s = fields.shape[1], fields.shape[3], k_norm.shape[2]
-            return reduce_fields(fields, whole_rows(b, t, s, self.whole, fields.dtype, fields.device), k_norm, None)
         n_keys = torch.cat([one.n_keys for one in every], 1) if others else self.n_keys
-        rows = CountedRows.of(n_keys, self.counted, 0, fields.dtype)
-        return reduce_fields(fields, rows, k_norm, seen, self.of_key)
+        return reduce_fields(fields, n_keys, self.counted, k_norm, seen)
 
 
 @final
@@ -295,12 +283,11 @@ def find_rows(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> FoundR
         fast = row_fields(call, threshold)
     if fast is not None:
         seen = None if _all_keys_seen(call) else _keys_seen(call)
-        whole = call.causal if type(call) is AttentionCall and call.whole and call.query_mask is None else None
-        return FoundPacked(*fast, seen, call.query_mask, of_key(call), whole)
+        return FoundPacked(*fast, seen, call.query_mask)
     keys_seen = _keys_seen(call)
     q, k = call.encoded()
     q_norm, k_norm = q.norm(dim=-1), k.norm(dim=-1)
-    classes = None if call.classes is None else call.classes.keys(q)
+    classes = None if call.classes is None else call.classes.members(q.dtype)
     parts = []
     for rows, keys in _blocks(call):
         if keys.stop == keys.start:
@@ -316,7 +303,7 @@ def find_rows(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> FoundR
         parts.append(RowStats(**angle, **found, **_weight_rows(call, z, seen, classes, sink)))
     rows = parts[0] if len(parts) == 1 else RowStats.cat(parts)
     sinks = int(sink is not None)
-    return FoundRows(rows, call.query_mask, q_norm, k_norm, keys_seen, call.classes, of_key(call), sinks)
+    return FoundRows(rows, call.query_mask, q_norm, k_norm, keys_seen, call.classes, sinks)
 
 
 def sink_logit(call: AttentionCall) -> Float[Tensor, "#h 1"] | None:
@@ -334,7 +321,7 @@ def find_plain_rows(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundPa
     be ready, does not support it."""
     if not logit_pass.reads_plain(q, k, causal):
         return None
-    return FoundPacked(*logit_pass.plain_rows(q, k, scale, causal, ALARM_THRESHOLD), None, None, None, causal)
+    return FoundPacked(*logit_pass.plain_rows(q, k, scale, causal, ALARM_THRESHOLD), None, None)
 
 
 def find_plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundExtremes | None:
@@ -505,7 +492,7 @@ def _products(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slic
 
 
 def _weight_rows(
-    call: AttentionCall, z: Tensor, seen: VisibleKeys, keys: KeyClasses | None, sink: Tensor | None
+    call: AttentionCall, z: Tensor, seen: VisibleKeys, members: Members | None, sink: Tensor | None
 ) -> dict[str, Tensor]:
     """Returns the largest capped logit, entropy, first weight and class weights for lowered logits, which it
     overwrites."""
@@ -513,11 +500,11 @@ def _weight_rows(
     if cap.kind != "none":
         z = seen.lower_(seen.blank_(cap.apply(z)))
     if normalizer.softmax_over_keys:
-        return softmax_rows(z, seen, keys, sink)
+        return softmax_rows(z, seen, members, sink)
     weights = normalizer.weights(z, seen.whole(z), call.params)
     total = weights.sum(-1)
     total = torch.where(total > 0, total, 1.0)
-    split = {} if keys is None else {"class_mass": by_class(weights, keys) / total[..., None]}
+    split = {} if members is None else {"class_mass": by_class(weights, members) / total[..., None]}
     first = seen.first(weights) / total
     return {"capped_max": z.amax(-1), "entropy": entropy(weights).clamp_min(0), "first_weight": first, **split}
 

@@ -360,10 +360,6 @@ class History:
         """The same table as a pandas.DataFrame."""
         return self.frame(rows).to_pandas()
 
-    def to_polars(self, rows: Rows = "heads") -> Foreign:
-        """The same table as a polars.DataFrame."""
-        return self.frame(rows).to_polars()
-
     def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
         """Draws the records with matplotlib and returns the Axes.
 

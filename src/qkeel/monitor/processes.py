@@ -20,7 +20,7 @@ from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.functional.class_statistics import MERGES as _CLASS_MERGES
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.norms import widest
-from qkeel.functional.statistics import MERGES, POSITION_BINS, TENSORS, LogitStats, of_key_heads
+from qkeel.functional.statistics import MERGES, TENSORS, LogitStats, of_key_heads
 from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.monitor.gather import (
     ALIKE,
@@ -175,20 +175,18 @@ class Extent:
         fields: the names of the fields of LogitStats that are exchanged; all other fields have their neutral values on
             every process.
         even: True if the heads of each layer have equal counts, so that a count is exchanged once per layer.
-        bins: the number of position bins that contain keys.
         double: True if some statistics are float64; all are then exchanged in that dtype.
     """
 
     fields: tuple[str, ...] = TENSORS
     even: bool = False
-    bins: int = POSITION_BINS
     double: bool = True
 
     @classmethod
     def of(cls, stats: Stats) -> Self:
         """Returns the extent of what one process measured; waits for the device."""
         fields: dict[str, None] = {}
-        even, bins = True, 1
+        even = True
         for s in on_host(stats).values():
             values = s.tensors()
             for name, rule in MERGES.items():
@@ -198,10 +196,8 @@ class Extent:
                     fields |= dict.fromkeys((name, rule.count) if rule.count else (name,))
                 if rule.how == "sum":
                     even = even and bool((values[name] == values[name][:1]).all())
-            used = values["n_keys_by_position"].any(0).nonzero()
-            bins = max(bins, int(used.max()) + 1 if len(used) else 1)
         double = any(s.max_logit.dtype == torch.float64 for s in stats.values())
-        return cls(fields=tuple(name for name in TENSORS if name in fields), even=even, bins=bins, double=double)
+        return cls(fields=tuple(name for name in TENSORS if name in fields), even=even, double=double)
 
     @classmethod
     def union(cls, extents: Sequence[Self]) -> Self:
@@ -213,17 +209,12 @@ class Extent:
         return cls(
             fields=tuple(name for name in TENSORS if name in fields),
             even=all(one.even for one in extents),
-            bins=max(one.bins for one in extents),
             double=any(one.double for one in extents),
         )
 
     def named(self, *hows: str, keys: bool) -> tuple[str, ...]:
         """Returns the exchanged fields with certain merge rules, for query heads or for key heads."""
         return tuple(name for name in self.fields if MERGES[name].how in hows and of_key_heads(name) == keys)
-
-    def width(self, name: str) -> int:
-        """Returns how many values each head has in a field."""
-        return self.bins if name.endswith("_by_position") else 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -406,7 +397,7 @@ class Members:
         last = {name: m.stage for _, m in leads for site, name, _, _ in m.form if not site}
         ends = [_FLAGS, 0, 1]
         for vector, rows, names in self._groups():
-            ends[vector] += rows * sum(map(self.extent.width, names))
+            ends[vector] += rows * len(names)
         slots: dict[NumberKey, _Slot] = {}
         for n, m in leads:
             for site, name, shape, form in m.form:
@@ -521,7 +512,7 @@ class Members:
             if not names:
                 continue
             of, to = places[of_key_heads(names[0])], vectors[vector]
-            columns = torch.cat([_column(name, joint, to.dtype, self.extent) for name in names], 1)
+            columns = torch.cat([_column(name, joint, to.dtype) for name in names], 1)
             by_layer = vector == 2 and self.extent.even
             rows, at = (of.first, of.layers) if by_layer else (of.rows, of.places)
             size = n_rows * columns.shape[1]
@@ -531,13 +522,13 @@ class Members:
 
     def _unfit(self, joint: Mapping[str, Tensor], places: tuple[_Rows, _Rows]) -> Tensor:
         extent = self.extent
-        found = [(joint[name] != MERGES[name].neutral).any() for name in TENSORS if name not in extent.fields]
-        found.append((joint["n_keys_by_position"][:, extent.bins :] != 0).any())
+        narrow = not extent.double and joint["max_logit"].dtype == torch.float64
+        found = [torch.tensor(narrow, device=joint["max_logit"].device)]
+        found += [(joint[name] != MERGES[name].neutral).any() for name in TENSORS if name not in extent.fields]
         if extent.even:
             for name in extent.named("sum", keys=False) + extent.named("sum", keys=True):
                 found.append((joint[name] != joint[name][places[of_key_heads(name)].layer]).any())
-        narrow = not extent.double and joint["max_logit"].dtype == torch.float64
-        return torch.stack(found).any() | narrow
+        return torch.stack(found).any()
 
     def _pack_numbers(self, measured: Measurement, vectors: Sequence[Tensor]) -> None:
         """Writes the statistics by token class, and the numbers that are not statistics of attention."""
@@ -607,29 +598,27 @@ class Members:
         n = [starts[-1] for starts in self._starts]
         sizes = [torch.tensor(starts).diff() for starts in self._starts]
         found = {
-            name: torch.full((n[of_key_heads(name)], POSITION_BINS), rule.neutral, dtype=torch.float64)
+            name: torch.full((n[of_key_heads(name)],), rule.neutral, dtype=torch.float64)
             for name, rule in MERGES.items()
         }
         ends = [_FLAGS, 0, 1]
         for vector, rows, names in self._groups():
-            widths = [self.extent.width(name) for name in names]
-            part = vectors[vector][ends[vector] :][: rows * sum(widths)].view(rows, -1)
+            part = vectors[vector][ends[vector] :][: rows * len(names)].view(rows, len(names))
             ends[vector] += part.numel()
             if vector == 2 and self.extent.even and names:
                 part = part.repeat_interleave(sizes[of_key_heads(names[0])], 0)
-            for name, x in zip(names, part.split(widths, 1)):
-                found[name][:, : x.shape[1]] = x
+            for name, x in zip(names, part.unbind(1)):
+                found[name].copy_(x)
         fields: dict[str, Tensor] = {}
         for name, rule in MERGES.items():
-            x = found[name] if name.endswith("_by_position") else found[name][:, 0]
+            x = found[name]
             if name in self.extent.fields:
                 if rule.how in ("max", "min"):
                     x = _plain(x) if rule.how == "max" else -_plain(x)
                 elif rule.how == "root":
                     x = x.sqrt()
                 elif rule.how == "mean":
-                    count = found[rule.count] if x.ndim > 1 else found[rule.count][:, 0]
-                    x = x / count.clamp_min(1)
+                    x = x / found[rule.count].clamp_min(1)
             fields[name] = x.to(torch.int64) if rule.how == "sum" else x
         parts = {name: x.split(sizes[of_key_heads(name)].tolist()) for name, x in fields.items()}
         stats = {}
@@ -681,17 +670,17 @@ class Members:
         return sum(parts[i] for i in range(at)), n, sum(parts.values())
 
 
-def _column(name: str, joint: Mapping[str, Tensor], dtype: torch.dtype, extent: Extent) -> Tensor:
-    """Returns a field in the form in which it is reduced, [heads width]: maxima, means times their counts, squares, or
+def _column(name: str, joint: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Returns a field in the form in which it is reduced, [heads 1]: maxima, means times their counts, squares, or
     counts."""
     rule = MERGES[name]
-    x = joint[name].detach().to(dtype).reshape(len(joint[name]), -1)[:, : extent.width(name)]
+    x = joint[name].detach().to(dtype)[:, None]
     if rule.how in ("max", "min"):
         return _ordered(x if rule.how == "max" else -x)
     if rule.how == "root":
         return x.square()
     if rule.how == "mean":
-        count = joint[rule.count].to(dtype).reshape(x.shape[0], -1)[:, : x.shape[1]]
+        count = joint[rule.count].to(dtype)[:, None]
         return torch.where(count > 0, x * count, 0.0)
     return x
 

@@ -353,7 +353,7 @@ class Run:
         return tag("div", {}, tag("p", {}, repr(self)), Markup(self.steps._repr_html_()))
 
 
-@accepts_earlier_calls("qkeel.load(path)", renamed={"run": "path"})
+@accepts_earlier_calls()
 def load(path: str | Path) -> Run:
     """Reads a run directory as tables; `load(path).heads.to_pandas()` has one row per step, layer and head.
 

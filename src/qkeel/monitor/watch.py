@@ -28,7 +28,7 @@ from qkeel.sites.find import named_models, sites_of_each
 K = TypeVar("K")
 
 
-@accepts_earlier_calls("qkeel.watch(model, optimizer, probe_batch=batch)", renamed={"probe": "probe_batch"})
+@accepts_earlier_calls()
 def watch(
     model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,

@@ -26,7 +26,6 @@ from qkeel.patching.modes import hooks_before
 from qkeel.spec import AttentionCall, AttentionSpec, preset
 from qkeel.spec.call import Visibility
 from qkeel.spec.presets import attention_spec, scale_advice
-from qkeel.spec.rope import counted
 from qkeel.spec.slot import (
     AttentionMask,
     HeadTensor,
@@ -76,8 +75,8 @@ class Cache:
         b, t = like.shape[0], like.shape[2]
         if pos is None:
             if self.pos is None:
-                return counted(self.length, self.length + t, like.device)
-            return counted(0, t, like.device) + self.pos[:, -1:] + 1
+                return torch.arange(self.length, self.length + t, device=like.device)[None]
+            return torch.arange(1, t + 1, device=like.device) + self.pos[:, -1:]
         rows = pos[None] if pos.ndim == 1 else pos
         if rows.ndim != 2 or rows.shape[0] not in (1, b) or rows.shape[1] != t:
             raise ShapeError(f"expected pos of shape [{b} {t}] or [{t}], got {tuple(pos.shape)}")
@@ -116,7 +115,7 @@ class Cache:
         return [held[:, :, :length] for held in self._held]
 
     def _place(self, new: Tensor, like: Tensor) -> None:
-        old = counted(0, self.length, like.device) if self.pos is None else self.pos
+        old = torch.arange(self.length, device=like.device)[None] if self.pos is None else self.pos
         b = max(old.shape[0], new.shape[0])
         self.pos = torch.cat([old.expand(b, -1), new.expand(b, -1)], dim=1)
 

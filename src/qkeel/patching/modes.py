@@ -33,7 +33,6 @@ from torch.overrides import (
     _push_mode,
     _push_on_torch_function_stack,
 )
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode,
@@ -533,12 +532,6 @@ def transformed() -> bool:
     # Exported and traced programs run elsewhere, without qkeel's operators.
     differentiated = in_function_transform() or with_tangents()
     return differentiated or torch.compiler.is_exporting() or torch.jit.is_tracing()
-
-
-def in_python_mode() -> bool:
-    """True if a Python mode that observes or replaces torch calls is active, other than torch.set_default_device's."""
-    functions = _get_current_function_mode_stack()
-    return _get_current_dispatch_mode() is not None or any(type(mode) is not DeviceContext for mode in functions)
 
 
 def run_uncompiled(*codes: CodeType) -> None:

@@ -172,11 +172,7 @@ def _model_first(*args: Any, **kwargs: Any) -> Call | None:
     return ((args[1], first, *args[2:]), kwargs) if len(args) > 1 else None
 
 
-@accepts_earlier_calls(
-    "qkeel.apply(model, remedy, optimizer, batch=batch)",
-    renamed={"named": "remedy", "example": "batch"},
-    reorder=_model_first,
-)
+@accepts_earlier_calls(_model_first)
 def apply(
     model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
     remedy: str | Remedy | Sequence[str | Remedy],

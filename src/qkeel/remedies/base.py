@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel.capture.example import Arguments, copied, undisturbed
+from qkeel.deprecation import warn
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.heads.site import APPLIED, AttentionSite, HeadSlice
@@ -37,6 +38,12 @@ class Target:
     batch: Arguments = ((), {})  #: arguments of a forward pass that reveals the sites; empty for qkeel's own modules
     train_length: int | None = None  #: tokens per training sequence, for formulas that need it
     trace: ModelTrace | None = None  #: the pass that revealed the sites; None if all are qkeel's own, or were given
+
+    @property
+    def example(self) -> Arguments:
+        """The name of `batch` in version 0.1.0."""
+        warn("write target.batch, which was called example", stacklevel=2)
+        return self.batch
 
     def seen(self) -> ModelTrace:
         """Returns the trace of the pass that revealed the sites, or else the trace of a pass on the batch."""

@@ -254,11 +254,7 @@ def _in_one_batch(*args: Any, **kwargs: Any) -> Call | None:
     return (args[0], ForwardArguments(args[1:], kwargs)), {}
 
 
-@accepts_earlier_calls(
-    "qkeel.find_sites(model, batch), with the batch as a tensor, a tuple of the forward's arguments or a dict of its "
-    "keyword arguments",
-    reorder=_in_one_batch,
-)
+@accepts_earlier_calls(_in_one_batch)
 def find_sites(model: nn.Module, batch: object = None) -> Sites:
     """Returns every attention layer of the model; a module that is used twice in a forward pass is one site.
 

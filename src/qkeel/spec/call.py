@@ -17,7 +17,6 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknow
 from qkeel.functional.class_statistics import TokenClasses
 from qkeel.functional.norms import unrounded
 from qkeel.spec.attention import AttentionSpec
-from qkeel.spec.rope import counted
 from qkeel.spec.slot import (
     AttentionMask,
     KeyPositions,
@@ -166,13 +165,13 @@ class Visibility:
             raise InvalidValueError(f"expected dropout in [0, 1), got {dropout}")
         t, s = q.shape[2], k.shape[2]
         plain = self.pos_q is None and self.pos_k is None
-        keys = counted(0, s, q.device) if self.pos_k is None else _positions("pos_k", self.pos_k, q, s)
+        keys = torch.arange(s, device=q.device)[None] if self.pos_k is None else _positions("pos_k", self.pos_k, q, s)
         if t == s and (self.pos_q is None or self.pos_q is self.pos_k):
             queries = keys  # the same object, so that tables computed from it are built only once
         elif self.pos_q is not None:
             queries = _positions("pos_q", self.pos_q, q, t)
         else:
-            queries = counted(s - t, s, q.device) if self.pos_k is None or t > s else keys[:, s - t :]
+            queries = torch.arange(s - t, s, device=q.device)[None] if t > s else keys[:, s - t :]
         return AttentionCall(
             spec=spec,
             q=q,

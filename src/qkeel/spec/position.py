@@ -235,7 +235,11 @@ def position_for(
         trained = position.window <= _length(method, train_length)
         return position if trained else dataclasses.replace(position, inner=inner)
     if method == "rope":
-        return _unclipped(position)
+        if isinstance(position, ReRope):
+            return Rope(base=position.base, rotary=position.rotary)
+        if isinstance(position, Rope) and not position.stretch.changes:
+            return position
+        raise RefusedError(f"rope undoes the clipping of ReRope and LeakyReRope; this spec has {position.formula()}")
     if not isinstance(position, Rope) or position.stretch.changes:
         raise RefusedError(f"{method} changes the rotation of an unmodified RoPE; this spec has {position.formula()}")
     if method == "abf":
@@ -265,14 +269,6 @@ def _seeing(position: Position, train_length: int | None, options: Options) -> P
     inner = position.inner if isinstance(position, SlidingWindow) else position
     narrow = window if position.reach is None else min(window, position.reach)
     return SlidingWindow(window=narrow, inner=inner)
-
-
-def _unclipped(position: Position) -> Position:
-    if isinstance(position, Rope) and not position.stretch.changes:
-        return position
-    if not isinstance(position, ReRope):
-        raise RefusedError(f"rope undoes the clipping of ReRope and LeakyReRope; this spec has {position.formula()}")
-    return Rope(base=position.base, rotary=position.rotary)
 
 
 def scale_for(scale: Scale, method: str, train_length: int | None) -> Scale:

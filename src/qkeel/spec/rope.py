@@ -1,4 +1,4 @@
-"""Rotary position embeddings: RoPE, its context extensions (stretches), windows and xPos, and the cache of tables.
+"""Rotary position embeddings: RoPE, its context extensions (stretches), windows and xPos.
 
 Shapes: b batch, t queries, s keys, h heads, d head size; `half` is the number of rotated pairs.
 """
@@ -8,105 +8,17 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Literal, NamedTuple, TypeVar, final, get_args
+from typing import Literal, final, get_args
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, check, check_known
 from qkeel.functional import rope as f
 from qkeel.functional.position_biases import xpos_decay
 from qkeel.functional.rope import Pairing, check_pairs, rope_frequencies, rope_table, rotate
-from qkeel.patching.autograd import version_of
-from qkeel.patching.modes import in_python_mode, transformed
 from qkeel.spec.slot import Keys, Logits, Parameter, ParameterSizes, Params, PosK, PosQ, Queries, Slot
-
-# A cache of positions and of the cos and sin tables computed from them, shared by layers and steps on a GPU.
-#
-# On a GPU, building a table takes as many kernel launches as the attention of a layer; on a CPU, it is no more
-# expensive than the lookup. Only tables for positions that `counted` created are cached, because a caller may write
-# into other position tensors in ways that torch does not track (a collective, a kernel, a replayed graph), and reading
-# them would wait for the GPU. The cache is bypassed if a cached tensor would differ from a new one, that is, under
-# torch.compile, during a CUDA graph's capture (its memory belongs to the graph), in transforms and traces, and in modes
-# that see or replace torch's calls.
-
-KEPT_ON = frozenset({"cuda"})  # the types of devices whose tables are cached
-MOST = 16  # the maximum number of entries, counting position tensors and tables
-MOST_BYTES = 128 * 2**20  # the maximum size of all entries together
-Tables = TypeVar("Tables", bound=tuple[tuple[Tensor, ...], ...])
-
-
-class _Kept(NamedTuple):
-    """A cache entry. It holds all of its tensors, so that their ids are not reused."""
-
-    made: tuple[tuple[Tensor, ...], ...]
-    tensors: list[Tensor]
-    size: int
-
-    @property
-    def untouched(self) -> bool:
-        """False if a caller has written into a tensor, or if a tensor may not be cached at all."""
-        return not any(version_of(x) or x.requires_grad or type(x) is not Tensor for x in self.tensors)
-
-
-class _Store(OrderedDict[tuple[Hashable, Hashable], _Kept]):
-    """Entries keyed by device, stream and setting, with the least recently used first."""
-
-    def put(self, key: tuple[Hashable, Hashable], one: _Kept) -> None:
-        """Adds an entry and evicts the least recently used entries while the limits are exceeded."""
-        with _LOCK:
-            self[key] = one
-            while len(self) > MOST or sum(each.size for each in self.values()) > MOST_BYTES:
-                self.popitem(last=False)
-
-
-_LOCK = threading.Lock()  # several threads may each drive a GPU
-_KEPT = _Store()
-
-
-def kept(make: Callable[[], Tables], setting: Hashable, *positions: Tensor) -> Tables:
-    """Returns the tables that `make` builds from `positions` and `setting`. They are cached, so do not write into
-    them."""
-    return _kept(make, (setting, *map(id, positions)), positions[0].device, positions)
-
-
-def _kept(
-    make: Callable[[], Tables], what: Hashable, device: torch.device, positions: tuple[Tensor, ...] = ()
-) -> Tables:
-    stream = _stream(device)
-    if stream is None:
-        return make()
-    place = device, stream
-    with _LOCK:
-        found, others = _KEPT.pop((place, what), None), list(_KEPT.items())
-    if found is not None and found.untouched:
-        _KEPT.put((place, what), found)
-        return found.made  # type: ignore[return-value]
-    # A position tensor must itself be a cache entry, because only cache entries are known to be unchanged.
-    ours = [id(one.made[0][0]) for (where, _), one in others if where == place]
-    if any(id(pos) not in ours for pos in positions):
-        return make()
-    with torch.inference_mode(False):
-        made = make()
-    tensors = [*positions, *(x for group in made for x in group)]
-    new = _Kept(made, tensors, sum(x.numel() * x.element_size() for x in {id(x): x for x in tensors}.values()))
-    if new.untouched and new.size <= MOST_BYTES:
-        _KEPT.put((place, what), new)
-    return made
-
-
-def _stream(device: torch.device) -> int | None:
-    """The stream that may use cached tensors, 0 for devices without streams, or None if nothing may be cached."""
-    if transformed() or in_python_mode():
-        return None
-    if device.type != "cuda":
-        return 0
-    return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream
-
 
 # Stretches: RoPE frequencies for contexts longer than the training length.
 
@@ -293,14 +205,6 @@ CosSin = tuple[Tensor, Tensor]  # the tables of cos and sin
 Order = Literal["norm_then_rotate", "rotate_then_norm"]
 
 
-def counted(first: int, stop: int, device: torch.device) -> Int64[Tensor, "1 n"]:
-    """Positions first … stop - 1 as a tensor [1 n]. On a GPU, all callers share one tensor, so they must not write into
-    it."""
-    if torch.compiler.is_compiling() or device.type not in KEPT_ON:
-        return torch.arange(first, stop, device=device)[None]
-    return _kept(lambda: ((torch.arange(first, stop, device=device)[None],),), (first, stop), device)[0][0]
-
-
 class Position(Slot):
     """How positions enter the logits. `encode` changes q and k separately, whereas `scores` may depend on the pair.
 
@@ -417,16 +321,7 @@ class Rope(Position):
         return rotate(q, cos_q, sin_q, self.pairing), rotate(k, cos_k, sin_k, self.pairing)
 
     def tables(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[CosSin, CosSin]:
-        """The tables (cos, sin) for q and for k, [b|1 1 t half] each, in float32 or wider.
-
-        On a GPU, the tables are cached for later layers and steps, so callers must not write into them.
-        """
-        if torch.compiler.is_compiling() or q.device.type not in KEPT_ON:
-            return self._made(q, k, pos_q, pos_k)
-        setting = self, q.shape[-1], q.dtype, k.dtype, q.device
-        return kept(lambda: self._made(q, k, pos_q, pos_k), setting, pos_q, pos_k)
-
-    def _made(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[CosSin, CosSin]:
+        """The tables (cos, sin) for q and for k, [b|1 1 t half] each, in float32 or wider."""
         # Tables are built directly on CUDA, because a copy from the host would wait. Other devices may lack float64.
         device = q.device if q.device.type == "cuda" else None
         theta = rope_frequencies(self._rotated(q.shape[-1]), self.base, device)

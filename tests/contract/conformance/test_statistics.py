@@ -10,7 +10,7 @@ from tests.quick import one_in, quick
 from torch import Tensor
 
 from qkeel import attention, preset
-from qkeel.functional.statistics import POSITION_BINS, TENSORS, LogitStats, merge
+from qkeel.functional.statistics import TENSORS, LogitStats, merge
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.reference import Attended
 from qkeel.spec import AttentionSpec, Fixed, Rope, Sink, Softcap
@@ -47,8 +47,6 @@ def recomputed(call: Call, threshold: float = ALARM_THRESHOLD, counted: Tensor |
         found["key_norm"].append(_mean(norms))
         found["key_norm_max"].append(norms.max() if norms.numel() else norms.new_zeros(()))
         found["n_keys"].append(visible.sum())
-        for name, value in _by_position(k[:, g].norm(dim=-1), visible).items():
-            found[name].append(value)
     return {name: torch.stack(values) for name, values in found.items()}
 
 
@@ -113,19 +111,6 @@ def _angles(truth: Attended, q: Tensor, k: Tensor, h: int) -> dict[str, Tensor]:
         "cos_max": cosines.max() if cosines.numel() else cosines.new_tensor(-torch.inf),
         "cos_mean": _mean(cosines),
         "n_products": pairs.sum(),
-    }
-
-
-def _by_position(norms: Tensor, visible: Tensor) -> dict[str, Tensor]:
-    bins: list[list[float]] = [[] for _ in range(POSITION_BINS)]
-    for sequence, seen in zip(norms.tolist(), visible):
-        places = seen.nonzero().flatten().tolist()
-        for j in places:
-            bins[(j - places[0]).bit_length()].append(sequence[j])
-    means = [_mean(norms.new_tensor(values)) for values in bins]
-    return {
-        "key_norm_by_position": torch.stack(means),
-        "n_keys_by_position": torch.tensor([len(values) for values in bins]),
     }
 
 

@@ -72,6 +72,18 @@ def test_a_study_on_two_workers_is_that_of_one_and_its_page_has_the_runs(tmp_pat
     assert "qk_norm" in page
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ray", "dask", "slurm:cluster=local"])
+def test_a_study_on_a_cluster_is_that_of_one_machine(engine: str, tmp_path: Path) -> None:
+    package = {"dask": "distributed", "slurm:cluster=local": "submitit"}.get(engine, engine)
+    pytest.importorskip(package)
+    grid = lab.Grid(remedies=["none", "qk_norm"], lrs=[0.1], seeds=[0])
+    for name in ("loky", engine):
+        execution = lab.Execution(executor=name, workers=2)
+        assert not lab.run_plan(lab.make_plan("lr", tiny(), grid), tmp_path / name, execution).failures
+    assert table(tmp_path / engine) == table(tmp_path / "loky")
+
+
 @pytest.mark.parametrize("name", ["lr", "multimodal", "extrapolation", "translation", "mla"])
 def test_every_study_can_be_planned(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert qkeel("study", name, "--dry-run", "--out", tmp_path / "study") == 0

@@ -134,13 +134,6 @@ def test_the_compiler_is_given_the_processor_that_the_environment_names(
         assert given.count("-march=") + given.count("-mcpu=") == 1
 
 
-def test_without_a_compiler_torch_computes_after_one_warning(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "/no/compiler")
-    with pytest.warns(QkeelWarning, match=r"no C\+\+ compiler") as told:
-        assert not source().ready()
-    assert len(told) == 1
-
-
 @pytest.mark.parametrize(
     ("macros", "told"),
     [
@@ -164,15 +157,6 @@ def test_cxx_may_name_a_wrapper_and_options(cache: Path, anything: Path, monkeyp
     monkeypatch.setenv("CXX", f"{wrapper} {os.environ['CXX']} -fast")
     build.compiled("norm_rope")
     assert calls(log) == 1
-
-
-def test_a_cache_that_cannot_be_written_is_one_warning_and_torch_computes(
-    tmp_path: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler(tmp_path, anything, monkeypatch)
-    monkeypatch.setenv("QKEEL_NATIVE_CACHE", str(anything / "below_a_file"))
-    with pytest.warns(QkeelWarning, match="without its compiled norm_rope"):
-        assert not source().ready()
 
 
 @pytest.mark.parametrize(

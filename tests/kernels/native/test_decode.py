@@ -13,7 +13,6 @@ from tests.kernels.harness import DTYPES, laid
 from tests.quick import one_in
 from torch import Tensor
 
-import qkeel
 from qkeel import reference
 from qkeel.errors import RefusedError
 from qkeel.kernels import compiled_attention as decode
@@ -260,18 +259,6 @@ def test_latents_that_it_cannot_read_stay_with_torch(taken: list[bool], monkeypa
     assert not any(taken)
     attend_latents(call, inverse, FORMULA)
     assert taken[-1]
-
-
-@pytest.mark.parametrize("name", ["baseline", "qwen3", "gemma3", "llama4"])
-@torch.no_grad()
-def test_a_module_with_a_cache_says_token_by_token_what_it_says_at_once(name: str, taken: list[bool]) -> None:
-    torch.manual_seed(1)
-    module = qkeel.nn.Attention(64, 8, 2, spec=qkeel.preset(name)).eval()
-    x = torch.randn(2, 20, 64)
-    whole, cache = module(x), module.new_cache()
-    parts = [module(x[:, :9], cache=cache), *(module(x[:, i : i + 1], cache=cache) for i in range(9, 20))]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=2e-6)
-    assert len(taken) == 11
 
 
 @pytest.mark.parametrize("cap", [NoCap(), Softcap(2.0)])

@@ -223,34 +223,6 @@ def test_a_nan_in_a_row_of_largest_logsumexp_is_no_maximum() -> None:
     assert torch.equal(others[0, 0], lse[0, 0].sort(descending=True).values[2])
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_padding_is_as_exact_as_the_same_mask_pair_by_pair(causal: bool) -> None:
-    # A mask [b 1 1 s] is looked up by key, the same one written out [b 1 t s] is read pair by pair.
-    b, h, t, s = 3, 2, 150, 300
-    spec, place = SPECS["capped"], torch.arange(s)
-    shown = torch.stack([place >= 140, place < 129, (place > 5) & (place % 64 != 9)])[:, None, None]
-    shown[1, ..., 3] = False
-    for mask in (
-        shown,
-        shown[:1],
-        torch.zeros(b, 1, 1, s, dtype=torch.bool),
-        torch.zeros(b, 1, 1, s).masked_fill(~shown, -torch.inf),
-        torch.zeros(b, 1, 1, s).masked_fill(~shown, torch.finfo(torch.bfloat16).min).bfloat16(),
-        torch.where(place[None, None, None] < 200, 0.0, torch.randn(b, 1, 1, s)).masked_fill(~shown, -torch.inf),
-        torch.rand(1, h, 1, s) < 0.9,
-    ):
-        call = call_of(spec, (b, h, h, t, s, 24), torch.float32, 1, mask=mask, causal=causal)
-        written = dataclasses.replace(call, mask=mask.expand(-1, -1, t, -1))
-        for counted in (None, torch.rand(b, t) < 0.7, torch.arange(t)[None].expand(b, -1) < 7):
-            one, other = (x if counted is None else with_query_mask(x, counted) for x in (call, written))
-            ours, theirs = logit_stats(one, 2.0), logit_stats(other, 2.0)
-            for name in TENSORS:
-                torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-5, atol=1e-6, msg=name)
-            assert torch.equal(logit_maxima(one)[0], logit_maxima(other)[0])
-            if counted is not None:
-                break
-
-
 def test_the_bracket_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     for b, h, t, causal in [(2, 3, 1, True), (3, 4, 70, True), (1, 8, 33, False)]:
         q = torch.randn(b, h, t, 8)

@@ -309,23 +309,3 @@ def test_ten_thousand_calls_keep_no_memory(name: str) -> None:
 
     before = call(500)
     assert call(10_000) - before < 4 * 1024
-
-
-@pytest.mark.slow
-def test_ten_thousand_backward_passes_and_calls_past_the_dispatcher_keep_no_memory() -> None:
-    q, k, v = (x.requires_grad_() for x in qkv(32))
-    gain = torch.ones(16, requires_grad=True)
-    native = operators.functions()
-    assert native is not None
-
-    def call(times: int) -> int:
-        for _ in range(times):
-            OPS.attention(q, k, v, None, None, 1.0, True, 0, 0.0, True)[0].sum().backward()
-            operators.norm_rope(q, gain, None, 1, 1e-6, False).sum().backward()
-            assert (
-                native.encode(k.detach().clone(), v.detach(), gain.detach(), None, None, None, 1, 1, 1e-6) is not None
-            )
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-    before = call(500)
-    assert call(10_000) - before < 16 * 1024

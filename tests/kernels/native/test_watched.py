@@ -15,15 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
-from qkeel.errors import QkeelWarning
 from qkeel.functional.statistics import LogitStats
 from qkeel.kernels import statistics
 from qkeel.kernels.statistics import logit_stats, stats_of_rows
-from qkeel.monitor.measure import CallStatistics
-from qkeel.monitor.monitor import Monitor
 from qkeel.nn import Attention
 from qkeel.ops import run, run_with_rows
-from qkeel.records import RunDirectory
 from qkeel.spec import ALiBi, AttentionSpec, Softcap
 from qkeel.spec.call import AttentionCall, make_call, with_query_mask
 
@@ -150,33 +146,6 @@ def test_entropy_costs_no_pass_and_changes_no_bit(passes: list[str], mask: str |
     assert list(found) == list(exact) == ["layers.0", "layers.1"]
     for name in exact:
         agree(found[name], exact[name], rtol=1e-5, atol=1e-5)
-
-
-def test_the_record_leaves_out_what_was_not_measured(tmp_path: Path) -> None:
-    monitor: Monitor = Trained("entropy", sinks=tmp_path / "run").monitor
-    assert not monitor.alarms
-    tops = monitor.history.heads
-    assert tops["max_logit"].shape == (3, 2, 4)
-    assert not torch.tensor(tops["entropy"]).isnan().any()
-    for name in ("min_logit", "max_abs_logit", "query_norm", "mean_logit", "cos_max"):
-        assert torch.tensor(tops[name]).isnan().all(), name
-    assert not tops["non_finite"].any()
-    assert "|q|" not in monitor.table()
-    assert "entropy" in monitor.table()
-    rows = RunDirectory(tmp_path / "run").metrics()
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert all(row["max_logit"] > 0 < row["entropy"] and row.get("min_logit") is None for row in rows)
-
-
-def test_a_fault_in_reading_switches_the_monitor_off_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def boom(*_: object) -> None:
-        raise ValueError("boom")
-
-    monkeypatch.setattr(CallStatistics, "rows", boom)
-    with pytest.warns(QkeelWarning, match="boom"):
-        seen = Trained("entropy")
-    assert not seen.monitor.active
-    assert seen.same(Trained(None))
 
 
 def test_calls_of_other_kernels_are_measured_in_full(passes: list[str]) -> None:

@@ -360,10 +360,7 @@ SHARD = 5_000_000_000  # largest file size in bytes
 _WEIGHTS = (".safetensors", ".index.json", ".py", ".gguf", ".h5", ".msgpack", *PICKLES)
 
 
-_EARLIER = {"to": "architecture", "out": "path"}
-
-
-@accepts_earlier_calls("convert(checkpoint, architecture, path)", renamed=_EARLIER)
+@accepts_earlier_calls()
 def convert(checkpoint: str | Path, architecture: str, path: str | Path, *, norm_eps: float | None = None) -> Path:
     """Converts a Hugging Face checkpoint with q/k norms to another architecture.
 
@@ -406,7 +403,7 @@ def convert(checkpoint: str | Path, architecture: str, path: str | Path, *, norm
     return Path(path)
 
 
-@accepts_earlier_calls("qkeel.export(model, architecture, path)", renamed=_EARLIER)
+@accepts_earlier_calls()
 def export(model: nn.Module, architecture: str, path: str | Path, *, norm_eps: float | None = None) -> Path:
     """Writes a transformers model to which `qk_norm` was applied as a checkpoint of another architecture.
 

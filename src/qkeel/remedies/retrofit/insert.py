@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.capture.example import arguments
-from qkeel.deprecation import Call, accepts_earlier_calls
+from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, RefusedError, check
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
@@ -75,16 +75,8 @@ class Retrofit(Handle):
         self.report = report
 
 
-def _optimizer_by_name(*args: Any, **kwargs: Any) -> Call | None:
-    """Returns the arguments of `retrofit` with the optimizer as a keyword, or None if it was not positional."""
-    return (args[:3], {**kwargs, "optimizer": args[3]}) if len(args) == 4 else None
-
-
-@accepts_earlier_calls(
-    "qkeel.retrofit(model, remedy, batch, optimizer=optimizer, config=config)",
-    renamed={"named": "remedy", "batches": "batch", "fitting": "config"},
-    reorder=_optimizer_by_name,
-)
+# Its optimizer was the fourth argument in 0.1.0.
+@accepts_earlier_calls(lambda *args, **named: (args[:3], {**named, "optimizer": args[3]}) if len(args) > 3 else None)
 def retrofit(
     model: nn.Module,
     remedy: str | QKNorm,
