@@ -12,12 +12,7 @@ from tests.each_row import each_row
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "experiments" / "recipes" / "README.md"]
-PAGES += [
-    page
-    for folder in ("docs", "experiments/notes")
-    for page in sorted((ROOT / folder).rglob("*.md"))
-    if "_made" not in page.parts
-]
+PAGES += [page for page in sorted((ROOT / "docs").rglob("*.md")) if "_made" not in page.parts]  # notes are history
 
 
 def _commands() -> list[tuple[str, str]]:
