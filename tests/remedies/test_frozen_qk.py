@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import qkeel
-from qkeel.lab import RunConfig
+from qkeel.lab import RunConfig, run
 from qkeel.lab.checkpoint import RunState, read_checkpoint
 from qkeel.lab.config import OptimConfig
 from qkeel.records import RunDirectory
@@ -91,7 +91,7 @@ def test_every_weight_of_a_latent_logit_stays() -> None:
     assert not shared, shared
 
 
-def test_in_a_stack_of_runs_q_and_k_stay_bit_for_bit(tmp_path: Path) -> None:
+def test_in_runs_of_the_lab_q_and_k_stay_bit_for_bit(tmp_path: Path) -> None:
     configs = [
         RunConfig(steps=12, optim=OptimConfig(lr=lr, weight_decay=0.1), remedy="frozen_qk", seed=3, device="cpu")
         for lr in (0.01, 0.3)

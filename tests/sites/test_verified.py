@@ -154,7 +154,7 @@ DOUBTFUL: dict[str, tuple[Scores, str]] = {
     "positions gated outside the graph": (
         gated_positions,
         "the weights of its heads are not confirmed: with the known key rows set to zero, its logits still change "
-        "from key to key .*; give an example",
+        "from key to key ",
     ),
     "talking heads": (talking, UNKNOWN + r"its heads are mixed by a weight \(conv2d\) before the softmax"),
 }

@@ -14,7 +14,15 @@ from qkeel import dist
 from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
-from qkeel.patching.modes import parameters_of, pickle_by, put_first, set_class, state_without, submodules_of
+from qkeel.patching.modes import (
+    parameters_of,
+    pickle_by,
+    put_first,
+    recomputing,
+    set_class,
+    state_without,
+    submodules_of,
+)
 from qkeel.remedies.base import Remedy, Target, compose_all, inside
 from qkeel.remedies.head_steps import join
 
@@ -88,15 +96,18 @@ def _sigma(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
 class PowerIteration:
     """A forward pre-hook of the model, which makes one step of power iteration in each of these layers in training.
 
-    It runs before the forward so that a pass that gradient checkpointing repeats in the backward sees the same vectors.
-    A copy of the model has a hook on its own layers.
+    It runs before the forward so that a pass that gradient checkpointing repeats in the backward sees the same vectors;
+    where the whole model is repeated, its hook runs again and changes nothing. A copy of the model has a hook on its
+    own layers.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self.layers = list(layers)
 
     def __call__(self, model: nn.Module, _: object) -> None:
-        for layer in self.layers if model.training else ():
+        if not model.training or recomputing():
+            return
+        for layer in self.layers:
             for scaled in _scaled(layer).values():
                 scale = scaled[0]
                 if isinstance(scale, SpectralScale) and scale.training:
