@@ -12,6 +12,9 @@ from typing import Any
 
 from tests.forked import forkserver
 
+from qkeel.lab import RunConfig, Watcher, run
+from qkeel.lab.executors import Job, Outcome, work
+
 KILLS = 5
 
 
@@ -55,3 +58,17 @@ def kill_until_done(work: Callable[..., None], args: tuple[Any, ...], *, longest
     assert child is not None
     assert child.exitcode == 0
     assert kills >= 3, "the study was over before it could be killed"
+
+
+def die_in_the_first_run(job: Job) -> Outcome:
+    """Computes a run, but its process dies in one of them, the first time, after its checkpoint."""
+    mark = Path(job.directory).parent.parent / "lock.died"
+    if job.config["seed"] == 1 and job.config["remedy"] == "none" and not mark.exists():
+        mark.touch()
+
+        def kill(record: object) -> None:
+            if record["step"] == 8:  # type: ignore[index]
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        run(RunConfig.from_dict(job.config), job.directory, watcher=Watcher(on_record=kill))
+    return work(job)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import signal
 import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.lab.killing import die_in_the_first_run
 from tests.lab.recorded import numbers
 
 from qkeel.errors import InvalidValueError, MissingLibraryError, QkeelError, UnknownNameError, needed
@@ -149,28 +149,15 @@ def test_an_engine_gives_the_bits_of_this_process_and_a_killed_worker_is_continu
 ) -> None:
     for package in {"ray": ("ray",), "dask": ("distributed",), "slurm": ("submitit",)}.get(place.partition(":")[0], ()):
         pytest.importorskip(package)
+    root = str(Path(__file__).parents[2])  # workers import what kills them from there
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]))
     plan = make_plan("lr", tiny(), GRID)
     execution = Execution(executor=place, workers=2)
     with monkeypatch.context() as patch:
         patch.setattr(executors, "work", die_in_the_first_run)
         first = run_plan(plan, tmp_path / "s", execution)
+    assert (tmp_path / "s" / "lock.died").exists()
     assert first.failures or place == "dask"  # which begins the run again by itself
     assert all("run the same command again" in outcome.error for outcome in first.failures)
     assert not run_plan(plan, tmp_path / "s", execution).failures
     assert results(tmp_path / "s") == one_process
-
-
-def die_in_the_first_run(job: Job) -> Outcome:
-    """Computes a run, but its process dies in one of them, the first time, after its checkpoint."""
-    mark = Path(job.directory).parent.parent / "lock.died"
-    if job.config["seed"] == 1 and job.config["remedy"] == "none" and not mark.exists():
-        mark.touch()
-
-        def kill(record: object) -> None:
-            if record["step"] == 8:  # type: ignore[index]
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        from qkeel.lab import Watcher, run
-
-        run(RunConfig.from_dict(job.config), job.directory, watcher=Watcher(on_record=kill))
-    return work(job)
