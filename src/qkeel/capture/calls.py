@@ -705,11 +705,9 @@ class SiteStatistics:
     def add(self, name: str, new: Found | LogitStats, part_of: str | None) -> None:
         """Adds the findings of a call; `part_of` names the site if the call is one of that site's heads."""
         found = new if isinstance(new, Found) else FoundStats(new)
-        group = self._waiting.setdefault(found.alike or (name,), {})
-        if name in group:  # a layer that is called more than once
+        if name in self._order:  # a layer that is called more than once, with other shapes perhaps
             self._reduce()
-            group = self._waiting.setdefault(found.alike or (name,), {})
-        group[name] = found
+        self._waiting.setdefault(found.alike or (name,), {})[name] = found
         self._order[name] = None
         self._size += found.size
         if self._size > WAITING:

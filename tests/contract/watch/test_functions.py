@@ -121,6 +121,30 @@ def test_largest_logit_and_entropy_of_each_head_are_those_of_the_formula(
     torch.testing.assert_close(stats.entropy, entropy, rtol=1e-5, atol=1e-5)
 
 
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Layers(masked)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).sum() + self.layers(x.reshape(-1, 2, 8)).sum()
+
+
+def test_a_module_that_runs_twice_in_a_pass_counts_both_calls_whatever_their_shapes() -> None:
+    model, x = Twice(), torch.randn(3, 4, 8)
+    with watch(model) as monitor:
+        model(x)
+        (both,) = monitor.read().values()
+    largest = []
+    for batch in (x, x.reshape(-1, 2, 8)):
+        with watch(model.layers) as monitor:
+            model.layers(batch)
+            (stats,) = monitor.read().values()
+        largest.append(stats.max_logit)
+    assert both.n_queries.tolist() == [24, 24]
+    assert torch.equal(both.max_logit, torch.maximum(*largest))
+
+
 def test_multihead_attention_is_a_site_with_the_weights_of_its_heads() -> None:
     model, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
     (site,) = find_sites(model, (x, x, x))
