@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from monitor.samples import about, sample
-from monitor.small import batch, small, train
+from tests.contract.watch.small import batch, small, train
 
 import qkeel
 from qkeel.cli.inspect import export

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from monitor.small import batch, small
 from tests.contract.integrations.stored import tensorboard_scalars, wandb_rows
+from tests.contract.watch.small import batch, small
 
 from qkeel import watch
 from qkeel.integrations.watched_training import AccelerateSink
