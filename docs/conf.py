@@ -39,6 +39,7 @@ TERMS = {term: text for term, text in made_pages.terms().items() if term not in 
 smartquotes_action = "qe"  # -- is the beginning of an option, not a dash
 default_role = "code"  # one backtick in docstrings, as in Markdown
 autodoc_typehints = "signature"
+autodoc_preserve_defaults = True  # the name of a default, not the words of its value
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 autosummary_generate = True

@@ -72,20 +72,26 @@ def photograph(page: Path, name: str, height: int) -> None:
 
 
 def draw_logits(study: Path, scheme: str) -> None:
-    """Draws the first page's picture: the largest logit of a run without a remedy and of one with QK-norm, the longest
-    of the demo."""
+    """Draws the first page's picture: the largest logit of the demo's runs at its high rate, without a remedy and with
+    QK-norm, a line for each seed."""
     runs = [qkeel.load(done.parent) for done in sorted((study / "runs").glob("*/DONE"))]
-    steps = max(run.config["steps"] for run in runs)
-    style = ["default"] if scheme == "light" else ["dark_background", {"savefig.facecolor": "#131416"}]
+    highest_rate = max(run.config["optim"]["lr"] for run in runs)
+    colours = {"none": "0.35" if scheme == "light" else "0.75", "qk_norm": "C0"}
+    dark = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "#131416")
+    style = ["default"] if scheme == "light" else ["dark_background", dark]
     with plt.style.context(style):
         figure, ax = plt.subplots(figsize=(5.6, 2.9), layout="constrained")
-        for long_run in (run for run in runs if run.config["steps"] == steps):
-            logits = long_run.steps["max_logit"]
-            (curve,) = ax.plot(long_run.steps["step"], logits, linewidth=2)
-            words = f" {long_run.config['remedy']}\n {logits[-1]:,.0f}"
-            ax.annotate(words, (steps, logits[-1]), color=curve.get_color(), va="center", size=12)
-        ax.set(yscale="log", xlim=(0, 1.22 * steps), xlabel="optimizer step")
-        ax.set_title("largest attention logit", loc="left", size=12)
+        for remedy, colour in colours.items():
+            steps, tops = [], []
+            for run in runs:
+                if run.config["remedy"] == remedy and run.config["optim"]["lr"] == highest_rate:
+                    steps, logits = run.steps["step"], run.steps["max_logit"]
+                    ax.plot(steps, logits, color=colour, linewidth=1.2)
+                    tops.append(logits[-1])
+            words = "no remedy" if remedy == "none" else remedy
+            ax.annotate(f" {words}\n {max(tops):,.0f}", (steps[-1], max(tops)), color=colour, va="center", size=12)
+        ax.set(yscale="log", xlim=(0, 1.25 * steps[-1]), xlabel="optimizer step", xticks=range(0, 151, 50))
+        ax.set_title(f"largest attention logit, learning rate {highest_rate:g}", loc="left", size=12)
         ax.spines[["top", "right"]].set_visible(False)
         figure.savefig(IMAGES / f"drift-{scheme}.png", dpi=200)
         plt.close(figure)
