@@ -1,6 +1,6 @@
 """Forty models of other packages, drawn once: the largest logit and the entropy of each head are the reference's.
 
-`make foreign` installs the packages; the models and a float64 reference are built by tools/foreign, without qkeel.
+tools/README.md says how to install the packages; tools/foreign builds models and a float64 reference without qkeel.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_the_numbers_of_every_head_are_those_of_the_reference(name: str) -> None
     try:
         importlib.metadata.version(target.package)
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{target.package} is not installed: make foreign")
+        pytest.skip(f"{target.package} is not installed: see tools/README.md")
     torch.manual_seed(0)
     model, (args, options) = target.make()
     model = settled(uneven(model), (args, options))

@@ -142,6 +142,35 @@ def test_passes_that_checkpointing_repeats_have_the_gradients_of_plain_ones(
         assert torch.allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
+def rights(model: nn.Module) -> list[Tensor]:
+    return [module.right.clone() for module in model.modules() if isinstance(module, SpectralScale)]
+
+
+def changed() -> OneLayer:
+    """A layer under the remedy whose weight has moved, so that a step of power iteration changes its vectors."""
+    model = OneLayer((4, 6))
+    qkeel.apply(model, "sigma_reparam")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
+def test_a_whole_model_that_checkpointing_repeats_iterates_once() -> None:
+    repeated, plain, x = changed(), changed(), torch.ones(2, 6, dtype=torch.float64)
+    checkpoint(repeated, x, use_reentrant=False).sum().backward()
+    plain(x).sum().backward()
+    for right, expected in zip(rights(repeated), rights(plain), strict=True):
+        assert torch.equal(right, expected)
+
+
+def test_a_compiled_forward_iterates_in_one_graph() -> None:
+    model, x = changed(), torch.ones(2, 6, dtype=torch.float64)
+    before = rights(model)
+    torch.compile(model, backend="eager", fullgraph=True)(x).sum().backward()
+    assert not torch.equal(rights(model)[-1], before[-1])
+
+
 def test_two_passes_before_a_backward_are_possible() -> None:
     model = Twice()
     qkeel.apply(model, "sigma_reparam")

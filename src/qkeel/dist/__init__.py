@@ -11,7 +11,6 @@ from qkeel.dist.agreement import (
     gather_messages,
     ordinal,
     rank,
-    report_failure,
     run_on_all,
     world,
 )
@@ -54,7 +53,6 @@ __all__ = [
     "peer_ranks",
     "ordinal",
     "rank",
-    "report_failure",
     "local_block",
     "sharded",
     "local_blocks",

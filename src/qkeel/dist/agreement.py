@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch import distributed as torch_distributed
-from torch.distributed import DistError, ProcessGroup, Work
+from torch.distributed import DistError, ProcessGroup
 from torch.optim import Optimizer
 
 from qkeel.errors import RefusedError, caution
@@ -340,18 +340,11 @@ def _unlike(words: Sequence[str]) -> str:
     return f"On process 0: {words[0]}. On process {other}: {words[other]}"
 
 
-# Collectives that do not wait forever for a process that has failed.
-
-_FAILED_THERE = "qkeel/failed"
-_USUAL = 0.5  # seconds of waiting between looks at the store for a failure
+# Collectives.
 
 
 def reduced(vector: Tensor, by: Literal["sum", "max"], group: ProcessGroup | None = None) -> Tensor:
-    """Reduces [n] over a group of processes (None: all) to sums or maxima [n] on each, in one collective.
-
-    Raises:
-        ApartError: a process has reported a failure (checked on the host only).
-    """
+    """Reduces [n] over a group of processes (None: all) to sums or maxima [n] on each, in one collective."""
     return reduced_together([(vector, by)], group)[0]
 
 
@@ -365,32 +358,9 @@ def reduced_together(
         found = vector.to(collective_device(), copy=True)
         how = torch_distributed.ReduceOp.MAX if by == "max" else torch_distributed.ReduceOp.SUM
         under_way.append((found, torch_distributed.all_reduce(found, how, group=group, async_op=True)))
-    for found, work in under_way:
-        _wait(work, found)
+    for _, work in under_way:
+        work.wait()
     return [found.to(vector.device) for (found, _), (vector, _) in zip(under_way, vectors)]
-
-
-def report_failure(why: str) -> None:
-    """Informs processes that are waiting for this one in a reduction that it has failed."""
-    if on():
-        process_store().set(_FAILED_THERE, f"process {rank()}: {why}")
-
-
-def _wait(work: Work | None, result: Tensor) -> None:
-    """Waits until a collective completes or some process has failed. On a GPU the stream waits instead of the host."""
-    assert work is not None
-    begun = asked = time.monotonic()
-    while result.is_cpu and not work.is_completed():
-        now = time.monotonic()
-        time.sleep(min(0.1 * (now - begun), 0.01))  # waits at most a tenth too long, without a busy loop
-        if now > asked + _USUAL:
-            asked = now
-            if process_store().check([_FAILED_THERE]):
-                raise ApartError(
-                    "this process was waiting for another process, which failed: "
-                    f"{process_store().get(_FAILED_THERE).decode()}"
-                )
-    work.wait()
 
 
 # The exchange of values at the end of an optimizer step, and maxima over all processes that are sent with it.

@@ -105,7 +105,9 @@ class PowerIteration:
         self.layers = list(layers)
 
     def __call__(self, model: nn.Module, _: object) -> None:
-        if not model.training or recomputing():
+        # The compiler cannot trace the question of whether a backward pass runs, and a compiled forward is not repeated
+        # through this hook.
+        if not model.training or (not torch.compiler.is_compiling() and recomputing()):
             return
         for layer in self.layers:
             for scaled in _scaled(layer).values():
