@@ -266,14 +266,16 @@ def test_threads_change_no_bit(name: str) -> None:
             torch.set_num_threads(before)
 
 
+def overwrite(tensors: list[Tensor]) -> None:
+    for x in tensors:
+        x.fill_(torch.nan if x.is_floating_point() else -1)
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_number_is_written(name: str) -> None:
     for n in (1, 33, 61):
         for given in OPERATORS[name].make(n):
-            before = run(name, given)
-            for x in before:
-                x.fill_(torch.nan if x.is_floating_point() else -1)
-            del before, x  # the next results lie where these lay
+            overwrite(run(name, given))  # the next results lie where these lay
             for x in run(name, given):
                 assert not (x.isnan() if x.is_floating_point() else x == -1).any(), n
 
