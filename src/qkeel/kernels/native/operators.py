@@ -260,6 +260,8 @@ def _norm_rope_gradients(
     grad, gain_sums = _derivative(operator, grad_out, kept, inverse, gain, cos, sin, kind, eps, kept_x)
     if gain is None:
         return grad, None
+    if gain_sums.numel() == gain.numel():  # the usual gain, at the price of a view
+        return grad, gain_sums.view(gain.shape).to(gain.dtype)
     return grad, gain_sums.sum_to_size(gain.shape).to(gain.dtype)
 
 
