@@ -274,7 +274,9 @@ def __getattr__(name: str) -> Callable[..., int]:
     return study_command(name)
 
 
-QUICK = StudyOption("quick", bool, "Train two models in ten seconds and print what happens to them; no page is written.")
+QUICK = StudyOption(
+    "quick", bool, "Train two models in ten seconds and print what happens to them; no page is written."
+)
 
 
 def study_command(name: str) -> Callable[..., int]:

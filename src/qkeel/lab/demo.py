@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkeel.lab.config import DataConfig, RunConfig, with_values
+from qkeel.lab.config import DataConfig, RunConfig
 from qkeel.lab.plan import Grid, PlannedRun, Primary, Study, product
 
 # A step on 8 sequences takes as long in Python as in arithmetic, so 100 steps of 16 learn more than 150 of 8.

@@ -1,4 +1,4 @@
-"""`qkeel demo --quick`: two tiny models in ten seconds, of which one collapses; lines in a terminal instead of a page."""
+"""`qkeel demo --quick`: two tiny models in ten seconds, of which one collapses, as lines in a terminal."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def _train(config: RunConfig, say: Callable[[str], None]) -> None:
             if (step + 1) % PRINTED_EVERY == 0:
                 heads = monitor.history.heads
                 largest, entropy = heads["max_logit"][-1].max(), heads["entropy"][-1].mean()
-                say(f"  step {step + 1:>3}: loss {float(loss):.2f}, largest logit {largest:,.4g}, entropy {entropy:.2f}")
+                say(
+                    f"  step {step + 1:>3}: loss {float(loss):.2f}, largest logit {largest:,.4g}, entropy {entropy:.2f}"
+                )
         entropy = monitor.history.heads["entropy"][-1].mean()
     if entropy < COLLAPSE_ENTROPY:
         say("  Attention has collapsed: nearly every query attends to a single key.")
