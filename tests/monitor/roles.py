@@ -134,8 +134,8 @@ class Program:
         self.wrapped = pick([False, False, True]) and not self.compiled
         self.called: Any = Wrapper(self.model) if self.wrapped else self.model
         self.around = None if self.compiled else pick([None, None, None, False, True])  # a checkpoint around the model
-        if self.model.form == "itself":
-            self.around = None
+        if self.model.form == "itself" or (self.around and self.model.form not in ("tensor", "tuple", "loss")):
+            self.around = None  # a reentrant checkpoint has gradients for tensors alone
         if self.compiled:
             self.called = torch.compile(self.model, backend="eager")
         self.watched = pick([self.called, self.model]) if self.wrapped else self.called
