@@ -409,11 +409,6 @@ def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitS
     Statistics that need q or k (norms, angles, qk_frobenius) are not measured if these are unknown; n_keys or
     n_products is then 0.
     """
-    return find_score_rows(call, threshold).with_others(())
-
-
-def find_score_rows(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> FoundRows:
-    """Finds the rows that `scores_stats` reduces. Gradients and autocast must be off already."""
     kind = wide(call.logits.dtype)
     q, k = (None if x is None else x.to(kind) for x in (call.q, call.k))
     q_norm, k_norm = (None if x is None else x.norm(dim=-1) for x in (q, k))
@@ -436,7 +431,7 @@ def find_score_rows(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> Fou
         parts.append(RowStats(**angle, **found, **weights))
     rows = parts[0] if len(parts) == 1 else RowStats.cat(parts)
     sinks = int(call.sink is not None)
-    return FoundRows(rows, call.query_mask, q_norm, k_norm, _keys_seen(call), call.classes, sinks=sinks)
+    return reduce_rows(rows, call.query_mask, q_norm, k_norm, _keys_seen(call), call.classes, sinks)
 
 
 @torch.no_grad()
@@ -563,36 +558,23 @@ def cat_heads(parts: list[LogitStats]) -> LogitStats:
 # tensor per field.
 
 Seen = AttentionCall | ScoresCall
-WAITING = 1 << 22  # elements of calls that wait to be reduced together: 16 MB in float32
 
 
+@torch.no_grad()
 def statistics(call: Seen, threshold: float = ALARM_THRESHOLD) -> LogitStats:
     """The exact statistics of a captured call, computed in the call's precision even under autocast."""
-    with torch.no_grad():
-        return find(call, threshold).with_others(())
+    with torch.autocast(_device(call), enabled=False):
+        return scores_stats(call, threshold) if isinstance(call, ScoresCall) else logit_stats(call, threshold)
 
 
-def find(call: Seen, threshold: float = ALARM_THRESHOLD) -> Found:
-    """Finds the values that `statistics` reduces."""
-    with torch.no_grad(), torch.autocast(_device(call), enabled=False):
-        return find_score_rows(call, threshold) if isinstance(call, ScoresCall) else find_rows(call, threshold)
-
-
+@torch.no_grad()
 def maxima(call: Seen) -> LogitStats:
     """Like `statistics`, but with max_logit and min_logit only and neutral values in the other fields, at less than
     half the cost. If flex_attention returned the largest logits, only these are read, in a single operation."""
-    with torch.no_grad():
-        return find_maxima(call).with_others(())
-
-
-def find_maxima(call: Seen) -> Found:
-    """Finds the values that `maxima` reduces."""
-    with torch.no_grad(), torch.autocast(_device(call), enabled=False):
+    with torch.autocast(_device(call), enabled=False):
         if isinstance(call, FlexCall) and call.largest is not None and call.query_mask is None:
-            return FoundStats(only_extremes(call.largest.amax((0, 2))))
-        if isinstance(call, ScoresCall):
-            return FoundStats(only_extremes(*scores_maxima(call)))
-        return find_extremes(call)
+            return only_extremes(call.largest.amax((0, 2)))
+        return only_extremes(*scores_maxima(call)) if isinstance(call, ScoresCall) else max_stats(call)
 
 
 def _device(call: Seen) -> str:
