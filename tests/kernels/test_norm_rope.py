@@ -19,6 +19,7 @@ from torch import Tensor
 
 import qkeel
 from qkeel.kernels import encode
+from qkeel.kernels.native import operators
 from qkeel.kernels.triton import available
 from qkeel.spec import PRESETS, AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, YaRN
 from qkeel.spec.norm import NoNorm, Norm
@@ -70,7 +71,7 @@ def _marked(*names: str) -> list[Any]:
 def door(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Door:
     if request.param == "native":
         request.getfixturevalue("library")
-        return Door("native", encode.norm_rope, [], None)
+        return Door("native", operators.norm_rope, [], None)
     request.getfixturevalue("_triton")
     assert available.loaded()
     from qkeel.kernels.triton import norm_rope

@@ -15,7 +15,7 @@ from qkeel.functional.position_biases import alibi_slopes
 from qkeel.functional.statistics import KernelRows
 from qkeel.kernels.contract import Kernel, Refusal
 from qkeel.kernels.encode import folded
-from qkeel.kernels.native.operators import OPS, STORED, is_plain, reads, ready
+from qkeel.kernels.native.operators import OPS, STORED, attention, is_plain, reads, ready
 from qkeel.spec.call import AttentionCall, BandCall
 from qkeel.spec.slot import Outputs
 
@@ -107,7 +107,7 @@ def _run(call: AttentionCall, stats: bool) -> OutputAndRows:
     q, k, v, scale = folded(call)
     slopes = alibi_slopes(q.shape[1]).to(torch.float32) if _biased(call) else None
     how = scale, call.causal, call.window or 0, call.spec.cap.limit or 0.0, stats  # 0: no window, no cap
-    return OPS.attention.default(q, k, v, call.mask, slopes, *how)
+    return attention(q, k, v, call.mask, slopes, *how)
 
 
 # Attention from a few new tokens to a long cache on a CPU in C++, for inference. Keys may be latents.

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from qkeel.kernels.native.operators import NONE, OPS, WHOLE, reads, ready
+from qkeel.kernels.native.operators import NONE, OPS, WHOLE, norm_rope, norm_rope_two, reads, ready
 from qkeel.kernels.triton import available
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall
@@ -127,9 +127,9 @@ def fused(
     table_q, table_k = _tables(plan, q, k, pos_q, pos_k)
     kinds = plan.kind_q, plan.kind_k
     at_once = table_q is table_k and (table_q is not None or all(kinds))
-    if at_once and operator is norm_rope and not torch.is_grad_enabled():
-        cos, sin = (None, None) if table_q is None else table_q
-        return OPS.norm_rope_two.default(q, k, gain_q, gain_k, cos, sin, *kinds, plan.eps)
+    if at_once and operator is norm_rope:
+        keeps = _keeps(q, gain_q), _keeps(k, gain_k)
+        return norm_rope_two(q, k, (gain_q, gain_k), table_q, kinds, plan.eps, keeps)
     alike = q.dtype == k.dtype and q.shape[-1] == k.shape[-1] and (kinds[0] == NONE) == (kinds[1] == NONE)
     two = both_operator(device) if at_once and alike else None
     if two is not None:
@@ -139,25 +139,6 @@ def fused(
         _one(operator, q, gain_q, table_q, plan.kind_q, plan.eps),
         _one(operator, k, gain_k, table_k, plan.kind_k, plan.eps),
     )
-
-
-def norm_rope(
-    x: Float[Tensor, "b h t d"], gain: Tensor | None, table: CosSin | None, kind: int, eps: float, keep_x: bool
-) -> Float[Tensor, "b h t d"]:
-    """Returns rotation(gain · norm(x)) by the C++ operator, in x's dtype and layout.
-
-    Args:
-        x: q or k.
-        gain: the gain, of shape [], [d], [h 1] or [h d]; None for no gain.
-        table: cos and sin of the rotation.
-        kind: 0 for no norm, 1 for RMS, 2 for L2, 3 for LayerNorm.
-        eps: eps of the norm.
-        keep_x: whether to keep x for backward; if False, the result is kept, from which x̂ is recomputed.
-    """
-    cos, sin = (None, None) if table is None else table
-    if not (torch.is_grad_enabled() and (x.requires_grad or (gain is not None and gain.requires_grad))):
-        return OPS.norm_rope_alone.default(x, gain, cos, sin, kind, eps)  # halves the time of a small call
-    return OPS.norm_rope.default(x, gain, cos, sin, kind, eps, keep_x)[0]
 
 
 def operator_for(device: torch.device) -> EncodeOperator | None:
@@ -172,7 +153,7 @@ def operator_for(device: torch.device) -> EncodeOperator | None:
 
 
 def both_operator(device: torch.device) -> BothOperator | None:
-    """Returns the operator that handles q and k in one launch, gradient included, or None if there is none."""
+    """Returns the GPU operator that handles q and k in one launch, gradient included, or None if there is none."""
     if device.type == "cpu" or not available.usable(device):
         return None
     from qkeel.kernels.triton import norm_rope as triton_norm_rope

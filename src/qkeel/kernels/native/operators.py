@@ -12,11 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkeel.errors import caution
 from qkeel.kernels.native.build import compiled
-from qkeel.patching.modes import constant_when_compiled, transformed
+from qkeel.patching.modes import below_autograd, constant_when_compiled, transformed
 
 STORED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that operators read; they compute in float32
 WIDEST = 1024  # WIDEST in the sources
@@ -138,7 +139,71 @@ SHAPES: dict[str, Callable[..., object]] = {
 }
 
 
-# The derivatives. Those of the derivatives are refused, since dropping them silently would be worse.
+# The operators with their derivatives. Second derivatives are refused, since dropping them silently would be worse.
+#
+# Compilers get the operators as registered below. Outside compilers, what torch does for a registered derivative takes
+# 50 microseconds a call, so a function of autograd is applied directly.
+
+CosSin = tuple[Float[Tensor, "b 1 t half"], Float[Tensor, "b 1 t half"]]  # cos and sin, float32; b and t may be 1
+Pair = tuple[Any, Any]  # one thing of q, one of k
+
+
+def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns out [b h t e] in q's dtype and, in float32, the lse, the largest logit before the cap and the entropy of
+    each row [b h t]; the last two are empty without `stats`.
+
+    The arguments are q [b h t d], k [b g s d], v [b g s e], as they enter the product, with the last query aligned with
+    the last key; a four-dimensional mask that broadcasts to [b h t s], boolean (True: may attend) or float, or None;
+    float32 slopes [h], which multiply the distance that is subtracted from logits, or None; scale, causal, window (0:
+    none), cap (0: none), stats.
+    """
+    if torch.compiler.is_compiling():
+        return OPS.attention.default(*arguments)
+    if torch.is_grad_enabled() and any([x.requires_grad for x in arguments[:3]]):  # noqa: C419
+        return _Attention.apply(*arguments)  # type: ignore[return-value]
+    with below_autograd():
+        return OPS.attention.default(*arguments)
+
+
+def norm_rope(
+    x: Float[Tensor, "b h t d"], gain: Tensor | None, table: CosSin | None, kind: int, eps: float, keep_x: bool
+) -> Float[Tensor, "b h t d"]:
+    """Returns rotation(gain · norm(x)), in x's dtype and layout.
+
+    Args:
+        x: q or k.
+        gain: the gain, of shape [], [d], [h 1] or [h d]; None for no gain.
+        table: cos and sin of the rotation.
+        kind: 0 for no norm, 1 for RMS, 2 for L2, 3 for LayerNorm.
+        eps: eps of the norm.
+        keep_x: whether to keep x for backward; if False, the result is kept, from which x̂ is recomputed.
+    """
+    cos, sin = (None, None) if table is None else table
+    if not (torch.is_grad_enabled() and (x.requires_grad or (gain is not None and gain.requires_grad))):
+        return OPS.norm_rope_alone.default(x, gain, cos, sin, kind, eps)
+    operator = OPS.norm_rope.default if torch.compiler.is_compiling() else _NormRope.apply
+    return operator(x, gain, cos, sin, kind, eps, keep_x)[0]
+
+
+def norm_rope_two(
+    q: Tensor, k: Tensor, gains: Pair, table: CosSin | None, kinds: Pair, eps: float, keeps: Pair
+) -> tuple[Tensor, Tensor]:
+    """Like `norm_rope` for q and k with one table, at less than the price of two calls."""
+    cos, sin = (None, None) if table is None else table
+    if not (torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in (q, k, *gains)])):  # noqa: C419
+        return OPS.norm_rope_two.default(q, k, *gains, cos, sin, *kinds, eps)
+    if torch.compiler.is_compiling():
+        y = OPS.norm_rope.default(q, gains[0], cos, sin, kinds[0], eps, keeps[0])
+        return y[0], OPS.norm_rope.default(k, gains[1], cos, sin, kinds[1], eps, keeps[1])[0]
+    return _NormRopeTwo.apply(q, k, *gains, cos, sin, kinds, eps, keeps)[:2]  # type: ignore[index, return-value]
+
+
+def _derivative(operator: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls the operator of a derivative; past autograd if no second derivative can be asked for."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return operator(*arguments)
+    with below_autograd():
+        return operator(*arguments)
 
 
 def _keep_for_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -156,7 +221,7 @@ def _attention_backward(ctx: Any, grad_out: Tensor | None, *_: object) -> tuple[
     nothing = (None,) * 7
     if grad_out is None:
         return None, None, None, *nothing
-    return *OPS.attention_backward.default(grad_out, *ctx.saved_tensors, *ctx.options), *nothing
+    return *_derivative(OPS.attention_backward.default, grad_out, *ctx.saved_tensors, *ctx.options), *nothing
 
 
 def _keep_for_norm_rope(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -170,18 +235,94 @@ def _keep_for_norm_rope(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
 
 
 def _norm_rope_backward(ctx: Any, grad_out: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * 5
-    if grad_out is None:
-        return None, None, *nothing
-    kept, inverse, gain, cos, sin = ctx.saved_tensors
     kind, eps, kept_x = ctx.options
+    kept, inverse, gain, *table = ctx.saved_tensors
+    return *_norm_rope_gradients(grad_out, kept, inverse, gain, table, kind, eps, kept_x), *(None,) * 5
+
+
+def _norm_rope_gradients(
+    grad_out: Tensor | None,
+    kept: Tensor | None,
+    inverse: Tensor | None,
+    gain: Tensor | None,
+    table: list[Tensor | None],
+    kind: int,
+    eps: float,
+    kept_x: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of x and of the gain."""
+    if grad_out is None:
+        return None, None
+    cos, sin = table
     if kind == NONE:  # a rotation is undone by the one back, which is differentiable in its turn
-        back = OPS.norm_rope.default(grad_out, None, cos, None if sin is None else -sin, NONE, 0.0, False)
-        return back[0], None, *nothing
-    grad, gain_sums = OPS.norm_rope_backward.default(grad_out, kept, inverse, gain, cos, sin, kind, eps, kept_x)
+        return norm_rope(grad_out, None, None if cos is None or sin is None else (cos, -sin), NONE, 0.0, False), None
+    operator = OPS.norm_rope_backward.default
+    grad, gain_sums = _derivative(operator, grad_out, kept, inverse, gain, cos, sin, kind, eps, kept_x)
     if gain is None:
-        return grad, None, *nothing
-    return grad, gain_sums.sum_to_size(gain.shape).to(gain.dtype), *nothing
+        return grad, None
+    return grad, gain_sums.sum_to_size(gain.shape).to(gain.dtype)
+
+
+class _Attention(torch.autograd.Function):
+    """The operator `attention` where there is no compiler."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        with below_autograd():
+            output = OPS.attention.default(*arguments)
+        _keep_for_attention(ctx, arguments, output)
+        return output
+
+    backward = staticmethod(_attention_backward)
+
+
+class _NormRope(torch.autograd.Function):
+    """The operator `norm_rope` where there is no compiler."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        with below_autograd():
+            output = OPS.norm_rope.default(*arguments)
+        _keep_for_norm_rope(ctx, arguments, output)
+        return output
+
+    backward = staticmethod(_norm_rope_backward)
+
+
+class _NormRopeTwo(torch.autograd.Function):
+    """The operator `norm_rope` for q and k with one table, where there is no compiler."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        gain_q: Tensor | None,
+        gain_k: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        kinds: Pair,
+        eps: float,
+        keeps: Pair,
+    ) -> tuple[Tensor, ...]:
+        with below_autograd():
+            new_q, inverse_q = OPS.norm_rope.default(q, gain_q, cos, sin, kinds[0], eps, keeps[0])
+            new_k, inverse_k = OPS.norm_rope.default(k, gain_k, cos, sin, kinds[1], eps, keeps[1])
+        of_q = (None, None) if kinds[0] == NONE else (q if keeps[0] else new_q, inverse_q)
+        of_k = (None, None) if kinds[1] == NONE else (k if keeps[1] else new_k, inverse_k)
+        ctx.save_for_backward(*of_q, gain_q, *of_k, gain_k, cos, sin)
+        ctx.options = kinds, eps, keeps
+        ctx.mark_non_differentiable(inverse_q, inverse_k)
+        ctx.set_materialize_grads(False)
+        return new_q, new_k, inverse_q, inverse_k
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        kinds, eps, keeps = ctx.options
+        *kept, cos, sin = ctx.saved_tensors
+        grad_q, grad_gain_q = _norm_rope_gradients(grads[0], *kept[:3], [cos, sin], kinds[0], eps, keeps[0])
+        grad_k, grad_gain_k = _norm_rope_gradients(grads[1], *kept[3:], [cos, sin], kinds[1], eps, keeps[1])
+        return grad_q, grad_k, grad_gain_q, grad_gain_k, None, None, None, None, None
 
 
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
