@@ -10,7 +10,7 @@ from tests.quick import one_in
 from qkeel import preset
 from qkeel.functional.statistics import merge
 from qkeel.kernels import statistics
-from qkeel.kernels.statistics import logit_maxima, logit_stats
+from qkeel.kernels.statistics import logit_stats, max_stats
 from qkeel.ops import run
 from qkeel.spec.call import make_call, with_query_mask
 

@@ -29,18 +29,10 @@ from qkeel.functional.statistics import (
     no_product_rows,
     of_key_heads,
     product_rows,
+    reduce_rows,
     softmax_rows,
 )
-from qkeel.kernels.statistics import (
-    BLOCK,
-    Found,
-    FoundRows,
-    FoundStats,
-    find_extremes,
-    find_rows,
-    only_extremes,
-    row_logsumexp,
-)
+from qkeel.kernels.statistics import BLOCK, logit_stats, max_stats, only_extremes, row_logsumexp
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.patching.modes import in_vmap, no_operators_seen, without_gradients
 from qkeel.spec import AttentionCall, AttentionSpec
@@ -675,67 +667,51 @@ class SiteStats(Mapping[str, LogitStats]):
 
 @final
 class SiteStatistics:
-    """Collects the findings of calls by site, and records which names are single heads of one site."""
+    """Collects the statistics of calls by site, and records which names are single heads of one site."""
 
     def __init__(self) -> None:
         self.heads: dict[str, list[str]] = {}
-        self._stats = SiteStats()
-        self._waiting: dict[tuple[object, ...], dict[str, Found]] = {}  # keyed by the properties that they share
-        self._order: dict[str, None] = {}  # the names of the waiting findings, in order
-        self._size = 0
+        self._stats: dict[str, LogitStats] = {}
 
-    def add(self, name: str, new: Found | LogitStats, part_of: str | None) -> None:
-        """Adds the findings of a call; `part_of` names the site if the call is one of that site's heads."""
-        found = new if isinstance(new, Found) else FoundStats(new)
-        if name in self._order:  # a layer that is called more than once, with other shapes perhaps
-            self._reduce()
-        self._waiting.setdefault(found.alike or (name,), {})[name] = found
-        self._order[name] = None
-        self._size += found.size
-        if self._size > WAITING:
-            self._reduce()
+    def add(self, name: str, stats: LogitStats, part_of: str | None) -> None:
+        """Adds the statistics of a call; `part_of` names the site if the call is one of that site's heads."""
+        self._stats[name] = merge(self._stats[name], stats) if name in self._stats else stats
         if part_of is not None and name not in self.heads.setdefault(part_of, []):
             self.heads[part_of].append(name)
 
-    def _reduce(self) -> None:
-        """Reduces the findings that have not been reduced yet."""
-        if self._waiting:
-            if in_vmap():
-                raise InvalidValueError(
-                    "attention inside torch.func.vmap cannot be measured: tensors created there are invalid outside; "
-                    "watch a pass without vmap"
-                )
-            self._stats = self._stats.merged(SiteStats([_reduced(g) for g in self._waiting.values()], self._order))
-            self._waiting, self._order, self._size = {}, {}, 0
-
     def __bool__(self) -> bool:
-        return bool(self._waiting or self._stats.blocks)
+        return bool(self._stats)
 
     def update(self, other: SiteStatistics) -> None:
         """Adds the statistics of another pass."""
-        other._reduce()
-        self._reduce()
-        self._stats = self._stats.merged(other._stats)
-        for whole, parts in other.heads.items():
-            mine = self.heads.setdefault(whole, [])
-            mine += [part for part in parts if part not in mine]
+        if other._stats and in_vmap():
+            raise InvalidValueError(
+                "attention inside torch.func.vmap cannot be measured: tensors created there are invalid outside; "
+                "watch a pass without vmap"
+            )
+        for name, stats in other._stats.items():
+            self.add(name, stats, None)
+        for site, heads in other.heads.items():
+            known_heads = self.heads.setdefault(site, [])
+            known_heads += [head for head in heads if head not in known_heads]
 
     def joined(self) -> SiteStats:
-        """The statistics of each site, with heads that were computed one by one joined into a single site."""
-        self._reduce()
-        if not self.heads:
-            return self._stats
-        stats = dict(self._stats)
-        for name, parts in self.heads.items():
-            whole = cat_heads([stats.pop(part) for part in parts])
-            stats[name if name not in stats else parts[0]] = whole
-        return SiteStats.of(stats)
+        """The statistics of each site, with heads that were computed one by one joined into a single site, and the
+        sites in one block where their tensors can be joined."""
+        sites = dict(self._stats)
+        for name, heads in self.heads.items():
+            site = cat_heads([sites.pop(head) for head in heads])
+            sites[name if name not in sites else heads[0]] = site
+        groups: dict[object, dict[str, LogitStats]] = {}
+        for name, stats in sites.items():
+            key = name if stats.classes is not None else (stats.max_logit.dtype, stats.max_logit.device)
+            groups.setdefault(key, {})[name] = stats
+        return SiteStats([_block(group) for group in groups.values()], sites)
 
 
-@without_gradients
-def _reduced(group: Mapping[str, Found]) -> ScoreBlock:
-    first, *others = group.values()
-    heads = [one.heads for one in group.values()]
-    return ScoreBlock(
-        tuple(group), tuple([h for h, _ in heads]), tuple([g for _, g in heads]), first.with_others(others)
-    )
+def _block(sites: Mapping[str, LogitStats]) -> ScoreBlock:
+    """Joins the statistics of several sites in one tensor for each field."""
+    heads = tuple([len(stats.max_logit) for stats in sites.values()])
+    key_heads = tuple([len(stats.key_norm) for stats in sites.values()])
+    parts = list(sites.values())
+    return ScoreBlock(tuple(sites), heads, key_heads, parts[0] if len(parts) == 1 else cat_heads(parts))
