@@ -158,11 +158,11 @@ def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     none), cap (0: none), stats.
     """
     if torch.compiler.is_compiling():
-        return OPS.attention.default(*arguments)
+        return OPS.attention(*arguments)  # by the name that modes over torch's functions know
     if torch.is_grad_enabled() and any([x.requires_grad for x in arguments[:3]]):  # noqa: C419
         return _Attention.apply(*arguments)  # type: ignore[return-value]
     with below_autograd():
-        return OPS.attention.default(*arguments)
+        return OPS.attention(*arguments)
 
 
 def norm_rope(
@@ -269,7 +269,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         with below_autograd():
-            output = OPS.attention.default(*arguments)
+            output = OPS.attention(*arguments)
         _keep_for_attention(ctx, arguments, output)
         return output
 
