@@ -47,9 +47,8 @@ def test_a_nan_in_one_sequence_reaches_its_own_rows_and_no_head_beside() -> None
     assert beside.max_logit.isfinite().all()
     for x in (found.max_logit, found.entropy, max_stats(call).max_logit):
         assert x.isnan().tolist() == [True, True, False, False]  # the two that share the key head
-    _, told = attention(one.q, one.k, one.k, spec=AttentionSpec(), cu_seqlens=one.ends, stats="entropy")
-    assert told.certified is not None
-    assert told.certified.tolist() == [False, False, True, True]
+    _, told = attention(one.q, one.k, one.k, spec=AttentionSpec(), cu_seqlens=one.ends, stats="max")
+    assert told.max_logit.isfinite().tolist() == [False, False, True, True]
 
 
 def each(ends: tuple[Tensor, Tensor]) -> list[tuple[slice, slice]]:

@@ -34,7 +34,7 @@ from qkeel.functional.statistics import (
 )
 from qkeel.kernels.statistics import BLOCK, logit_stats, max_stats, only_extremes, row_logsumexp
 from qkeel.metrics import ALARM_THRESHOLD
-from qkeel.patching.modes import in_vmap, no_operators_seen, without_gradients
+from qkeel.patching.modes import in_vmap, no_operators_seen
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import fields_of, make_call
 from qkeel.spec.slot import PerRow
