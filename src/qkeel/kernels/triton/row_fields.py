@@ -2,8 +2,8 @@
 
 The pass computes only one of attention's two matrix products, and needs neither the values nor a T×T matrix. It returns
 what the compiled pass on a CPU returns (`kernels.native.logit_pass`): the fields of `functional.statistics.ROW_FIELDS`
-in one tensor. The entropy is updated together with the sum of exponentials while the maximum grows (W ← f (W + L (M - M')),
-L ← f L, f = e^(M - M'); H = ln L - W / L), so nothing cancels at large logits.
+in one tensor. The entropy is updated together with the sum of exponentials while the maximum grows: W ← f (W + L (M -
+M')), L ← f L, f = e^(M - M'); H = ln L - W / L. So nothing cancels at large logits.
 
 Shapes: b batch, h query heads, g key heads, t queries, s keys, d dimensions per head.
 """
