@@ -179,40 +179,6 @@ def merge_stacked(every: Mapping[str, Tensor]) -> LogitStats:
 _ERROR = Merge("mean", count="n_queries")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LogitBracket:
-    """Bounds on the largest logit per head, from the row logsumexps that an attention kernel returns anyway.
-
-    `lower <= max_logit <= upper`. `entropy`, if requested, tightens the lower bound from lse - ln n to lse - H, so the
-    bounds meet exactly when attention collapses. `entropy_error` is half the width of a 95 % interval if the entropy
-    comes from a sample of rows, otherwise None. `certified` marks heads whose `lower` is the exact maximum; a head with
-    a NaN or infinite logit is never certified. `max_logit` is the maximum where it is certified. `note` says what was
-    computed and why, if the bounds needed a separate pass.
-    """
-
-    lower: PerHead
-    upper: PerHead
-    entropy: PerHead | None = None
-    entropy_error: PerHead | None = None
-    certified: Tensor | None = None
-    note: str = ""
-
-    @property
-    def max_logit(self) -> PerHead:
-        """The largest logit of each head where it is certified, or NaN where only the two bounds are known."""
-        known = torch.zeros_like(self.lower, dtype=torch.bool) if self.certified is None else self.certified
-        return self.lower.masked_fill(~known, torch.nan)
-
-    @classmethod
-    def exact(
-        cls, top: PerHead, entropy: PerHead | None, note: str = "", entropy_error: PerHead | None = None
-    ) -> LogitBracket:
-        """Returns bounds that both equal an exact maximum."""
-        return cls(
-            lower=top, upper=top, entropy=entropy, entropy_error=entropy_error, certified=top.isfinite(), note=note
-        )
-
-
 # Row logsumexps, and the gate of a learned sink.
 
 PerRow = Float[Tensor, "b h t"]

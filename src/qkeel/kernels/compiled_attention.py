@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkeel.functional.position_biases import alibi_slopes
-from qkeel.functional.statistics import KernelRows, LogitBracket
+from qkeel.functional.statistics import KernelRows
 from qkeel.kernels.contract import Kernel, Refusal
 from qkeel.kernels.encode import folded
 from qkeel.kernels.native.operators import OPS, STORED, attention, is_plain, reads, ready
@@ -49,20 +49,6 @@ class Native(Kernel):
         out, *found = _run(call, stats=True)
         lse, top, entropy = (x.detach() for x in found)
         return out, KernelRows(torch.where(lse.isnan(), lse, top), lse, entropy)  # the kernel's maximum drops NaN
-
-    def bracketed(self, call: AttentionCall) -> tuple[Outputs, LogitBracket]:
-        """Returns the output, and the exact largest logit and mean entropy per head over counted rows that see a
-        key."""
-        out, (top, lse, entropy) = self.with_rows(call)
-        if call.query_mask is not None:
-            over = call.query_mask[:, None] & (lse != -torch.inf)
-            n = over.sum((0, 2))
-            top, entropy = top.masked_fill(~over, -torch.inf), entropy.masked_fill(~over, 0.0)
-        elif call.mask is not None or (call.causal and call.q.shape[2] > call.k.shape[2]):
-            n = (lse != -torch.inf).sum((0, 2))
-        else:
-            n = torch.full_like(lse[0, :, 0], lse.shape[0] * lse.shape[2])
-        return out, LogitBracket.exact(top.amax((0, 2)), entropy.sum((0, 2)) / n.clamp_min(1))
 
 
 def _biased(call: AttentionCall) -> bool:

@@ -183,18 +183,6 @@ OPERATORS: dict[str, Operator] = {
         wrong=lambda *given: of_rows(*given[:5]),
     ),
     "logit_extremes": Operator(make=rows, wrong=lambda *given: of_rows(*given[:5])),
-    "guided_maxima": Operator(
-        make=lambda n: [(*qkv(n)[:2], randn(2, 4, n), 0.3, True, 2)], wrong=lambda q, k, lse, *_: [{2: lse[..., :2]}]
-    ),
-    "logsumexp_bracket": Operator(
-        make=lambda n: [(randn(2, 4, n), rand(2, n) < 0.5, True, n)],
-        wrong=lambda lse, *_: [
-            {0: lse.double()},
-            {0: lse[0]},
-            {1: torch.ones(1, 2).bool()},
-            {1: torch.ones(2, lse.shape[2])},
-        ],
-    ),
     "norm_rope": Operator(
         make=norm_rope,
         tracked=(0, 1),

@@ -87,18 +87,6 @@ def _plain_arguments(
     return scales, torch.zeros_like(ends), ends, None
 
 
-def bracket_of(
-    lse: Float[Tensor, "b h t"], call: AttentionCall
-) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]] | None:
-    """Returns max (lse - ln n) and max lse over the counted rows, where n is the number of keys visible to a row.
-
-    Returns None unless lse is float32 on a CPU. A causal call must be square with default positions.
-    """
-    if not (lse.dtype == torch.float32 and is_plain(lse) and lse.is_cpu and ready()):
-        return None
-    return OPS.logsumexp_bracket.default(lse, call.query_mask, call.causal, call.k.shape[2])
-
-
 def holds(*tensors: Tensor) -> bool:
     """True if the operators support the tensors, that is, plain tensors on a CPU with a head_dim that is a multiple of
     8."""

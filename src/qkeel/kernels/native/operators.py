@@ -120,10 +120,6 @@ def _logit_rows_shapes(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor
     return rows, q.new_empty(q.shape[:3], dtype=torch.int64), k.new_empty(k.shape[:3], dtype=torch.float32)
 
 
-def _guided_shapes(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape[:2], dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
 SHAPES: dict[str, Callable[..., object]] = {
     "attention": _attention_shapes,
     "attention_backward": _attention_backward_shapes,
@@ -134,8 +130,6 @@ SHAPES: dict[str, Callable[..., object]] = {
     "norm_rope_backward": backward_shapes,
     "logit_rows": _logit_rows_shapes,
     "logit_extremes": lambda q, *_: q.new_empty(2, *q.shape[:3], dtype=torch.float32),
-    "guided_maxima": _guided_shapes,
-    "logsumexp_bracket": lambda lse, *_: (lse.new_empty(lse.shape[1]), lse.new_empty(lse.shape[1])),
 }
 
 

@@ -2,8 +2,8 @@
 
 The pass computes only one of attention's two matrix products, and needs neither the values nor a T×T matrix. It returns
 what the compiled pass on a CPU returns (`kernels.native.logit_pass`): the fields of `functional.statistics.ROW_FIELDS`
-in one tensor. Sums of weights are updated while the maximum grows, as in `kernels.triton.statistics`, so that nothing
-cancels at large logits.
+in one tensor. The entropy is updated together with the sum of exponentials while the maximum grows: W ← f (W + L (M -
+M')), L ← f L, f = e^(M - M'); H = ln L - W / L. So nothing cancels at large logits.
 
 Shapes: b batch, h query heads, g key heads, t queries, s keys, d dimensions per head.
 """
@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkeel.functional.statistics import ROW_FIELDS
-from qkeel.kernels.triton.statistics import Spans, bounds, capped, dense, first_and_last, key_mask, tile_sizes, visible
+from qkeel.kernels.triton.visible_keys import Spans, bounds, dense, first_and_last, key_mask, tile_sizes, visible
 
 # Rows, keys and warps of a tile by head size, in 16 bits and in float32: the fewest instructions a logit of those that
 # spill no registers on Hopper.
@@ -29,6 +29,16 @@ _MASKED = (64, 32, 4)  # where keys or pairs are masked: what a larger tile need
 _LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 _NONE = tl.constexpr(2**31 - 1)  # no key
 _YES, _NO = tl.constexpr(True), tl.constexpr(False)
+
+
+@triton.jit
+def capped(z, cap, CAP: tl.constexpr):
+    """Returns cap · tanh(z / cap), computed with an exponential that cannot overflow."""
+    if CAP:
+        e = tl.exp(-2.0 * tl.abs(z) / cap)
+        t = cap * (1.0 - e) / (1.0 + e)
+        z = tl.where(z < 0, -t, t)
+    return z
 
 
 @triton.jit
@@ -219,7 +229,7 @@ def row_fields(
         scale: factor on the products, a number or a tensor that broadcasts to [b h t 1].
         threshold: logits above it are counted, in nats.
         causal: a query sees the keys up to its position, with positions aligned at the end.
-        window: as in `statistics.row_statistics`, like keys.
+        window: as in `extremes.extremes`, like keys.
         cap: cap of a softcap, or None.
         pairs: True where a query may see a key.
     """

@@ -3,8 +3,6 @@
 //   logit_rows(Tensor q, Tensor k, Tensor scale, Tensor? low, Tensor? high, Tensor? mask, float cap, float threshold)
 //     -> (Tensor rows, Tensor counts, Tensor key_norms)
 //   logit_extremes(q, k, scale, low, high, mask) -> Tensor
-//   guided_maxima(Tensor q, Tensor k, Tensor lse, float scale, bool causal, int rows) -> (Tensor, Tensor)
-//   logsumexp_bracket(Tensor lse, Tensor? counted, bool causal, int s) -> (Tensor lower, Tensor upper)
 //
 // q [b h t d]; k [b g s d]; h a multiple of g, d of 8; float, bfloat16 or half, alike; any strides; arithmetic in
 // float. scale: float [b h t]. Visible to row i are the keys from low to before high, int64 [b|1 t] (none: all), that
@@ -16,7 +14,6 @@
 #include <limits>
 #include <vector>
 
-#include "guided.h"
 #include "logit_pass.h"
 #include "operators.h"
 #include "rows.h"
@@ -242,18 +239,6 @@ void logit_rows(const Array& q, const Array& k, const Array& scale, const Array&
 void logit_extremes(const Array& q, const Array& k, const Array& scale, const Array& low, const Array& high,
                     const Array& mask, const Array& rows) {
   run<false>({q, k, scale, {q, k, low, high, mask}, 0.0f, 0.0f, nullptr, rows.as<float>(), nullptr});
-}
-
-void guided_maxima(const Array& q, const Array& k, const Array& lse, float scale, bool causal, int64_t m,
-                   const Array& found, const Array& others) {
-  if (q.numel()) return guided(q, k, lse, scale, causal, m, found.as<float>(), others.as<float>());
-  std::fill_n(found.as<float>(), found.numel(), -INF);  // no row, or no head
-  std::fill_n(others.as<float>(), others.numel(), -INF);
-}
-
-void logsumexp_bracket(const Array& lse, const Array& counted, bool causal, int64_t s, const Array& lower,
-                       const Array& upper) {
-  bracket(lse, counted, causal, s, lower.as<float>(), upper.as<float>());
 }
 
 } // namespace qkeel

@@ -293,28 +293,6 @@ Tensor logit_extremes_(Tensor q, Tensor k, Tensor scale, Maybe low, Maybe high, 
   return rows;
 }
 
-Pair guided_maxima_(Tensor q, Tensor k, Tensor lse, double scale, bool causal, int64_t m) {
-  const Array queries = array(q), sums = array(lse);
-  check_heads(queries, array(k)), check_narrow(queries);
-  expect(queries.type == array(k).type && m > 0 && floating(sums, 3) &&
-             is_size(sums, {queries.size[0], queries.size[1], queries.size[2]}),
-         "lse float32 [b h t], at least one row, and q and k of one dtype");
-  q = dense(q), k = dense(k);
-  Tensor found = floats2(queries.size[0], queries.size[1]), others = floats2(queries.size[0], queries.size[1]);
-  guided_maxima(array(q), array(k), sums, float(scale), causal, m, array(found), array(others));
-  return {found, others};
-}
-
-Pair logsumexp_bracket_(Tensor lse, Maybe counted, bool causal, int64_t s) {
-  const Array sums = array(lse), rows = array(counted);
-  expect(floating(sums, 3), "lse float32 [b h t]");
-  expect(!rows.given || (rows.dims == 2 && rows.type == Type::BOOL && is_size(rows, {sums.size[0], sums.size[2]})),
-         "the rows that count as booleans [b t]");
-  Tensor lower = floats1(sums.size[1]), upper = floats1(sums.size[1]);
-  logsumexp_bracket(sums, rows, causal, s, array(lower), array(upper));
-  return {lower, upper};
-}
-
 } // namespace
 
 STABLE_TORCH_LIBRARY(qkeel_native, m) {
@@ -335,8 +313,6 @@ STABLE_TORCH_LIBRARY(qkeel_native, m) {
   m.def("logit_rows(Tensor q, Tensor k, Tensor scale, Tensor? low, Tensor? high, Tensor? mask, float cap,"
         " float threshold) -> (Tensor, Tensor, Tensor)");
   m.def("logit_extremes(Tensor q, Tensor k, Tensor scale, Tensor? low, Tensor? high, Tensor? mask) -> Tensor");
-  m.def("guided_maxima(Tensor q, Tensor k, Tensor lse, float scale, bool causal, int rows) -> (Tensor, Tensor)");
-  m.def("logsumexp_bracket(Tensor lse, Tensor? counted, bool causal, int s) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(qkeel_native, CPU, m) {
@@ -350,6 +326,4 @@ STABLE_TORCH_LIBRARY_IMPL(qkeel_native, CPU, m) {
   m.impl("gain_spread", TORCH_BOX(&gain_spread_));
   m.impl("logit_rows", TORCH_BOX(&logit_rows_));
   m.impl("logit_extremes", TORCH_BOX(&logit_extremes_));
-  m.impl("guided_maxima", TORCH_BOX(&guided_maxima_));
-  m.impl("logsumexp_bracket", TORCH_BOX(&logsumexp_bracket_));
 }

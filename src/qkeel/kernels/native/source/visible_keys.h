@@ -6,7 +6,6 @@
 #include <limits>
 #include <vector>
 
-#include "guided.h"
 #include "logit_pass.h"
 
 namespace qkeel {
