@@ -25,14 +25,15 @@ from benchmarks.on_gpu.machine import DEVICE, Clock, write
 from benchmarks.steps import clip_cases, optimizer_cases
 from qkeel.functional.rope import rope_frequencies, rope_table
 from qkeel.kernels.logsumexp import fused_with_logsumexp
+from qkeel.kernels.norm_rope import norm_rope, norm_rope_two
 from qkeel.kernels.torch_kernels import Flex
-from qkeel.kernels.triton import available, extremes, norm_rope, row_fields
-from qkeel.kernels.triton import norm_rope as norm_rope_two
+from qkeel.kernels.triton import available, extremes, row_fields
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import make_call
 
 ATTENTION = "attention forward"
-ONE_LAUNCH = "qkeel, Triton, q and k in one launch"
+AT_ONCE = "qkeel, Triton, q and k at once"
+TRITON = torch.ops.qkeel_triton
 PARTS = ("norm", "statistics", "weights")
 
 
@@ -55,14 +56,14 @@ TOY = Sizes(tokens=6, heads=2, key_heads=1, head_dim=16, layers=2, dim=16, dtype
 def norm_rope_passes(sizes: Sizes, device: str, compiled: bool) -> Passes:
     """RMS norm with a gain per dimension and RoPE, q and k as Triton keeps what backward needs, or makes it again."""
     own: dict[str, Own] = {
-        "qkeel, Triton": lambda x, gain, table: norm_rope.norm_rope(x, gain, table, 1, 1e-6, True),
-        "qkeel, Triton, x made again": lambda x, gain, table: norm_rope.norm_rope(x, gain, table, 1, 1e-6, False),
+        "qkeel, Triton": lambda x, gain, table: norm_rope(TRITON, x, gain, table, 1, 1e-6, True),
+        "qkeel, Triton, x made again": lambda x, gain, table: norm_rope(TRITON, x, gain, table, 1, 1e-6, False),
     }
     shape = (1, sizes.tokens, sizes.heads, sizes.key_heads, sizes.head_dim)
     return Passes(shape, compiled, own, (device, sizes.dtype))
 
 
-def in_one_launch(passes: Passes, sizes: Sizes, back: bool) -> Callable[[], object]:
+def at_once(passes: Passes, sizes: Sizes, back: bool) -> Callable[[], object]:
     """q and k together, and the way back."""
     q, k = (x.detach().requires_grad_() for x in passes.x)
     gains = passes.gain.clone().requires_grad_(), passes.gain.clone().requires_grad_()
@@ -71,7 +72,7 @@ def in_one_launch(passes: Passes, sizes: Sizes, back: bool) -> Callable[[], obje
 
     def call() -> object:
         with torch.set_grad_enabled(back):
-            out = norm_rope_two.norm_rope_two(q, k, gains, table, (1, 1), 1e-6, (True, True))
+            out = norm_rope_two(TRITON, q, k, gains, table, (1, 1), 1e-6, (True, True))
         return torch.autograd.grad(out, (q, k, *gains), passes.above) if back else out
 
     return call
@@ -102,7 +103,7 @@ def found(bench: Bench, sizes: Sizes, device: str, part: str) -> dict[str, Cases
         passes = norm_rope_passes(sizes, device, bench.compiled)
         kinds = zip(pass_cases(passes).items(), (False, True))
         return {
-            f"norm and rotation, {kind}; {shape}": {**cases, ONE_LAUNCH: in_one_launch(passes, sizes, back)}
+            f"norm and rotation, {kind}; {shape}": {**cases, AT_ONCE: at_once(passes, sizes, back)}
             for (kind, cases), back in kinds
         }
     if part == "statistics":

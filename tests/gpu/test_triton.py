@@ -11,7 +11,7 @@ from kernels.test_norm_rope import LAYOUTS, NORMS, POSITIONS, check, given, run
 from torch import nn
 
 import qkeel
-from qkeel.kernels import encode
+from qkeel.kernels import encode, norm_rope
 from qkeel.kernels.encode import encoded, folded
 from qkeel.kernels.logsumexp import fused_with_logsumexp
 from qkeel.kernels.statistics import logit_stats, max_stats, row_logsumexp
@@ -31,9 +31,7 @@ STEPPED = ["lalr", "lalr:decay=plain", "qk_lr", "qk_weight_decay", "qk_clip:thre
 
 def test_tensors_here_go_through_triton() -> None:
     assert available.usable(torch.device(DEVICE))
-    from qkeel.kernels.triton import norm_rope
-
-    assert encode.operator_for(torch.device(DEVICE)) is norm_rope.norm_rope
+    assert norm_rope.operators_for(torch.device(DEVICE)) is torch.ops.qkeel_triton
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=repr)

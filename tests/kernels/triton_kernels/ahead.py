@@ -37,21 +37,14 @@ EXTREME = {"COUNTED": False}
 ONES = ("heads", "times", "outer", "blocks", "groups", "each", "share", "length", "tiles")
 
 
-def both(constants: dict[str, Any]) -> dict[str, Any]:
-    """The constants of a kernel for q and k."""
-    return {f"{name}_{side}": value for side in "QK" for name, value in constants.items()}
-
-
 CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("forward", norm_rope.forward, {**HEAD, **FORTH}, 4),
     ("a part forward", norm_rope.forward, {**PART, "KIND": 2, "GAIN": False, "TURN": True, "INVERSES": 0}, 4),
     ("backward, x made anew", norm_rope.backward, {**HEAD, **BACK, "KEPT_X": False}, 4),
     ("backward, gains by head", norm_rope.backward, {**HEAD, **BACK, "KIND": 3, "BY_HEAD": True}, 4),
-    # Triton's launcher makes constants of whole numbers that are 1.
-    ("forward of both", norm_rope._forward_two, both({**HEAD, **FORTH}), 4),
-    ("backward of both", norm_rope._backward_two, both({**HEAD, **BACK}), 4),
     ("forward of whole tokens", norm_rope.forward, {**TOKEN, **FORTH}, 16),
     ("backward of whole tokens", norm_rope.backward, {**TOKEN, **BACK, "KIND": 3, "BY_HEAD": True}, 16),
+    # Triton's launcher makes constants of whole numbers that are 1.
     ("backward of one token", norm_rope.backward, {**HEAD, **BACK, **dict.fromkeys(ONES, 1)}, 4),
     ("all statistics", row_fields._fields, FIELDS, 8),
     ("all statistics at head_dim 64", row_fields._fields, {**FIELDS, "ROWS": 64, "D": 64, "WIDE": 64}, 4),
@@ -68,10 +61,9 @@ def made(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
     """The kernel compiled as Triton's launcher would for aligned bfloat16 tensors."""
     types, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
-        plain = re.sub("(?<=.)_[qk]$", "", name)  # of q or of k in a kernel for both
-        pointer = WHOLE.get(plain)
-        types[name] = "constexpr" if name in constants else pointer or ("fp32" if plain in NUMBERS else "i32")
-        if pointer or re.fullmatch(r"\w_[bht]|(cos|sin)_[bt]", plain):
+        pointer = WHOLE.get(name)
+        types[name] = "constexpr" if name in constants else pointer or ("fp32" if name in NUMBERS else "i32")
+        if pointer or re.fullmatch(r"\w_[bht]|(cos|sin)_[bt]", name):
             attributes[(i,)] = [["tt.divisibility", 16]]
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     known = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

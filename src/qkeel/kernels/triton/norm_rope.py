@@ -1,27 +1,23 @@
-"""Norm and rotation of queries and keys as Triton kernels, for one tensor and for q and k together."""
+"""Norm, gain and rotation of q or k in one pass over GPU memory, and its derivative, as Triton kernels.
+
+The same operator as in C++ (`kernels.norm_rope`): storage float32, bfloat16 or float16, arithmetic in float32. A
+program handles some heads of some tokens. Tile sizes are estimated, not tuned.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]  # not on every system
 import triton.language as tl  # pyright: ignore[reportMissingImports]
-from jaxtyping import Float
 from torch import Tensor
 
-from qkeel.kernels.native.operators import NONE, WHOLE, backward_shapes, same_shape
+from qkeel.kernels import norm_rope
+from qkeel.kernels.native.operators import backward_shapes, same_shape
 
-# Norm, gain and rotation of q or k in one pass over GPU memory, and its derivative.
-#
-# The same operator as in C++ (`kernels.native.operators`): storage float32, bfloat16 or float16, arithmetic in float32.
-# A program handles some heads of some tokens. It has not been timed on a GPU yet: tile sizes are estimated, not tuned.
-
-TritonObject = Any  # a Triton kernel, an autograd context, or arguments passed through torch's dispatcher
-# Numbers of the kinds of norms besides NONE.
-RMS = tl.constexpr(1)
-L2 = tl.constexpr(2)
-LAYER = tl.constexpr(3)
+L2 = tl.constexpr(norm_rope.L2)
+LAYER = tl.constexpr(norm_rope.LAYER)
 # Rows of a tile by half the head size: 1024 pairs, 8 for each of 128 threads, so that 16-bit data loads 16 bytes each.
 _ROWS = {8: 64, 16: 64, 32: 32, 64: 16, 128: 8, 256: 4, 512: 2}
 _PROGRAMS = 2048  # in backward with a shared gain: several for each of 132 processors
@@ -131,14 +127,13 @@ def _inverse(a, b, c, ok, eps, n, KIND: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def forward(
-    before, x, y, inverse, gain, cos, sin, eps, heads, times, outer, blocks,
+    x, y, inverse, gain, cos, sin, eps, heads, times, outer, blocks,
     x_b, x_h, x_t, y_b, y_h, y_t, gain_h, gain_d, cos_b, cos_t,
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
     KIND: tl.constexpr, GAIN: tl.constexpr, TURN: tl.constexpr, INVERSES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Forward pass of one tensor, executed by the programs of a launch from number `before` on."""
-    n, head, time, ok = _rows(tl.program_id(0) - before, heads, times, outer, blocks, HEADS, TOKENS)
+    n, head, time, ok = _rows(tl.program_id(0), heads, times, outer, blocks, HEADS, TOKENS)
     a, b, c = _pieces(x, n * x_b + head * x_h + time * x_t, ok, D, HALF, WIDE, TAIL, STEP)
     if KIND == LAYER:
         a, b, c = _centred(a, b, c, ok, D * heads if WHOLE else D, D, HALF, WIDE, TAIL, WHOLE)
@@ -178,15 +173,14 @@ def _hat(
 
 @triton.jit
 def backward(
-    before, dy, kept, inverse, gain, cos, sin, dx, parts, eps, heads, times, outer, blocks, groups, each,
+    dy, kept, inverse, gain, cos, sin, dx, parts, eps, heads, times, outer, blocks, groups, each,
     u_b, u_h, u_t, k_b, k_h, k_t, x_b, x_h, x_t, gain_h, gain_d, cos_b, cos_t,
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
     KIND: tl.constexpr, GAIN: tl.constexpr, BY_HEAD: tl.constexpr, TURN: tl.constexpr, KEPT_X: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Backward pass of one tensor, executed by the programs of a launch from number `before` on."""
-    pid = tl.program_id(0) - before
+    pid = tl.program_id(0)
     chunk, block = pid // blocks, pid % blocks
     size = D * heads if WHOLE else D
     da = tl.zeros([HEADS * TOKENS, WIDE], tl.float32)
@@ -235,46 +229,31 @@ def _keep_sums(
         _store(parts, (one + pid) * D, one == 0, a, b, c, D, HALF, WIDE, TAIL, STEP)
 
 
-def norm_rope(
-    x: Float[Tensor, "b h t d"],
-    gain: Tensor | None,
-    table: tuple[Tensor, Tensor] | None,
-    kind: int,
-    eps: float,
-    keep_x: bool,
-    step: int = 1,
-) -> Float[Tensor, "b h t d"]:
-    """Returns rotation(gain · norm(x)), in x's dtype and layout; arguments as in `kernels.native.operators.norm_rope`.
-
-    step: 1 for pairs x_i and x_{i+half}, 2 for pairs x_2i and x_{2i+1}.
-    """
-    cos, sin = (None, None) if table is None else (table[0].contiguous(), table[1].contiguous())
-    own = torch.ops.qkeel_triton
-    if not (torch.is_grad_enabled() and (x.requires_grad or (gain is not None and gain.requires_grad))):
-        return own.norm_rope_alone(x, gain, cos, sin, kind, eps, step)
-    return own.norm_rope(x, gain, cos, sin, kind, eps, step, keep_x)[0]
+LAUNCHED: dict[str, Any] = {"forward": forward, "backward": backward}
+Numbers = tuple[int | float, ...]
 
 
 def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _constants(
-    x: Tensor, gain: Tensor | None, cos: Tensor | None, kind: int, step: int, by_head: bool = False
-) -> dict[str, int]:
+def _constants(x: Tensor, gain: Tensor | None, cos: Tensor | None, kind: int, by_head: bool = False) -> dict[str, int]:
     """Returns the constants of a launch: tile sizes, the requested computation, and warps for whole tokens."""
-    d, h, whole = x.shape[-1], x.shape[1], kind >= WHOLE
+    d, h, whole = x.shape[-1], x.shape[1], bool(kind & norm_rope.WHOLE)
     half = d // 2 if cos is None else cos.shape[-1]
     wide, tail = max(8, triton.next_power_of_2(half)), triton.next_power_of_2(max(1, d - 2 * half))
     rows = _ROWS[max(wide, triton.next_power_of_2(triton.cdiv(tail, 2)))]
     heads = triton.next_power_of_2(h) if whole else min(rows, triton.next_power_of_2(h))
-    tile = {"HEADS": heads, "TOKENS": 1 if by_head or whole else rows // heads}
-    tile |= {"num_warps": 4 * max(1, heads // rows)} if whole else {}
-    flags = {"KIND": kind % WHOLE, "WHOLE": whole, "GAIN": gain is not None, "TURN": cos is not None, "STEP": step}
-    return {"D": d, "HALF": half, "WIDE": wide, "TAIL": tail, **tile, **flags}
+    constants = {"D": d, "HALF": half, "WIDE": wide, "TAIL": tail, "HEADS": heads}
+    constants["TOKENS"] = 1 if by_head or whole else rows // heads
+    if whole:
+        constants["num_warps"] = 4 * max(1, heads // rows)
+    constants["STEP"] = 2 if kind & norm_rope.INTERLEAVED else 1
+    constants |= {"KIND": kind % norm_rope.WHOLE, "WHOLE": whole, "GAIN": gain is not None, "TURN": cos is not None}
+    return constants
 
 
-def _steps(x: Tensor, gain: Tensor | None, cos: Tensor | None) -> tuple[int, int, int, int]:
+def _shared_strides(gain: Tensor | None, cos: Tensor | None) -> Numbers:
     """Returns the strides of the gain along heads and dimensions, and of the tables along sequences and tokens; 0 if
     shared."""
     per_head = gain.stride(0) if gain is not None and gain.ndim == 2 else 0
@@ -284,298 +263,94 @@ def _steps(x: Tensor, gain: Tensor | None, cos: Tensor | None) -> tuple[int, int
     return per_head, per_dim, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2) if cos.shape[2] > 1 else 0
 
 
-class Launch(NamedTuple):
-    """The launch of a kernel for one tensor: outputs, number of programs, arguments and constants."""
-
-    out: tuple[Tensor, Tensor]
-    programs: int
-    arguments: tuple[Tensor | float, ...]
-    constants: dict[str, int]
+def _operands(like: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> list[Tensor]:
+    """Returns gain and table for a kernel; `like` in place of what there is not, which the kernel does not read."""
+    return [like if gain is None else gain, *(like if x is None else x.contiguous() for x in (cos, sin))]
 
 
-def there(
-    x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    kind: int, eps: float, step: int, inverses: bool,
-) -> Launch:  # fmt: skip
-    """Returns the launch for norm and rotation of x, and for its inverse norms if requested."""
+def _run(
+    x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, kind: int, eps: float, inverses: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns the result, and the inverse norms [b t h] of rows if requested and there is a norm."""
     x = _dense(x)
     y, (b, h, t, _) = torch.empty_like(x), x.shape
-    inverse = x.new_empty((b, t, h) if inverses and kind != NONE else (0,), dtype=torch.float32)
-    constants = {**_constants(x, gain, cos, kind, step), "INVERSES": inverse.numel() > 0}
+    has_inverses = inverses and kind % norm_rope.WHOLE != norm_rope.NONE
+    inverse = x.new_empty((b, t, h) if has_inverses else (0,), dtype=torch.float32)
+    constants = _constants(x, gain, cos, kind)
     blocks, groups = triton.cdiv(h, constants["HEADS"]), triton.cdiv(b * t, constants["TOKENS"])
-    given = tuple(x if one is None else one for one in (gain, cos, sin))
-    steps = (*x.stride()[:3], *y.stride()[:3], *_steps(x, gain, cos))
-    arguments = (x, y, inverse if constants["INVERSES"] else x, *given, eps, h, t, b * t, blocks, *steps)
-    return Launch((y, inverse), blocks * groups, arguments, constants)
+    gain_and_table = _operands(x, gain, cos, sin)
+    with torch.cuda.device_of(x):
+        LAUNCHED["forward"][(blocks * groups,)](
+            x, y, inverse if has_inverses else x, *gain_and_table, eps, h, t, b * t, blocks,
+            *x.stride()[:3], *y.stride()[:3], *_shared_strides(gain, None if cos is None else gain_and_table[1]),
+            INVERSES=has_inverses, **constants,
+        )  # fmt: skip
+    return y, inverse
 
 
-def _launched(kernel: TritonObject, launch: Launch) -> tuple[Tensor, Tensor]:
-    with torch.cuda.device_of(launch.out[0]):
-        kernel[(launch.programs,)](0, *launch.arguments, **launch.constants)
-    return launch.out
-
-
-def _run_alone(*how: TritonObject) -> Tensor:
-    return _launched(forward, there(*[*how, False]))[0]
-
-
-def _run_tracked(*how: TritonObject) -> tuple[Tensor, Tensor]:
-    return _launched(forward, there(*[*how[:-1], True]))  # the last argument tells backward what is kept
-
-
-def back(
-    dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    *how: TritonObject,
-) -> Launch:  # fmt: skip
-    """Returns the launch for the gradient of x and for parts of the gain's gradient."""
-    kind, eps, step, kept_x = how
-    dy, kept = _dense(dy), _dense(kept)
+def _run_backward(
+    grad_out: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    kind: int, eps: float, kept_x: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients of x and of the gain, the latter [h or 1 d], summed in an order that shapes decide."""
+    grad_out, kept = _dense(grad_out), _dense(kept)
     dx = torch.empty_like(kept)
     b, h, t, d = kept.shape
     by_head = gain is not None and gain.ndim == 2
-    constants = {**_constants(kept, gain, cos, kind, step, by_head), "BY_HEAD": by_head, "KEPT_X": kept_x}
+    constants = _constants(kept, gain, cos, kind, by_head)
     blocks, groups = triton.cdiv(h, constants["HEADS"]), triton.cdiv(b * t, constants["TOKENS"])
     most = groups if gain is None else max(1, (_PROGRAMS_BY_HEAD if by_head else _PROGRAMS) // blocks)
     each = triton.cdiv(groups, min(most, groups))
     chunks = triton.cdiv(groups, each)
-    shape = (0, 1, d) if gain is None else (chunks, h, d) if by_head else (chunks * blocks, 1, d)
-    parts = kept.new_empty(shape, dtype=torch.float32)
-    given = tuple(kept if one is None else one for one in (gain, cos, sin))
-    steps = (*dy.stride()[:3], *kept.stride()[:3], *dx.stride()[:3], *_steps(kept, gain, cos))
-    own = (dx, kept if gain is None else parts, eps, h, t, b * t, blocks, groups, each)
-    return Launch((dx, parts), chunks * blocks, (dy, kept, inverse, *given, *own, *steps), constants)
+    shape = (chunks, h, d) if by_head else (chunks * blocks, 1, d)
+    parts = kept.new_empty((0,) if gain is None else shape, dtype=torch.float32)
+    gain_and_table = _operands(kept, gain, cos, sin)
+    with torch.cuda.device_of(kept):
+        LAUNCHED["backward"][(chunks * blocks,)](
+            grad_out, kept, inverse, *gain_and_table, dx, kept if gain is None else parts, eps, h, t, b * t, blocks,
+            groups, each, *grad_out.stride()[:3], *kept.stride()[:3], *dx.stride()[:3],
+            *_shared_strides(gain, None if cos is None else gain_and_table[1]),
+            BY_HEAD=by_head, KEPT_X=kept_x, **constants,
+        )  # fmt: skip
+    return dx, parts if gain is None else parts.sum(0)
 
 
-def summed(parts: Tensor) -> Tensor:
-    """Sums the parts of the gain's gradient to [h or 1 d], in an order that depends only on shapes; empty if there is
-    no gain."""
-    return parts.sum(0) if parts.numel() else parts.new_empty(0)
+def _run_tracked(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _run(*arguments[:-1], inverses=True)  # the last argument tells backward what is kept
 
 
-def _run_back(*how: TritonObject) -> tuple[Tensor, Tensor]:
-    dx, parts = _launched(backward, back(*how))
-    return dx, summed(parts)
+def _run_alone(*arguments: Any) -> Tensor:
+    return _run(*arguments, inverses=False)[0]
 
 
-def _forward_shapes(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+def _run_two(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    gain_q, gain_k, cos, sin, kind_q, kind_k, eps = arguments
+    return _run_alone(q, gain_q, cos, sin, kind_q, eps), _run_alone(k, gain_k, cos, sin, kind_k, eps)
+
+
+def _shapes(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     b, h, t, _ = x.shape
-    return same_shape(x), x.new_empty((b, t, h) if rest[3] != NONE else (0,), dtype=torch.float32)
-
-
-def _setup(ctx: TritonObject, inputs: tuple[TritonObject, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, gain, cos, sin, ctx.kind, ctx.eps, ctx.step, ctx.keep_x = inputs
-    y, inverse = output
-    ctx.save_for_backward(None if ctx.kind == NONE else x if ctx.keep_x else y, inverse, gain, cos, sin)
-    ctx.mark_non_differentiable(inverse)
-
-
-def _derivative(ctx: TritonObject, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    kept, inverse, gain, cos, sin = ctx.saved_tensors
-    own = torch.ops.qkeel_triton
-    if ctx.kind == NONE:  # the inverse rotation undoes a rotation and is differentiable itself
-        back = None if sin is None else -sin
-        return own.norm_rope(dy, None, cos, back, NONE, ctx.eps, ctx.step, False)[0], *[None] * 7
-    dx, over = own.norm_rope_backward(dy, kept, inverse, gain, cos, sin, ctx.kind, ctx.eps, ctx.step, ctx.keep_x)
-    dgain = None if gain is None else over.sum_to_size(gain.shape).to(gain.dtype)
-    return dx, dgain, *[None] * 6
-
-
-def once(*_: object) -> None:
-    """Refuses a second derivative."""
-    raise RuntimeError(
-        "the fused norm and rotation can be differentiated only once; set QKEEL_TRITON=0 for higher derivatives"
-    )
-
-
-# Norm, gain and rotation of q and k in one launch, and their derivative in another.
-#
-# The programs of q come first, then those of k. Each does the same as the kernels for one tensor, so results are equal
-# bit for bit. Not measured on a GPU yet.
-
-
-@triton.jit
-def _forward_two(
-    x_q, y_q, inverse_q, gain_q, cos_q, sin_q, eps_q, heads_q, times_q, outer_q, blocks_q, x_b_q, x_h_q, x_t_q,
-    y_b_q, y_h_q, y_t_q, gain_h_q, gain_d_q, cos_b_q, cos_t_q,
-    x_k, y_k, inverse_k, gain_k, cos_k, sin_k, eps_k, heads_k, times_k, outer_k, blocks_k, x_b_k, x_h_k, x_t_k,
-    y_b_k, y_h_k, y_t_k, gain_h_k, gain_d_k, cos_b_k, cos_t_k,
-    programs,
-    D_Q: tl.constexpr, HALF_Q: tl.constexpr, WIDE_Q: tl.constexpr, TAIL_Q: tl.constexpr, HEADS_Q: tl.constexpr,
-    TOKENS_Q: tl.constexpr, STEP_Q: tl.constexpr, KIND_Q: tl.constexpr, GAIN_Q: tl.constexpr, TURN_Q: tl.constexpr,
-    INVERSES_Q: tl.constexpr, WHOLE_Q: tl.constexpr,
-    D_K: tl.constexpr, HALF_K: tl.constexpr, WIDE_K: tl.constexpr, TAIL_K: tl.constexpr, HEADS_K: tl.constexpr,
-    TOKENS_K: tl.constexpr, STEP_K: tl.constexpr, KIND_K: tl.constexpr, GAIN_K: tl.constexpr, TURN_K: tl.constexpr,
-    INVERSES_K: tl.constexpr, WHOLE_K: tl.constexpr,
-):  # fmt: skip
-    """Runs the programs of q, then of k."""
-    if tl.program_id(0) < programs:
-        forward(
-            0, x_q, y_q, inverse_q, gain_q, cos_q, sin_q, eps_q, heads_q, times_q, outer_q, blocks_q, x_b_q,
-            x_h_q, x_t_q, y_b_q, y_h_q, y_t_q, gain_h_q, gain_d_q, cos_b_q, cos_t_q,
-            D_Q, HALF_Q, WIDE_Q, TAIL_Q, HEADS_Q, TOKENS_Q, STEP_Q, KIND_Q, GAIN_Q, TURN_Q, INVERSES_Q, WHOLE_Q,
-        )  # fmt: skip
-    else:
-        forward(
-            programs, x_k, y_k, inverse_k, gain_k, cos_k, sin_k, eps_k, heads_k, times_k, outer_k, blocks_k,
-            x_b_k, x_h_k, x_t_k, y_b_k, y_h_k, y_t_k, gain_h_k, gain_d_k, cos_b_k, cos_t_k,
-            D_K, HALF_K, WIDE_K, TAIL_K, HEADS_K, TOKENS_K, STEP_K, KIND_K, GAIN_K, TURN_K, INVERSES_K, WHOLE_K,
-        )  # fmt: skip
-
-
-@triton.jit
-def _backward_two(
-    dy_q, kept_q, inverse_q, gain_q, cos_q, sin_q, dx_q, parts_q, eps_q, heads_q, times_q, outer_q, blocks_q,
-    groups_q, each_q, u_b_q, u_h_q, u_t_q, k_b_q, k_h_q, k_t_q, x_b_q, x_h_q, x_t_q, gain_h_q, gain_d_q, cos_b_q,
-    cos_t_q,
-    dy_k, kept_k, inverse_k, gain_k, cos_k, sin_k, dx_k, parts_k, eps_k, heads_k, times_k, outer_k, blocks_k,
-    groups_k, each_k, u_b_k, u_h_k, u_t_k, k_b_k, k_h_k, k_t_k, x_b_k, x_h_k, x_t_k, gain_h_k, gain_d_k, cos_b_k,
-    cos_t_k,
-    programs,
-    D_Q: tl.constexpr, HALF_Q: tl.constexpr, WIDE_Q: tl.constexpr, TAIL_Q: tl.constexpr, HEADS_Q: tl.constexpr,
-    TOKENS_Q: tl.constexpr, STEP_Q: tl.constexpr, KIND_Q: tl.constexpr, GAIN_Q: tl.constexpr, BY_HEAD_Q: tl.constexpr,
-    TURN_Q: tl.constexpr, KEPT_X_Q: tl.constexpr, WHOLE_Q: tl.constexpr,
-    D_K: tl.constexpr, HALF_K: tl.constexpr, WIDE_K: tl.constexpr, TAIL_K: tl.constexpr, HEADS_K: tl.constexpr,
-    TOKENS_K: tl.constexpr, STEP_K: tl.constexpr, KIND_K: tl.constexpr, GAIN_K: tl.constexpr, BY_HEAD_K: tl.constexpr,
-    TURN_K: tl.constexpr, KEPT_X_K: tl.constexpr, WHOLE_K: tl.constexpr,
-):  # fmt: skip
-    """Runs the programs of q, then of k."""
-    if tl.program_id(0) < programs:
-        backward(
-            0, dy_q, kept_q, inverse_q, gain_q, cos_q, sin_q, dx_q, parts_q, eps_q, heads_q, times_q, outer_q,
-            blocks_q, groups_q, each_q, u_b_q, u_h_q, u_t_q, k_b_q, k_h_q, k_t_q, x_b_q, x_h_q, x_t_q, gain_h_q,
-            gain_d_q, cos_b_q, cos_t_q,
-            D_Q, HALF_Q, WIDE_Q, TAIL_Q, HEADS_Q, TOKENS_Q, STEP_Q, KIND_Q, GAIN_Q, BY_HEAD_Q, TURN_Q, KEPT_X_Q,
-            WHOLE_Q,
-        )  # fmt: skip
-    else:
-        backward(
-            programs, dy_k, kept_k, inverse_k, gain_k, cos_k, sin_k, dx_k, parts_k, eps_k, heads_k, times_k,
-            outer_k, blocks_k, groups_k, each_k, u_b_k, u_h_k, u_t_k, k_b_k, k_h_k, k_t_k, x_b_k, x_h_k, x_t_k,
-            gain_h_k, gain_d_k, cos_b_k, cos_t_k,
-            D_K, HALF_K, WIDE_K, TAIL_K, HEADS_K, TOKENS_K, STEP_K, KIND_K, GAIN_K, BY_HEAD_K, TURN_K, KEPT_X_K,
-            WHOLE_K,
-        )  # fmt: skip
-
-
-def norm_rope_two(
-    q: Float[Tensor, "b h t d"],
-    k: Float[Tensor, "b g t d"],
-    gains: tuple[Tensor | None, Tensor | None],
-    table: tuple[Tensor, Tensor] | None,
-    kinds: tuple[int, int],
-    eps: float,
-    keep: tuple[bool, bool],
-    step: int = 1,
-) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b g t d"]]:
-    """Returns rotation(gain · norm(x)) of q and of k, bit for bit as in two separate calls.
-
-    Args:
-        q: queries.
-        k: keys, of the same dtype and device.
-        gains: the gains for q and for k, each as in `norm_rope`.
-        table: cos and sin, for both q and k.
-        kinds: the kinds of norm for q and for k; either both are a norm or neither is.
-        eps: eps of the norms.
-        keep: for q and for k, whether to keep x for backward.
-        step: as in `norm_rope`, for both q and k.
-    """
-    cos, sin = (None, None) if table is None else (table[0].contiguous(), table[1].contiguous())
-    tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, *gains))
-    found = torch.ops.qkeel_triton.norm_rope_two(q, k, *gains, cos, sin, *kinds, eps, step, *keep, tracked)
-    return found[0], found[1]
-
-
-def _launch(kernel: TritonObject, q: Launch, k: Launch) -> None:
-    sides = {"Q": {**q.constants}, "K": {**k.constants}}
-    warps = [side.pop("num_warps", 0) for side in sides.values()]
-    constants = {f"{name}_{end}": x for end, side in sides.items() for name, x in side.items()}
-    if any(warps):
-        constants["num_warps"] = max(warps)
-    with torch.cuda.device_of(q.out[0]):
-        kernel[(q.programs + k.programs,)](*q.arguments, *k.arguments, q.programs, **constants)
-
-
-def _run(q: Tensor, k: Tensor, *how: TritonObject) -> tuple[Tensor, ...]:
-    gain_q, gain_k, cos, sin, kind_q, kind_k, eps, step, _, _, tracked = how
-    sides = [there(x, g, cos, sin, n, eps, step, tracked) for x, g, n in ((q, gain_q, kind_q), (k, gain_k, kind_k))]
-    _launch(_forward_two, *sides)
-    return sides[0].out[0], sides[1].out[0], sides[0].out[1], sides[1].out[1]
-
-
-def _shapes(q: Tensor, k: Tensor, *how: TritonObject) -> tuple[Tensor, ...]:
-    inverses = [
-        x.new_empty((x.shape[0], x.shape[2], x.shape[1]) if how[-1] and kind != NONE else (0,), dtype=torch.float32)
-        for x, kind in ((q, how[4]), (k, how[5]))
-    ]
-    return same_shape(q), same_shape(k), *inverses
-
-
-def _run_two_back(dq: Tensor, dk: Tensor, *rest: TritonObject) -> tuple[Tensor, ...]:
-    kept_q, kept_k, inverse_q, inverse_k, gain_q, gain_k, cos, sin, kind_q, kind_k, eps, step, x_q, x_k = rest
-    q = back(dq, kept_q, inverse_q, gain_q, cos, sin, kind_q, eps, step, x_q)
-    k = back(dk, kept_k, inverse_k, gain_k, cos, sin, kind_k, eps, step, x_k)
-    _launch(_backward_two, q, k)
-    return q.out[0], k.out[0], summed(q.out[1]), summed(k.out[1])
-
-
-def _shapes_back(dq: Tensor, dk: Tensor, *rest: TritonObject) -> tuple[Tensor, ...]:
-    kept_q, kept_k, inverse_q, inverse_k, gain_q, gain_k, *_ = rest
-    q, k = backward_shapes(dq, kept_q, inverse_q, gain_q), backward_shapes(dk, kept_k, inverse_k, gain_k)
-    return q[0], k[0], q[1], k[1]
-
-
-def _setup_two(ctx: TritonObject, inputs: tuple[TritonObject, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, gain_q, gain_k, cos, sin, kind_q, kind_k, eps, step, keep_q, keep_k, _ = inputs
-    yq, yk, *inverses = output
-    ctx.how = kind_q, kind_k, eps, step, keep_q, keep_k
-    kept = (None, None) if kind_q == NONE else (q if keep_q else yq, k if keep_k else yk)
-    ctx.save_for_backward(*kept, *inverses, gain_q, gain_k, cos, sin)
-    ctx.mark_non_differentiable(*inverses)
-
-
-def _derivative_of_two(ctx: TritonObject, dq: Tensor, dk: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    kept = ctx.saved_tensors
-    gain_q, gain_k, cos, sin = kept[-4:]
-    own = torch.ops.qkeel_triton
-    if ctx.how[0] == NONE:  # the inverse rotation undoes a rotation and is differentiable itself
-        found = own.norm_rope_two(dq, dk, None, None, cos, -sin, *ctx.how, torch.is_grad_enabled())
-        return found[0], found[1], *[None] * 11
-    xq, xk, over_q, over_k = own.norm_rope_two_backward(dq, dk, *kept, *ctx.how)
-    gains = [
-        None if gain is None else over.sum_to_size(gain.shape).to(gain.dtype)
-        for gain, over in ((gain_q, over_q), (gain_k, over_k))
-    ]
-    return xq, xk, *gains, *[None] * 9
+    is_normed = arguments[3] % norm_rope.WHOLE != norm_rope.NONE
+    return same_shape(x), x.new_empty((b, t, h) if is_normed else (0,), dtype=torch.float32)
 
 
 def register() -> None:
     """Registers the operators with torch: implementation, shapes and derivative."""
-    one = "Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps, int step"
-    two = "Tensor? gain_q, Tensor? gain_k, Tensor? cos, Tensor? sin, int kind_q, int kind_k, float eps, int step"
-    kept = "Tensor kept_q, Tensor kept_k, Tensor inverse_q, Tensor inverse_k"
-    for name, given, results, run, shapes in (
-        ("norm_rope", f"Tensor x, {one}, bool keep_x", 2, _run_tracked, _forward_shapes),
+    one = "Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps"
+    two = "Tensor? gain_q, Tensor? gain_k, Tensor? cos, Tensor? sin, int kind_q, int kind_k, float eps"
+    for name, arguments, results, run, shapes in (
+        ("norm_rope", f"Tensor x, {one}, bool keep_x", 2, _run_tracked, _shapes),
         ("norm_rope_alone", f"Tensor x, {one}", 1, _run_alone, same_shape),
+        ("norm_rope_two", f"Tensor q, Tensor k, {two}", 2, _run_two, lambda q, k, *_: (same_shape(q), same_shape(k))),
         (
             "norm_rope_backward",
             f"Tensor dy, Tensor kept, Tensor inverse, {one}, bool kept_x",
             2,
-            _run_back,
+            _run_backward,
             backward_shapes,
         ),
-        ("norm_rope_two", f"Tensor q, Tensor k, {two}, bool keep_q, bool keep_k, bool tracked", 4, _run, _shapes),
-        (
-            "norm_rope_two_backward",
-            f"Tensor dq, Tensor dk, {kept}, {two}, bool x_q, bool x_k",
-            4,
-            _run_two_back,
-            _shapes_back,
-        ),
     ):
-        torch.library.define(f"qkeel_triton::{name}", f"({given}) -> ({', '.join(['Tensor'] * results)})")
+        torch.library.define(f"qkeel_triton::{name}", f"({arguments}) -> ({', '.join(['Tensor'] * results)})")
         torch.library.impl(f"qkeel_triton::{name}", ("cuda", "cpu"), run)  # on a CPU in interpreter mode only
         torch.library.register_fake(f"qkeel_triton::{name}", shapes)
-    torch.library.register_autograd("qkeel_triton::norm_rope", _derivative, setup_context=_setup)
-    torch.library.register_autograd("qkeel_triton::norm_rope_two", _derivative_of_two, setup_context=_setup_two)
-    for name in ("norm_rope_backward", "norm_rope_two_backward"):
-        torch.library.register_autograd(f"qkeel_triton::{name}", once)
+    norm_rope.register_derivatives("qkeel_triton")
