@@ -43,7 +43,7 @@ POSITIONS: list[Position] = [
     Rope(rotary=0.25, pairing="half_reversed"),
     Rope(stretch=YaRN(factor=8, train_length=64)),
 ]
-INTERLEAVED = [Rope(pairing="interleaved"), Rope(pairing="interleaved", rotary=0.5)]
+PAIRED = [Rope(pairing="interleaved"), Rope(pairing="interleaved", rotary=0.5)]
 LENGTHS = [1, 7, 64, 129, 512]
 SIZES = [64, 8, 128, 24, 40]
 CPU = torch.device("cpu")
@@ -165,7 +165,7 @@ def test_every_norm_gain_and_layout_in_triton(norm: Norm, door: Door) -> None:
 @pytest.mark.parametrize("norm", NORMS, ids=repr)
 def test_interleaved_pairs_have_the_numbers_of_the_definition(norm: Norm, door: Door) -> None:
     turn = NORMS.index(norm)
-    for position, dtype in ((place(turn, norm), DTYPES[2 * (turn % 2)]), (INTERLEAVED[turn % 2], torch.float32)):
+    for position, dtype in ((place(turn, norm), DTYPES[2 * (turn % 2)]), (PAIRED[turn % 2], torch.float32)):
         door.keeps = True
         case = given(norm, position, (1, 7)[turn % 2], (24, 64)[turn % 2], dtype, list(LAYOUTS)[turn % 5])
         check(case, repr(position))
@@ -194,7 +194,7 @@ WIDE += [RMSNorm(over="layer", gain="one_plus_dim"), L2Norm(over="layer", gain="
 @pytest.mark.slow
 @pytest.mark.usefixtures("_poisoned")
 def test_a_norm_over_all_heads_of_a_token_is_that_of_the_definition(door: Door) -> None:
-    positions = [Rope(), INTERLEAVED[0], NoPosition(), INTERLEAVED[1]]
+    positions = [Rope(), PAIRED[0], NoPosition(), PAIRED[1]]
     for turn, norm in enumerate(WIDE):
         dtype = DTYPES[turn % 3]
         door.keeps = turn % 2 == 0 or dtype != torch.float32
