@@ -87,7 +87,7 @@ void panel_of(const Work& w, Space& sp, Rows k, int64_t j0, const Stretch& keys,
                     sp.shade.bias.data(), sp.scale + col, sp.shade.hidden.data(), w.cap, w.threshold};
     one_tile<FULL>(w, sp.panel[col / WIDE], tile, hides, bias);
   };
-  if (keys.masked) return part(from, to, seen == Shade::SOME, w.visibility.added());
+  if (keys.masked) return part(from, to, seen == Shade::SOME, w.visibility.added);
   const int64_t a = std::clamp<int64_t>(*low1, from, to), z = std::clamp<int64_t>(*high0, a, to);
   auto edge = [&](int64_t first, int64_t last) {  // some rows see these keys
     if (first >= last) return;
@@ -202,7 +202,7 @@ void block(const Work& w, Space& sp, int64_t n, int64_t head, int64_t row) {
 template <bool FULL> void run(const Work& w) {
   const int64_t blocks = (w.t + ROWS - 1) / ROWS;
   parallel_for(0, w.b * w.h * blocks, 1, [&](int64_t first, int64_t last) {
-    Space sp(w.d, w.cap > 0, w.visibility.mask.given);
+    Space sp(w.d, w.cap > 0, w.visibility.masked);
     for (int64_t i = first; i < last; ++i) {
       // The first rows of a causal call see little and the last ones much: in turns, so that threads share evenly.
       const int64_t at = i % blocks, place = at % 2 ? blocks - 1 - at / 2 : at / 2, head = i / blocks;
