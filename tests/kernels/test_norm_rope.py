@@ -305,7 +305,6 @@ def test_torch_accepts_the_operators_of_triton(door: Door) -> None:
     for name, args in (
         ("norm_rope", (x, gains[0], *table, 1, 1e-6, False)),
         ("norm_rope", (x, None, *table, INTERLEAVED, 0.0, False)),
-        ("norm_rope_alone", (plain[0], plain[2], *table, 1, 1e-6)),
         ("norm_rope_backward", (torch.randn_like(out), out, inverse, plain[2], *table, 2, 1e-6, False)),
         ("norm_rope_two", (*plain, *table, 1, 1, 1e-6)),
         ("norm_rope_two", (*plain[:2], None, None, *table, INTERLEAVED, INTERLEAVED, 0.0)),

@@ -682,11 +682,6 @@ class SiteStatistics:
     def __bool__(self) -> bool:
         return bool(self._stats)
 
-    def reduced(self) -> SiteStatistics:
-        """Returns itself, with all findings reduced to statistics, so that no rows of a pass are kept."""
-        self._reduce()
-        return self
-
     def update(self, other: SiteStatistics) -> None:
         """Adds the statistics of another pass."""
         if other._stats and in_vmap():

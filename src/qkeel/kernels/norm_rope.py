@@ -1,7 +1,7 @@
 """Norm, gain and rotation of q and k as one operator with two backends, in C++ and in Triton, and its derivative.
 
 The backends define the same operators in their namespaces, `torch.ops.qkeel_native` and `torch.ops.qkeel_triton`:
-`norm_rope`, `norm_rope_alone` and `norm_rope_two` without a derivative, and `norm_rope_backward`.
+`norm_rope`, `norm_rope_two` without a derivative, and `norm_rope_backward`.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ def norm_rope(
         keep_x: whether to keep x for backward; if False, the result is kept, from which x̂ is recomputed.
     """
     cos, sin = (None, None) if table is None else table
-    if not (torch.is_grad_enabled() and (x.requires_grad or (gain is not None and gain.requires_grad))):
-        return operators.norm_rope_alone.default(x, gain, cos, sin, kind, eps)
     if torch.compiler.is_compiling():
         return operators.norm_rope.default(x, gain, cos, sin, kind, eps, keep_x)[0]
+    if not (torch.is_grad_enabled() and (x.requires_grad or (gain is not None and gain.requires_grad))):
+        with below_autograd():
+            return operators.norm_rope.default(x, gain, cos, sin, kind, eps, keep_x)[0]
     return _NormRope.apply(operators, x, gain, cos, sin, kind, eps, keep_x)[0]  # type: ignore[index]
 
 

@@ -670,7 +670,7 @@ class Tap(Handle):
             if look.error is not None:
                 raise look.error
             look.over()
-            held.stats, held.calls = look.sites.reduced(), look.calls
+            held.stats, held.calls = look.sites, look.calls
             seen = bool(held.stats) or any([self.has("train"), self.has("eval"), *(x.stats for x in self._held)])
             held.collected = self.visitor.after(output, seen)
         self._hold(held)

@@ -195,7 +195,6 @@ OPERATORS: dict[str, Operator] = {
             {1: rand(7)},
         ],
     ),
-    "norm_rope_alone": Operator(make=lambda n: [given[:-1] for given in norm_rope(n)]),
     "norm_rope_two": Operator(
         make=lambda n: [
             (x, x[:, :2] + 1, gain, None, *table, 1, 0, 1e-6) for x, gain, *table, _, _, _ in norm_rope(n)[:1]

@@ -125,7 +125,6 @@ SHAPES: dict[str, Callable[..., object]] = {
     "attention_backward": _attention_backward_shapes,
     "decode": _decode_shape,
     "norm_rope": _norm_rope_shapes,
-    "norm_rope_alone": same_shape,
     "norm_rope_two": lambda q, k, *_: (same_shape(q), same_shape(k)),
     "norm_rope_backward": backward_shapes,
     "logit_rows": _logit_rows_shapes,

@@ -319,13 +319,11 @@ def _run_tracked(*arguments: Any) -> tuple[Tensor, Tensor]:
     return _run(*arguments[:-1], inverses=True)  # the last argument tells backward what is kept
 
 
-def _run_alone(*arguments: Any) -> Tensor:
-    return _run(*arguments, inverses=False)[0]
-
-
 def _run_two(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     gain_q, gain_k, cos, sin, kind_q, kind_k, eps = arguments
-    return _run_alone(q, gain_q, cos, sin, kind_q, eps), _run_alone(k, gain_k, cos, sin, kind_k, eps)
+    new_q, _ = _run(q, gain_q, cos, sin, kind_q, eps, inverses=False)
+    new_k, _ = _run(k, gain_k, cos, sin, kind_k, eps, inverses=False)
+    return new_q, new_k
 
 
 def _shapes(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -337,20 +335,14 @@ def _shapes(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 def register() -> None:
     """Registers the operators with torch: implementation, shapes and derivative."""
     one = "Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps"
+    back = "Tensor dy, Tensor kept, Tensor inverse"
     two = "Tensor? gain_q, Tensor? gain_k, Tensor? cos, Tensor? sin, int kind_q, int kind_k, float eps"
-    for name, arguments, results, run, shapes in (
-        ("norm_rope", f"Tensor x, {one}, bool keep_x", 2, _run_tracked, _shapes),
-        ("norm_rope_alone", f"Tensor x, {one}", 1, _run_alone, same_shape),
-        ("norm_rope_two", f"Tensor q, Tensor k, {two}", 2, _run_two, lambda q, k, *_: (same_shape(q), same_shape(k))),
-        (
-            "norm_rope_backward",
-            f"Tensor dy, Tensor kept, Tensor inverse, {one}, bool kept_x",
-            2,
-            _run_backward,
-            backward_shapes,
-        ),
+    for name, arguments, run, shapes in (
+        ("norm_rope", f"Tensor x, {one}, bool keep_x", _run_tracked, _shapes),
+        ("norm_rope_two", f"Tensor q, Tensor k, {two}", _run_two, lambda q, k, *_: (same_shape(q), same_shape(k))),
+        ("norm_rope_backward", f"{back}, {one}, bool kept_x", _run_backward, backward_shapes),
     ):
-        torch.library.define(f"qkeel_triton::{name}", f"({arguments}) -> ({', '.join(['Tensor'] * results)})")
+        torch.library.define(f"qkeel_triton::{name}", f"({arguments}) -> (Tensor, Tensor)")
         torch.library.impl(f"qkeel_triton::{name}", ("cuda", "cpu"), run)  # on a CPU in interpreter mode only
         torch.library.register_fake(f"qkeel_triton::{name}", shapes)
     norm_rope.register_derivatives("qkeel_triton")
