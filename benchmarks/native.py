@@ -18,7 +18,7 @@ from benchmarks.measure import Bench, Case, Cases
 from qkeel.functional.rope import rope_frequencies, rope_table
 from qkeel.kernels import native
 from qkeel.kernels.native.operators import OPS
-from qkeel.kernels.norm_rope import norm_rope
+from qkeel.kernels.norm_rope.operator import norm_rope
 
 # batch, tokens, query heads, key heads, head_dim
 SHAPES = [(4, 256, 8, 8, 64), (4, 1024, 8, 8, 64), (4, 2048, 8, 8, 64), (4, 1024, 16, 4, 128)]

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from qkeel.functional.statistics import LogitStats
+from qkeel.kernels.attention.compiled import Native
+from qkeel.kernels.attention.flex import Flex
 from qkeel.kernels.choose import KERNELS as KERNELS
 from qkeel.kernels.choose import choose
-from qkeel.kernels.compiled_attention import Native
 from qkeel.kernels.contract import average
 from qkeel.kernels.statistics import extreme_stats, logit_stats, max_stats, stats_of_rows
-from qkeel.kernels.torch_kernels import Flex
 from qkeel.options import check_known
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall, CuSeqlens, band_call, make_call

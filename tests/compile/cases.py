@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import qkeel
-from qkeel.kernels.compiled_attention import ready
+from qkeel.kernels.attention.compiled import ready
 from qkeel.nn import Attention
 from qkeel.sites import Tap
 

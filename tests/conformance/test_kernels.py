@@ -16,7 +16,7 @@ from tests.contract.conformance.test_kernels import (
 from tests.quick import one_in
 
 from qkeel import attention, preset
-from qkeel.kernels import torch_kernels
+from qkeel.kernels.attention import chunked, sdpa
 from qkeel.ops import KERNELS as HELD
 
 
@@ -27,8 +27,8 @@ def test_the_kernels_of_the_contract_are_those_that_there_are() -> None:
 @every_kernel
 @pytest.mark.parametrize("name", one_in(["qwen3", "cosa_logn", "gemma2", "capped_sink", "softpick", "squared_relu"], 3))
 def test_cutting_the_rows_into_blocks_changes_nothing(kernel: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_kernels, "BLOCK", 40)
-    monkeypatch.setattr(torch_kernels, "MASK_BLOCK", 40)
+    monkeypatch.setattr(chunked, "BLOCK", 40)
+    monkeypatch.setattr(sdpa, "MASK_BLOCK", 40)
     for case, call in cases.calls(cases.SPECS[name], torch.float64, cases.SOME, seed=4):
         for _, ours in gradients_of_kernels(call, (kernel,)):
             assert (call.attention(kernel) - oracle(call)).abs().max() <= 1e-12, case

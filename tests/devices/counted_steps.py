@@ -19,7 +19,8 @@ from torch.nn.attention import SDPBackend
 
 import qkeel
 from qkeel.functional.statistics import ROW_FIELDS
-from qkeel.kernels import logsumexp, statistics
+from qkeel.kernels import statistics
+from qkeel.kernels.attention import logsumexp
 from qkeel.patching.modes import flash_on_cpu
 from qkeel.sites import tap
 from qkeel.spec import AttentionCall

@@ -11,12 +11,13 @@ from kernels.test_norm_rope import LAYOUTS, NORMS, POSITIONS, check, given, run
 from torch import nn
 
 import qkeel
-from qkeel.kernels import encode, norm_rope
-from qkeel.kernels.encode import encoded, folded
-from qkeel.kernels.logsumexp import fused_with_logsumexp
+from qkeel.kernels.attention.flex import Flex
+from qkeel.kernels.attention.logsumexp import fused_with_logsumexp
+from qkeel.kernels.native import triton as available
+from qkeel.kernels.norm_rope import encode
+from qkeel.kernels.norm_rope import operator as norm_rope
+from qkeel.kernels.norm_rope.encode import encoded, folded
 from qkeel.kernels.statistics import logit_stats, max_stats, row_logsumexp
-from qkeel.kernels.torch_kernels import Flex
-from qkeel.kernels.triton import available
 from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, SlidingWindow, Softcap
 from qkeel.spec.call import make_call
 from qkeel.spec.norm import NoNorm, Norm

@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend
 
 from qkeel import attention, preset
 from qkeel.errors import UnknownNameError
-from qkeel.kernels import logsumexp
-from qkeel.kernels.logsumexp import fused_with_logsumexp
+from qkeel.kernels.attention import logsumexp
+from qkeel.kernels.attention.logsumexp import fused_with_logsumexp
 from qkeel.patching.modes import flash_on_cpu
 from qkeel.spec import AttentionSpec, Rope, Sink, SlidingWindow, Softcap
 

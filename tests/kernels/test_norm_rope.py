@@ -18,9 +18,9 @@ from tests.quick import one_in
 from torch import Tensor
 
 import qkeel
-from qkeel.kernels import encode
-from qkeel.kernels.norm_rope import INTERLEAVED, norm_rope
-from qkeel.kernels.triton import available
+from qkeel.kernels.native import triton as available
+from qkeel.kernels.norm_rope import encode
+from qkeel.kernels.norm_rope.operator import INTERLEAVED, norm_rope
 from qkeel.spec import PRESETS, AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, YaRN
 from qkeel.spec.norm import NoNorm, Norm
 from qkeel.spec.rope import NoPosition, Position

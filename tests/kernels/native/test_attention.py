@@ -18,8 +18,8 @@ from tests.quick import quick
 import qkeel
 from qkeel import reference
 from qkeel.errors import RefusedError
-from qkeel.kernels import compiled_attention as operator
-from qkeel.kernels.compiled_attention import Native
+from qkeel.kernels.attention import compiled as operator
+from qkeel.kernels.attention.compiled import Native
 from qkeel.kernels.statistics import stats_of_rows
 from qkeel.ops import KERNELS, choose, run
 from qkeel.sites.tap import BracketMode

@@ -307,7 +307,7 @@ def test_off_means_off(cache: Path, anything: Path, monkeypatch: pytest.MonkeyPa
 USE = """
 import warnings
 import torch, qkeel
-from qkeel.kernels import compiled_attention as attention
+from qkeel.kernels.attention import compiled as attention
 from qkeel.kernels.native import operators
 q = torch.linspace(-1, 1, 2 * 4 * 16).view(1, 2, 4, 16)
 with warnings.catch_warnings(record=True) as told:

@@ -224,7 +224,7 @@ def run(name: str, given: Arguments) -> list[Tensor]:
 
 
 def test_every_operator_has_a_row() -> None:
-    defined = {n for path in build.FOLDER.glob("*.cpp") for n in re.findall(r'm\.def\("(\w+)\(', path.read_text())}
+    defined = {n for path in build.FOLDER.rglob("*.cpp") for n in re.findall(r'm\.def\("(\w+)\(', path.read_text())}
     assert defined == set(OPERATORS) == {*operators.SHAPES, "gain_spread"}
 
 

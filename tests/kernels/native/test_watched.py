@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import qkeel
 from qkeel.functional.statistics import LogitStats
 from qkeel.kernels import statistics
-from qkeel.kernels.compiled_attention import Native
+from qkeel.kernels.attention.compiled import Native
 from qkeel.kernels.statistics import logit_stats, stats_of_rows
 from qkeel.nn import Attention
 from qkeel.ops import KERNELS, run

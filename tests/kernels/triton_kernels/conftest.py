@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from qkeel.kernels.triton import available
+from qkeel.kernels.native import triton as available
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def through_triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """CPU tensors take the way of CUDA tensors; the dtypes of the passes over q and k that were made there."""
     monkeypatch.setattr(available, "usable", lambda device: available.loaded())
     seen: list[Any] = []
-    from qkeel.kernels.triton import extremes
+    from qkeel.kernels.statistics import triton_extremes as extremes
 
     inner = extremes.extremes
 

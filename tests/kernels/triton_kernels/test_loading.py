@@ -8,8 +8,8 @@ import pytest
 import torch
 from tests import forked
 
-from qkeel.kernels import norm_rope
-from qkeel.kernels.triton import available
+from qkeel.kernels.native import triton as available
+from qkeel.kernels.norm_rope import operator as norm_rope
 
 CUDA = torch.device("cuda", 0)
 
@@ -50,7 +50,7 @@ def test_without_triton_torch_computes_after_one_warning(tmp_path: Path) -> None
 import sys, warnings
 sys.modules["triton"] = None
 import torch
-from qkeel.kernels.triton import available
+from qkeel.kernels.native import triton as available
 available._modern = lambda device: True
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")

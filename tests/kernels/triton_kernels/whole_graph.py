@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 import qkeel
-from qkeel.kernels import encode
-from qkeel.kernels.triton import available
+from qkeel.kernels.native import triton as available
+from qkeel.kernels.norm_rope import encode
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import torch
 
 from qkeel.records.disk import hold_lock
 
-FOLDER = Path(__file__).parent / "source"  # the sources and their shared headers
+FOLDER = Path(__file__).parents[1]  # the sources lie beside what they belong to, what they share in native/source
 NAME = "qkeel_native"
 FLAGS = (
     "-std=gnu++20",
@@ -31,7 +31,7 @@ FLAGS = (
     *(("--param=avoid-fma-max-bits=0",) if platform.machine() == "x86_64" else ()),
 )
 _TORCH = Path(torch.__file__).parent
-INCLUDE = (f"-I{_TORCH / 'include'}",)
+INCLUDE = (f"-I{Path(__file__).parent / 'source'}", f"-I{_TORCH / 'include'}")
 LONGEST = 600.0  # seconds a compiler may take
 REPORT_AFTER = 2.0  # seconds of waiting for another process before a message on stderr
 PATIENCE = 300.0  # seconds of waiting before torch is used instead
@@ -116,7 +116,7 @@ def key() -> str:
     """Returns a key that depends on sources, flags and processor, so that machines can share a cache.
 
     It does not depend on torch's version, since the sources use torch's stable C interface alone."""
-    texts = [path.read_bytes() for path in sorted(FOLDER.glob("*.[hc]*"))]
+    texts = [path.read_bytes() for ending in ("cpp", "h") for path in sorted(FOLDER.rglob(f"*.{ending}"))]
     built_for = (*flags(), _processor())
     return hashlib.sha256(b"\0".join((*texts, repr(built_for).encode()))).hexdigest()[:16]
 
@@ -166,7 +166,7 @@ def _compile(compiler: list[str], library: Path) -> None:
     try:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             # The largest first, so that the processors end at about the same time.
-            sources = sorted(FOLDER.glob("*.cpp"), key=lambda path: -path.stat().st_size)
+            sources = sorted(FOLDER.rglob("*.cpp"), key=lambda path: -path.stat().st_size)
             objects = list(pool.map(compile_source, sources))
         output = workplace / library.name
         _run([*compiler, "-shared", *objects, "-o", str(output), f"-L{_TORCH / 'lib'}", "-ltorch_cpu"], output)

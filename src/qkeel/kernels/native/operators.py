@@ -62,7 +62,7 @@ def _loaded() -> bool:
         return False
     for name, shapes in SHAPES.items():
         torch.library.register_fake(f"qkeel_native::{name}", shapes)
-    from qkeel.kernels.norm_rope import register_derivatives  # which imports this module
+    from qkeel.kernels.norm_rope.operator import register_derivatives  # which imports this module
 
     register_derivatives("qkeel_native")
     attention_name = "qkeel_native::attention"

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkeel.kernels.native import triton as available
 from qkeel.kernels.native.operators import OPS, derivative, ready, refuse_second_derivative
-from qkeel.kernels.triton import available
 from qkeel.patching.modes import below_autograd
 
 # The kind of a call: a norm, plus WHOLE for a norm over all heads of a token, plus INTERLEAVED for pairs x_2i and

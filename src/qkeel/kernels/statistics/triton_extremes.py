@@ -12,7 +12,15 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qkeel.kernels.triton.visible_keys import Spans, bounds, dense, first_and_last, key_mask, tile_sizes, visible
+from qkeel.kernels.statistics.triton_visible_keys import (
+    Spans,
+    bounds,
+    dense,
+    first_and_last,
+    key_mask,
+    tile_sizes,
+    visible,
+)
 
 _ALL = tl.constexpr(tl.PropagateNan.ALL)
 

@@ -19,7 +19,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkeel.functional.statistics import ROW_FIELDS
-from qkeel.kernels.triton.visible_keys import Spans, bounds, dense, first_and_last, key_mask, tile_sizes, visible
+from qkeel.kernels.statistics.triton_visible_keys import (
+    Spans,
+    bounds,
+    dense,
+    first_and_last,
+    key_mask,
+    tile_sizes,
+    visible,
+)
 
 # Rows, keys and warps of a tile by head size, in 16 bits and in float32: the fewest instructions a logit of those that
 # spill no registers on Hopper.

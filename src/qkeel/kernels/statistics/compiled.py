@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkeel.functional.statistics import ROW_FIELDS
-from qkeel.kernels.encode import encoded
 from qkeel.kernels.native.operators import OPS, STORED, WIDEST, is_plain, reads, ready
+from qkeel.kernels.norm_rope.encode import encoded
 from qkeel.spec.call import AttentionCall, BandCall
 
 _MASKS = (torch.bool, *STORED)

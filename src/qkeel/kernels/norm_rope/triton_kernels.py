@@ -13,8 +13,8 @@ import triton  # pyright: ignore[reportMissingImports]  # not on every system
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from qkeel.kernels import norm_rope
 from qkeel.kernels.native.operators import backward_shapes, same_shape
+from qkeel.kernels.norm_rope import operator as norm_rope
 
 L2 = tl.constexpr(norm_rope.L2)
 LAYER = tl.constexpr(norm_rope.LAYER)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qkeel.functional.norms import wide
-from qkeel.kernels.triton import available
+from qkeel.kernels.native import triton as available
 from qkeel.spec.call import AttentionCall, BandCall
 
 
@@ -39,10 +39,10 @@ def row_fields(call: AttentionCall, threshold: float) -> tuple[Tensor, Tensor, T
     operands = _operands(call, pairs=True)
     if operands is None:
         return None
-    from qkeel.kernels.triton import row_fields
+    from qkeel.kernels.statistics import triton_row_fields
 
     q, k, scale, visibility = operands
-    return row_fields.row_fields(q, k, scale, threshold, cap=call.spec.cap.limit, **visibility)
+    return triton_row_fields.row_fields(q, k, scale, threshold, cap=call.spec.cap.limit, **visibility)
 
 
 def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
@@ -51,12 +51,12 @@ def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
     operands = _operands(call, pairs=False)
     if operands is None:
         return None
-    from qkeel.kernels.triton import extremes
+    from qkeel.kernels.statistics import triton_extremes
 
     q, k, scale, visibility = operands
     if isinstance(scale, Tensor):  # the kernel takes a number
         q, scale = q * scale, 1.0
-    largest, smallest = extremes.extremes(q, k, scale, counted=call.query_mask, **visibility)
+    largest, smallest = triton_extremes.extremes(q, k, scale, counted=call.query_mask, **visibility)
     return largest.amax((0, 2)), smallest.amin((0, 2))
 
 

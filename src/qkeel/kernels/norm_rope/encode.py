@@ -11,7 +11,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from qkeel.kernels.native.operators import OPS, reads
-from qkeel.kernels.norm_rope import (
+from qkeel.kernels.norm_rope.operator import (
     INTERLEAVED,
     L2,
     LAYER,

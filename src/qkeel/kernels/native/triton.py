@@ -39,7 +39,7 @@ def usable(device: torch.device) -> bool:
 def loaded() -> bool:
     """True if Triton can be imported; registers the operators on the first call."""
     try:
-        from qkeel.kernels.triton import norm_rope
+        from qkeel.kernels.norm_rope import triton_kernels as norm_rope
     except ImportError as error:
         caution(f"qkeel computes without its Triton kernels: {error}. QKEEL_TRITON=0 silences this.")
         return False
