@@ -36,7 +36,7 @@ SEEN |= dict.fromkeys(("WINDOW", "MASK", "SPANS", "CAP"), False)
 FIELDS = {**SEEN, "SCALED": False, "PAIRS": False}
 MASKED = {**FIELDS, "ROWS": row_fields._MASKED[0], "KEYS": row_fields._MASKED[1]}
 EXTREME = {"COUNTED": False}
-ONES = ("heads", "times", "outer", "blocks", "groups", "each", "share", "length", "tiles")
+ONES = ("heads", "times", "outer", "blocks", "groups", "groups_of_program", "share", "length", "tiles")
 
 
 CASES: list[tuple[str, Any, dict[str, Any], int]] = [

@@ -43,8 +43,8 @@ class Native(Kernel):
     def with_rows(self, call: AttentionCall) -> tuple[Outputs, KernelRows]:
         """Returns the output, which equals that of an ordinary call bit for bit, gradient included, and detached row
         statistics."""
-        out, *found = _run(call, stats=True)
-        lse, top, entropy = (x.detach() for x in found)
+        out, *row_tensors = _run(call, stats=True)
+        lse, top, entropy = (x.detach() for x in row_tensors)
         return out, KernelRows(torch.where(lse.isnan(), lse, top), lse, entropy)  # the kernel's maximum drops NaN
 
 
@@ -71,8 +71,8 @@ def _of_spec(call: AttentionCall) -> str | None:
 
 def _of_tensors(call: AttentionCall) -> str | None:
     q, k, v, mask = call.q, call.k, call.v, call.mask
-    given = (q, k, v) if mask is None else (q, k, v, mask)
-    if not all(is_plain(x) and x.is_cpu for x in given):
+    tensors = (q, k, v) if mask is None else (q, k, v, mask)
+    if not all(is_plain(x) and x.is_cpu for x in tensors):
         return "the compiled attention is for plain tensors on a CPU"
     if q.dtype not in STORED:
         return f"the compiled attention takes float32, bfloat16 and float16 (computing in float32), not {q.dtype}"
@@ -103,5 +103,5 @@ def _run(call: AttentionCall, stats: bool) -> OutputAndRows:
     """
     q, k, v, scale = folded(call)
     slopes = alibi_slopes(q.shape[1]).to(torch.float32) if _biased(call) else None
-    how = scale, call.causal, call.window or 0, call.spec.cap.limit or 0.0, stats  # 0: no window, no cap
-    return attention(q, k, v, call.mask, slopes, *how)
+    options = scale, call.causal, call.window or 0, call.spec.cap.limit or 0.0, stats  # 0: no window, no cap
+    return attention(q, k, v, call.mask, slopes, *options)

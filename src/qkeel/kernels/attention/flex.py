@@ -58,16 +58,16 @@ class Flex(Kernel):
 
         Both are -inf for rows that see no key.
         """
-        out, found = _attend(call, AuxRequest(lse=True, max_scores=True))
-        assert found.lse is not None
-        assert found.max_scores is not None
-        lse, top = found.lse.detach(), found.max_scores.detach()
+        out, auxiliary = _attend(call, AuxRequest(lse=True, max_scores=True))
+        assert auxiliary.lse is not None
+        assert auxiliary.max_scores is not None
+        lse, top = auxiliary.lse.detach(), auxiliary.max_scores.detach()
         return out, lse, torch.where(lse.isnan(), lse, top)  # a GPU's maximum drops NaN
 
 
-def _attend(call: AttentionCall, wanted: AuxRequest | None) -> tuple[Tensor, AuxOutput]:
+def _attend(call: AttentionCall, aux_request: AuxRequest | None) -> tuple[Tensor, AuxOutput]:
     q, k, v, scale = folded(call)
-    found = _compiled()(
+    auxiliary = _compiled()(
         q,
         k,
         v,
@@ -75,9 +75,9 @@ def _attend(call: AttentionCall, wanted: AuxRequest | None) -> tuple[Tensor, Aux
         block_mask=visible(call),
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=AuxRequest() if wanted is None else wanted,
+        return_aux=AuxRequest() if aux_request is None else aux_request,
     )
-    return found
+    return auxiliary
 
 
 @functools.lru_cache(maxsize=8)

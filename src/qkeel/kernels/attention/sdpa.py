@@ -106,7 +106,7 @@ def _mask(call: AttentionCall, rows: slice, keys: slice, dtype: torch.dtype) -> 
     visible, bias = call.visible(rows, keys), call.bias(rows, keys)
     assert visible is not None  # only calls with a mask, a window or causality get here
     empty = ~visible.any(-1, keepdim=True)
-    seen = visible | empty
+    allowed = visible | empty
     if bias is None:
-        return seen, empty
-    return bias.to(dtype).masked_fill(~seen, -torch.inf), empty
+        return allowed, empty
+    return bias.to(dtype).masked_fill(~allowed, -torch.inf), empty

@@ -65,15 +65,15 @@ class _MergedSoftmax(torch.autograd.Function):
     def forward(w: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         shape = tensors[0].shape
         outs, lses = [], []
-        for back, part in zip(_BACK, _parts(w, *tensors)):
-            out, lse = flash_on_cpu(*part, 0.0, True, scale=1.0)
-            outs.append(back(out, shape, w, 0.0))
-            lses.append(back(lse[..., None], shape, w, -torch.inf))
+        for to_rows, triangle in zip(_BACK, _parts(w, *tensors)):
+            out, lse = flash_on_cpu(*triangle, 0.0, True, scale=1.0)
+            outs.append(to_rows(out, shape, w, 0.0))
+            lses.append(to_rows(lse[..., None], shape, w, -torch.inf))
         lse = torch.stack(lses).logsumexp(0)
-        whole = torch.zeros_like(outs[0])
+        merged = torch.zeros_like(outs[0])
         for out, part_lse in zip(outs, lses):
-            whole.addcmul_(out, (part_lse - lse).exp().to(out.dtype))
-        return whole, lse
+            merged.addcmul_(out, (part_lse - lse).exp().to(out.dtype))
+        return merged, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -93,18 +93,18 @@ class _MergedSoftmax(torch.autograd.Function):
             parts = _parts(ctx.w, *leaves)
         grads: list[Tensor] = []
         for rows, (q, k, v) in zip(_ROWS, parts):
-            ours = [rows(x, ctx.w) for x in (grad_outputs[0], out, lse)]
-            grad, whole, sums = (x.contiguous() for x in ours)
-            grads += flash_on_cpu_backward(grad, q, k, v, whole, sums[..., 0], 0.0, True, scale=1.0)
-        cut = [x for part in parts for x in part]
-        return None, *torch.autograd.grad(cut, leaves, grads)
+            slices = [rows(x, ctx.w) for x in (grad_outputs[0], out, lse)]
+            grad, merged, sums = (x.contiguous() for x in slices)
+            grads += flash_on_cpu_backward(grad, q, k, v, merged, sums[..., 0], 0.0, True, scale=1.0)
+        tensors = [x for triangle in parts for x in triangle]
+        return None, *torch.autograd.grad(tensors, leaves, grads)
 
 
 def _parts(w: int, q: Tensor, k: Tensor, far_q: Tensor, far_k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
     """Returns q, k, v of each triangle; far_q and far_k [b h T-w d] are already sliced."""
-    own = tuple(_blocks(x, w) for x in (q, k, v))
+    near = tuple(_blocks(x, w) for x in (q, k, v))
     before = _before(q, w), *(_behind(x, w) for x in (k, v))
-    return [(far_q, far_k, v[:, :, :-w]), own, *([before] if w > 1 else [])]
+    return [(far_q, far_k, v[:, :, :-w]), near, *([before] if w > 1 else [])]
 
 
 def _blocks(x: Tensor, w: int) -> Tensor:
@@ -121,8 +121,8 @@ def _before(x: Tensor, w: int) -> Tensor:
 def _behind(x: Tensor, w: int) -> Tensor:
     """Returns the keys of the previous blocks, reversed in time, without each block's first key, which is a window away
     from all queries."""
-    whole = (x.shape[2] - 1) // w * w
-    return _blocks(x[:, :, :whole], w).flip(2)[:, :, :-1]
+    whole_blocks = (x.shape[2] - 1) // w * w
+    return _blocks(x[:, :, :whole_blocks], w).flip(2)[:, :, :-1]
 
 
 def _from_far(x: Tensor, shape: torch.Size, w: int, fill: float) -> Tensor:

@@ -54,8 +54,8 @@ def latents(
     q, k, spec = call.q, call.k, call.spec
     factors = () if inverse is None else (inverse,)
     fits = q.shape[1] // k.shape[1] * q.shape[2] <= LATENT_ROWS and all(x.dtype == torch.float32 for x in factors)
-    known = spec.normalizer.kind == "softmax" and spec.cap.kind != "other" and spec.position.folds
-    if not (fits and known) or _of_any(call, *factors) or not ready():
+    is_softmax = spec.normalizer.kind == "softmax" and spec.cap.kind != "other" and spec.position.folds
+    if not (fits and is_softmax) or _of_any(call, *factors) or not ready():
         return None
     wide = q.float()
     if isinstance(scale, Tensor):
@@ -80,13 +80,13 @@ def _decode_refuses_tensors(call: AttentionCall) -> str | None:
     return _of_any(call)
 
 
-def _of_any(call: AttentionCall, *more: Tensor) -> str | None:
+def _of_any(call: AttentionCall, *factors_or_none: Tensor) -> str | None:
     q, k, v = call.q, call.k, call.v
     if not all(x.is_cpu and reads(x) for x in (q, k, v)):
         return "decoding is for float32, bfloat16 and float16 on a CPU, with widths that are multiples of 8 up to 1,024"
     if call.dropout or (call.mask is not None and call.mask.dtype != torch.bool):
         return "decoding has no dropout and takes only boolean masks"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *more, *call.params.values())):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *factors_or_none, *call.params.values())):
         return "decoding has no derivative"
     return None
 

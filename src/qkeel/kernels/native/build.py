@@ -180,7 +180,7 @@ def _compile(compiler: list[str], library: Path) -> None:
 
 def _run(command: list[str], output: Path) -> None:
     """Runs a compiler, which shall make a file; raises BuildError with its first error."""
-    result = subprocess.run(
+    process = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -190,7 +190,7 @@ def _run(command: list[str], output: Path) -> None:
         check=False,
         env={**os.environ, "TMPDIR": str(output.parent)},
     )
-    if result.returncode or not output.is_file():
-        errors = [line for line in result.stderr.splitlines() if "error" in line.lower()]
-        reason = errors[0].strip() if errors else result.stderr[-300:].strip() or f"exit code {result.returncode}"
+    if process.returncode or not output.is_file():
+        errors = [line for line in process.stderr.splitlines() if "error" in line.lower()]
+        reason = errors[0].strip() if errors else process.stderr[-300:].strip() or f"exit code {process.returncode}"
         raise BuildError(f"{command[0]} failed: {reason}")

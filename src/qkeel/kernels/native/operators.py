@@ -79,10 +79,10 @@ def same_shape(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
 
 
-def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, ...]:
+def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, ...]:
     b, h, t, _ = q.shape
     out = q.new_empty(b, t, h, v.shape[-1]).transpose(1, 2)
-    stats = others[-1]
+    stats = options[-1]
     lse = q.new_empty(b, h, t, dtype=torch.float32)
     top, entropy = (q.new_empty((b, h, t) if stats else (0,), dtype=torch.float32) for _ in range(2))
     return out, lse, top, entropy
@@ -97,8 +97,8 @@ def _decode_shape(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
     return q.new_empty(b, t, h, v.shape[3]).transpose(1, 2)
 
 
-def _norm_rope_shapes(x: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    y, kind = same_shape(x), others[3]
+def _norm_rope_shapes(x: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+    y, kind = same_shape(x), options[3]
     if kind == 0:  # a rotation alone
         return y, y.new_empty(0, dtype=torch.float32)
     b, h, t = y.shape[:3]

@@ -151,19 +151,19 @@ def _tables(
         return None, None
     whole = pos_q.numel() == 1 and not pos_q.is_floating_point() and pos_q.device.type == "cpu"
     if whole and pos_q is pos_k and not torch.compiler.is_compiling():
-        found = _of_place(plan, q.shape[-1], q.dtype, int(pos_q))
-        return found, found
+        table = _of_place(plan, q.shape[-1], q.dtype, int(pos_q))
+        return table, table
     theirs, keys = position.tables(q, k, pos_q, pos_k)
     turned = _turned(position, keys)
     return (turned if theirs is keys else _turned(position, theirs)), turned
 
 
 @functools.lru_cache(maxsize=16)  # consecutive layers of a model ask for the same table
-def _of_place(plan: _EncodePlan, size: int, dtype: torch.dtype, place: int) -> CosSin:
+def _of_place(plan: _EncodePlan, size: int, dtype: torch.dtype, position_index: int) -> CosSin:
     assert plan.position is not None
-    like, pos = torch.empty(1, 1, 1, size, dtype=dtype, device="cpu"), torch.tensor([[place]], device="cpu")
+    row, pos = torch.empty(1, 1, 1, size, dtype=dtype, device="cpu"), torch.tensor([[position_index]], device="cpu")
     with torch.inference_mode(False):
-        return _turned(plan.position, plan.position.tables(like, like, pos, pos)[1])
+        return _turned(plan.position, plan.position.tables(row, row, pos, pos)[1])
 
 
 def _turned(position: Rope, table: CosSin) -> CosSin:

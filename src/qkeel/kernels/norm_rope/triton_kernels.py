@@ -46,10 +46,10 @@ def _pieces(p, at, ok, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, 
     At STEP 1 pairs are x_i and x_{i+half}, at STEP 2 x_2i and x_{2i+1}.
     """
     i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (p + at)[:, None]
-    pair, rest = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
+    pair, tail_mask = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
     a = tl.load(row + STEP * i, mask=pair, other=0.0).to(tl.float32)
     b = tl.load(row + STEP * i + (HALF if STEP == 1 else 1), mask=pair, other=0.0).to(tl.float32)
-    c = tl.load(row + 2 * HALF + j, mask=rest, other=0.0).to(tl.float32)
+    c = tl.load(row + 2 * HALF + j, mask=tail_mask, other=0.0).to(tl.float32)
     return a, b, c
 
 
@@ -60,11 +60,11 @@ def _store(
 ):  # fmt: skip
     """Stores three pieces at the locations from which `_pieces` loads them."""
     i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (p + at)[:, None]
-    pair, rest = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
+    pair, tail_mask = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
     kind = p.dtype.element_ty
     tl.store(row + STEP * i, a.to(kind), mask=pair)
     tl.store(row + STEP * i + (HALF if STEP == 1 else 1), b.to(kind), mask=pair)
-    tl.store(row + 2 * HALF + j, c.to(kind), mask=rest)
+    tl.store(row + 2 * HALF + j, c.to(kind), mask=tail_mask)
 
 
 @triton.jit
@@ -74,10 +74,10 @@ def _gains(
 ):  # fmt: skip
     """Returns the gain of each number of the rows, however it is shared; 1 if there is no gain."""
     i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (gain + head * gain_h)[:, None]
-    pair, rest = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
+    pair, tail_mask = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
     a = tl.load(row + STEP * i * gain_d, mask=pair, other=1.0).to(tl.float32)
     b = tl.load(row + (STEP * i + (HALF if STEP == 1 else 1)) * gain_d, mask=pair, other=1.0).to(tl.float32)
-    c = tl.load(row + (2 * HALF + j) * gain_d, mask=rest, other=1.0).to(tl.float32)
+    c = tl.load(row + (2 * HALF + j) * gain_d, mask=tail_mask, other=1.0).to(tl.float32)
     return a, b, c
 
 
@@ -110,8 +110,8 @@ def _centred(
     """Returns the pieces minus the mean of the n numbers that are normed together; absent numbers stay 0."""
     mean = (_total(a, b, c, WHOLE) / n)[:, None]
     pair = ok[:, None] & (tl.arange(0, WIDE)[None, :] < HALF)
-    rest = ok[:, None] & (tl.arange(0, TAIL)[None, :] < D - 2 * HALF)
-    return tl.where(pair, a - mean, 0.0), tl.where(pair, b - mean, 0.0), tl.where(rest, c - mean, 0.0)
+    tail_mask = ok[:, None] & (tl.arange(0, TAIL)[None, :] < D - 2 * HALF)
+    return tl.where(pair, a - mean, 0.0), tl.where(pair, b - mean, 0.0), tl.where(tail_mask, c - mean, 0.0)
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def _hat(
 
 @triton.jit
 def backward(
-    dy, kept, inverse, gain, cos, sin, dx, parts, eps, heads, times, outer, blocks, groups, each,
+    dy, kept, inverse, gain, cos, sin, dx, parts, eps, heads, times, outer, blocks, groups, groups_of_program,
     u_b, u_h, u_t, k_b, k_h, k_t, x_b, x_h, x_t, gain_h, gain_d, cos_b, cos_t,
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
@@ -187,7 +187,7 @@ def backward(
     db = tl.zeros([HEADS * TOKENS, WIDE], tl.float32)
     dc = tl.zeros([HEADS * TOKENS, TAIL], tl.float32)
     ga, gb, gc, cosine, sine = da, da, dc, da, da  # placeholders if there is no gain or table
-    for group in range(chunk * each, tl.minimum(chunk * each + each, groups)):
+    for group in range(chunk * groups_of_program, tl.minimum(chunk * groups_of_program + groups_of_program, groups)):
         n, head, time, ok = _rows(group * blocks + block, heads, times, outer, blocks, HEADS, TOKENS)
         ua, ub, uc = _pieces(dy, n * u_b + head * u_h + time * u_t, ok, D, HALF, WIDE, TAIL, STEP)
         a, b, c = _pieces(kept, n * k_b + head * k_h + time * k_t, ok, D, HALF, WIDE, TAIL, STEP)
@@ -224,9 +224,9 @@ def _keep_sums(
         head = block * HEADS + tl.arange(0, HEADS)
         _store(parts, (chunk * heads + head) * D, head < heads, da, db, dc, D, HALF, WIDE, TAIL, STEP)
     else:
-        one = tl.zeros([1], tl.int32)
+        first_row = tl.zeros([1], tl.int32)
         a, b, c = tl.sum(da, 0, keep_dims=True), tl.sum(db, 0, keep_dims=True), tl.sum(dc, 0, keep_dims=True)
-        _store(parts, (one + pid) * D, one == 0, a, b, c, D, HALF, WIDE, TAIL, STEP)
+        _store(parts, (first_row + pid) * D, first_row == 0, a, b, c, D, HALF, WIDE, TAIL, STEP)
 
 
 LAUNCHED: dict[str, Any] = {"forward": forward, "backward": backward}
@@ -263,9 +263,9 @@ def _shared_strides(gain: Tensor | None, cos: Tensor | None) -> Numbers:
     return per_head, per_dim, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2) if cos.shape[2] > 1 else 0
 
 
-def _operands(like: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> list[Tensor]:
+def _operands(stand_in: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> list[Tensor]:
     """Returns gain and table for a kernel; `like` in place of what there is not, which the kernel does not read."""
-    return [like if gain is None else gain, *(like if x is None else x.contiguous() for x in (cos, sin))]
+    return [stand_in if gain is None else gain, *(stand_in if x is None else x.contiguous() for x in (cos, sin))]
 
 
 def _run(
@@ -300,15 +300,15 @@ def _run_backward(
     constants = _constants(kept, gain, cos, kind, by_head)
     blocks, groups = triton.cdiv(h, constants["HEADS"]), triton.cdiv(b * t, constants["TOKENS"])
     most = groups if gain is None else max(1, (_PROGRAMS_BY_HEAD if by_head else _PROGRAMS) // blocks)
-    each = triton.cdiv(groups, min(most, groups))
-    chunks = triton.cdiv(groups, each)
+    groups_of_program = triton.cdiv(groups, min(most, groups))
+    chunks = triton.cdiv(groups, groups_of_program)
     shape = (chunks, h, d) if by_head else (chunks * blocks, 1, d)
     parts = kept.new_empty((0,) if gain is None else shape, dtype=torch.float32)
     gain_and_table = _operands(kept, gain, cos, sin)
     with torch.cuda.device_of(kept):
         LAUNCHED["backward"][(chunks * blocks,)](
             grad_out, kept, inverse, *gain_and_table, dx, kept if gain is None else parts, eps, h, t, b * t, blocks,
-            groups, each, *grad_out.stride()[:3], *kept.stride()[:3], *dx.stride()[:3],
+            groups, groups_of_program, *grad_out.stride()[:3], *kept.stride()[:3], *dx.stride()[:3],
             *_shared_strides(gain, None if cos is None else gain_and_table[1]),
             BY_HEAD=by_head, KEPT_X=kept_x, **constants,
         )  # fmt: skip
@@ -334,13 +334,13 @@ def _shapes(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 def register() -> None:
     """Registers the operators with torch: implementation, shapes and derivative."""
-    one = "Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps"
+    gain_and_table = "Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps"
     back = "Tensor dy, Tensor kept, Tensor inverse"
     two = "Tensor? gain_q, Tensor? gain_k, Tensor? cos, Tensor? sin, int kind_q, int kind_k, float eps"
     for name, arguments, run, shapes in (
-        ("norm_rope", f"Tensor x, {one}, bool keep_x", _run_tracked, _shapes),
+        ("norm_rope", f"Tensor x, {gain_and_table}, bool keep_x", _run_tracked, _shapes),
         ("norm_rope_two", f"Tensor q, Tensor k, {two}", _run_two, lambda q, k, *_: (same_shape(q), same_shape(k))),
-        ("norm_rope_backward", f"{back}, {one}, bool kept_x", _run_backward, backward_shapes),
+        ("norm_rope_backward", f"{back}, {gain_and_table}, bool kept_x", _run_backward, backward_shapes),
     ):
         torch.library.define(f"qkeel_triton::{name}", f"({arguments}) -> (Tensor, Tensor)")
         torch.library.impl(f"qkeel_triton::{name}", ("cuda", "cpu"), run)  # on a CPU in interpreter mode only

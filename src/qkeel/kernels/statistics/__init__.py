@@ -72,13 +72,13 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
             blocks.append(RowStats.nothing(q_norm[:, :, rows], classes))
             continue
         keys = keys if classes is None else slice(0, keys.stop)  # class members are indexed from the first key
-        z, seen = _logits(call, q, k, rows, keys)
+        z, visible_keys = _logits(call, q, k, rows, keys)
         products, unit = _products(call, q, k, rows, keys)
-        products = z if products is None else seen.blank_(products)
+        products = z if products is None else visible_keys.blank_(products)
         # The order matters: logit_rows lowers z, _weight_rows overwrites it.
-        angles = product_rows(products, unit, q_norm[:, :, rows], k_norm[:, :, keys], seen)
-        logits = logit_rows(z, seen, threshold, classes)
-        blocks.append(RowStats(**angles, **logits, **_weight_rows(call, z, seen, classes, sink)))
+        angles = product_rows(products, unit, q_norm[:, :, rows], k_norm[:, :, keys], visible_keys)
+        logits = logit_rows(z, visible_keys, threshold, classes)
+        blocks.append(RowStats(**angles, **logits, **_weight_rows(call, z, visible_keys, classes, sink)))
     row_stats = blocks[0] if len(blocks) == 1 else RowStats.cat(blocks)
     sinks = int(sink is not None)
     return reduce_rows(row_stats, call.query_mask, q_norm, k_norm, keys_seen, call.classes, sinks)
@@ -99,9 +99,9 @@ def max_stats(call: AttentionCall) -> LogitStats:
     smallest = -largest
     for rows, keys in _blocks(call):
         if keys.stop > keys.start:
-            z, seen = _logits(call, q, k, rows, keys)
+            z, visible_keys = _logits(call, q, k, rows, keys)
             counted = None if call.query_mask is None else call.query_mask[:, rows]
-            block_largest, block_smallest = extreme_logits(z, seen, counted)
+            block_largest, block_smallest = extreme_logits(z, visible_keys, counted)
             largest, smallest = torch.maximum(largest, block_largest), torch.minimum(smallest, block_smallest)
     return only_extremes(largest, smallest)
 
@@ -207,8 +207,8 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
         biases = [call.bias(rows, keys) for call in (before, after)]
         if biases[0] is not None and biases[1] is not None:
             change = change + (biases[1] - biases[0]).to(change.dtype)
-        seen = _seen(after, rows, keys)
-        parts.append(change_rows(seen.blank_(change), seen))
+        visible_keys = _seen(after, rows, keys)
+        parts.append(change_rows(visible_keys.blank_(change), visible_keys))
     return reduce_changes(parts, after.query_mask)
 
 
@@ -219,12 +219,12 @@ def row_logsumexp(call: AttentionCall) -> PerRow:
     q, k = call.encoded()
     parts, cap = [], call.spec.cap
     for rows, keys in _blocks(call):
-        z, seen = _logits(call, q, k, rows, keys)
+        z, visible_keys = _logits(call, q, k, rows, keys)
         if not z.shape[-1]:
             parts.append(z.new_full(z.shape[:-1], -torch.inf))
             continue
-        z = seen.lower_(z if cap.kind == "none" else seen.blank_(cap.apply(z)))
-        none = seen.counts(z.shape[2], z.device) == 0
+        z = visible_keys.lower_(z if cap.kind == "none" else visible_keys.blank_(cap.apply(z)))
+        none = visible_keys.counts(z.shape[2], z.device) == 0
         parts.append(z.logsumexp(-1).masked_fill(none, -torch.inf))
     return torch.cat(parts, 2)
 
@@ -247,8 +247,8 @@ def _blocks(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
 
 def _logits(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor, VisibleKeys]:
     """Returns the blanked logits of a block of encoded q and k, before the cap, and the visible keys."""
-    seen = _seen(call, rows, keys)
-    return seen.blank_(call.scores(q[:, :, rows], k[:, :, keys], rows, keys)), seen
+    visible_keys = _seen(call, rows, keys)
+    return visible_keys.blank_(call.scores(q[:, :, rows], k[:, :, keys], rows, keys)), visible_keys
 
 
 def _seen(call: AttentionCall, rows: slice, keys: slice) -> VisibleKeys:
@@ -271,20 +271,20 @@ def _products(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slic
 
 
 def _weight_rows(
-    call: AttentionCall, z: Tensor, seen: VisibleKeys, members: Members | None, sink: Tensor | None
+    call: AttentionCall, z: Tensor, visible_keys: VisibleKeys, members: Members | None, sink: Tensor | None
 ) -> dict[str, Tensor]:
     """Returns the largest capped logit, entropy, first weight and class weights for lowered logits, which it
     overwrites."""
     cap, normalizer = call.spec.cap, call.spec.normalizer
     if cap.kind != "none":
-        z = seen.lower_(seen.blank_(cap.apply(z)))
+        z = visible_keys.lower_(visible_keys.blank_(cap.apply(z)))
     if normalizer.softmax_over_keys:
-        return softmax_rows(z, seen, members, sink)
-    weights = normalizer.weights(z, seen.whole(z), call.params)
+        return softmax_rows(z, visible_keys, members, sink)
+    weights = normalizer.weights(z, visible_keys.whole(z), call.params)
     total = weights.sum(-1)
     total = torch.where(total > 0, total, 1.0)
     split = {} if members is None else {"class_mass": by_class(weights, members) / total[..., None]}
-    first = seen.first(weights) / total
+    first = visible_keys.first(weights) / total
     return {"capped_max": z.amax(-1), "entropy": entropy(weights).clamp_min(0), "first_weight": first, **split}
 
 
@@ -298,15 +298,15 @@ def _keys_seen(call: AttentionCall) -> Tensor:
     whole = type(call) is AttentionCall and call.window is None and call.pos_q.numel() > 0
     if whole and alike and not call.pos_q.is_floating_point():
         return _keys_before(call)
-    found = torch.zeros(b, g, s, dtype=torch.bool, device=call.k.device)
+    keys_seen = torch.zeros(b, g, s, dtype=torch.bool, device=call.k.device)
     for rows, keys in _blocks(call):
         visible = call.visible(rows, keys)
         if visible is None:
-            visible = torch.ones(1, 1, 1, keys.stop - keys.start, dtype=torch.bool, device=found.device)
+            visible = torch.ones(1, 1, 1, keys.stop - keys.start, dtype=torch.bool, device=keys_seen.device)
         if counted is not None:
             visible = visible & counted[:, None, rows, None]
-        found[..., keys] |= _by_group(visible.any(-2), g)
-    return found
+        keys_seen[..., keys] |= _by_group(visible.any(-2), g)
+    return keys_seen
 
 
 def _all_keys_seen(call: AttentionCall) -> bool:
@@ -320,17 +320,17 @@ def _keys_before(call: AttentionCall) -> Tensor:
     """Returns which keys [b g s] the mask makes visible to all rows, up to the position of the last counted row."""
     b, g, s, _ = call.k.shape
     last, counted = call.pos_q.expand(b, -1), call.query_mask
-    seen = torch.ones(b, 1, s, dtype=torch.bool, device=call.k.device)
+    visible_keys = torch.ones(b, 1, s, dtype=torch.bool, device=call.k.device)
     if counted is not None:
         last = torch.where(counted, last, torch.iinfo(last.dtype).min)
-        seen = seen & counted.any(1)[:, None, None]
+        visible_keys = visible_keys & counted.any(1)[:, None, None]
     if call.causal:
-        seen = seen & (call.pos_k <= last.amax(1, keepdim=True))[:, None]
+        visible_keys = visible_keys & (call.pos_k <= last.amax(1, keepdim=True))[:, None]
     shown = dataclasses.replace(call, causal=False).visible(slice(None), slice(None))
-    seen = seen if shown is None else seen & _by_group(shown[:, :, 0], g)
-    return seen.expand(b, g, s)
+    visible_keys = visible_keys if shown is None else visible_keys & _by_group(shown[:, :, 0], g)
+    return visible_keys.expand(b, g, s)
 
 
-def _by_group(seen: Tensor, g: int) -> Tensor:
+def _by_group(visible_keys: Tensor, g: int) -> Tensor:
     """Reduces [b|1 h|1 s] over query heads to [b|1 g|1 s], True where a head that shares the keys sees the key."""
-    return seen if seen.shape[1] in (1, g) else seen.unflatten(1, (g, -1)).any(2)
+    return visible_keys if visible_keys.shape[1] in (1, g) else visible_keys.unflatten(1, (g, -1)).any(2)

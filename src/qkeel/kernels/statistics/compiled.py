@@ -31,37 +31,37 @@ def rows_of(
     classes. It requires float32, bfloat16 or float16 on a CPU, a head_dim that is a multiple of 8, and keys whose
     positions are ascending or do not matter.
     """
-    given = _arguments(call)
-    if given is None:
+    arguments = _arguments(call)
+    if arguments is None:
         return None
-    return OPS.logit_rows.default(*given, call.spec.cap.limit or 0.0, threshold)
+    return OPS.logit_rows.default(*arguments, call.spec.cap.limit or 0.0, threshold)
 
 
 def extremes_of(call: AttentionCall) -> Float[Tensor, "2 b h t"] | None:
     """Returns the largest and smallest logit of each row, -inf and inf for excluded rows; None for the calls that
     `rows_of` does not support."""
-    given = _arguments(call)
-    if given is None:
+    arguments = _arguments(call)
+    if arguments is None:
         return None
-    found = OPS.logit_extremes.default(*given)
+    extremes = OPS.logit_extremes.default(*arguments)
     if call.query_mask is None:
-        return found
-    nothing = found.new_tensor([-torch.inf, torch.inf])[:, None, None, None]
-    return torch.where(call.query_mask[:, None], found, nothing)
+        return extremes
+    excluded = extremes.new_tensor([-torch.inf, torch.inf])[:, None, None, None]
+    return torch.where(call.query_mask[:, None], extremes, excluded)
 
 
 def plain_rows(
     q: Tensor, k: Tensor, scale: float, causal: bool, threshold: float
 ) -> tuple[Float[Tensor, "fields b h t"], Int[Tensor, "b h t"], Float[Tensor, "b g s"]]:
     """Like `rows_of`, for a call that `reads_plain` accepts, which has no mask, position or cap."""
-    given = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
-    return OPS.logit_rows.default(q.detach(), k.detach(), *given, 0.0, threshold)
+    arguments = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
+    return OPS.logit_rows.default(q.detach(), k.detach(), *arguments, 0.0, threshold)
 
 
 def plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> Float[Tensor, "2 b h t"]:
     """Like `extremes_of`, but for a call that `reads_plain` accepts."""
-    given = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
-    return OPS.logit_extremes.default(q.detach(), k.detach(), *given)
+    arguments = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
+    return OPS.logit_extremes.default(q.detach(), k.detach(), *arguments)
 
 
 def reads_plain(q: Tensor, k: Tensor, causal: bool) -> bool:

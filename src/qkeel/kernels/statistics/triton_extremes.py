@@ -42,30 +42,30 @@ def _extremes(
     if COUNTED:
         ok = ok & (tl.load(counted + n * times + row, mask=ok, other=0) != 0)
     at, first = row + length - times, tile * ROWS + length - times
-    own = q + n * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + i[None, :]
-    x = tl.load(own, mask=ok[:, None] & (i[None, :] < D), other=0.0)
-    low_key, high_key, begin, whole, stop = bounds(
+    query_rows = q + n * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + i[None, :]
+    x = tl.load(query_rows, mask=ok[:, None] & (i[None, :] < D), other=0.0)
+    low_key, high_key, begin, shared_end, stop = bounds(
         starts, stops, row, ok, first, first + ROWS - 1, length, window, KEYS, CAUSAL, WINDOW, MASK, SPANS
     )
     top = tl.full([ROWS, KEYS], float("-inf"), tl.float32)
     low = -top
     theirs = k + n * k_b + (h // share) * k_h + i[:, None]
-    for past in range(begin, whole, KEYS):
+    for past in range(begin, shared_end, KEYS):
         key = past + tl.arange(0, KEYS)
         y = tl.load(theirs + key.to(tl.int64)[None, :] * k_t, mask=i[:, None] < D, other=0.0)
         z = tl.dot(x, y, input_precision="ieee")
         top, low = tl.maximum(top, z, propagate_nan=_ALL), tl.minimum(low, z, propagate_nan=_ALL)
-    for past in range(whole, stop, KEYS):
+    for past in range(shared_end, stop, KEYS):
         key = past + tl.arange(0, KEYS)
         y = tl.load(
             theirs + key.to(tl.int64)[None, :] * k_t, mask=(key[None, :] < length) & (i[:, None] < D), other=0.0
         )
         z = tl.dot(x, y, input_precision="ieee")
-        seen = visible(
+        is_visible = visible(
             keys + n * keys_b, key, at, ok, low_key, high_key, length, window, keys_s, CAUSAL, WINDOW, MASK, SPANS
         )
-        top = tl.maximum(top, tl.where(seen, z, float("-inf")), propagate_nan=_ALL)
-        low = tl.minimum(low, tl.where(seen, z, float("inf")), propagate_nan=_ALL)
+        top = tl.maximum(top, tl.where(is_visible, z, float("-inf")), propagate_nan=_ALL)
+        low = tl.minimum(low, tl.where(is_visible, z, float("inf")), propagate_nan=_ALL)
     top, low = tl.where(ok[:, None], top, float("-inf")), tl.where(ok[:, None], low, float("inf"))
     lost = tl.sum(tl.sum((top != top).to(tl.int32), 1), 0) != 0  # a maximum over registers drops NaN
     tl.store(tops + of * tiles + tile, tl.where(lost, float("nan"), tl.max(tl.max(top, 1), 0) * scale))

@@ -28,10 +28,10 @@ def reach(
     if WINDOW:
         begin = tl.maximum(first - window + 1, 0) // KEYS * KEYS
         stop = tl.minimum(stop, tl.maximum(last + window, 0))
-    whole = begin
+    shared_end = begin
     if not (WINDOW or MASK):
-        whole = (tl.minimum(length, tl.maximum(first + 1, 0)) if CAUSAL else length) // KEYS * KEYS
-    return begin, whole, stop
+        shared_end = (tl.minimum(length, tl.maximum(first + 1, 0)) if CAUSAL else length) // KEYS * KEYS
+    return begin, shared_end, stop
 
 
 @triton.jit
@@ -40,13 +40,15 @@ def span(starts, stops, row, ok, length, KEYS: tl.constexpr) -> Any:
     the end of the complete tiles that every row sees, and the end of the last key.
     """
     low, high = tl.load(starts + row, mask=ok, other=0), tl.load(stops + row, mask=ok, other=0)
-    some = low < high
-    begin = tl.min(tl.where(some, low, length), 0)
-    stop = tl.max(tl.where(some, high, 0), 0)
-    shared = tl.min(tl.where(some, high, tl.where(ok, begin, length)), 0)  # a row that sees nothing shares no tile
-    alike = tl.max(tl.where(some, low, begin), 0) == begin
-    whole = begin + tl.where(alike, tl.maximum(shared - begin, 0), 0) // KEYS * KEYS  # pyright: ignore[reportOperatorIssue]
-    return low, high, begin, whole, stop
+    sees_a_key = low < high
+    begin = tl.min(tl.where(sees_a_key, low, length), 0)
+    stop = tl.max(tl.where(sees_a_key, high, 0), 0)
+    shared = tl.min(
+        tl.where(sees_a_key, high, tl.where(ok, begin, length)), 0
+    )  # a row that sees nothing shares no tile
+    begins_alike = tl.max(tl.where(sees_a_key, low, begin), 0) == begin
+    shared_end = begin + tl.where(begins_alike, tl.maximum(shared - begin, 0), 0) // KEYS * KEYS  # pyright: ignore[reportOperatorIssue]
+    return low, high, begin, shared_end, stop
 
 
 @triton.jit
@@ -57,11 +59,11 @@ def bounds(
     """Like `span`, but without spans it returns the result of `reach` and placeholders for the ends of each row."""
     low, high = row, row
     if SPANS:
-        low, high, begin, whole, stop = span(starts, stops, row, ok, length, KEYS)
-        whole = begin if MASK else whole
+        low, high, begin, shared_end, stop = span(starts, stops, row, ok, length, KEYS)
+        shared_end = begin if MASK else shared_end
     else:
-        begin, whole, stop = reach(first, last, length, window, KEYS, CAUSAL, WINDOW, MASK)
-    return low, high, begin, whole, stop
+        begin, shared_end, stop = reach(first, last, length, window, KEYS, CAUSAL, WINDOW, MASK)
+    return low, high, begin, shared_end, stop
 
 
 @triton.jit
@@ -71,16 +73,16 @@ def visible(
 ):  # fmt: skip
     """Returns which keys of a tile the rows at positions `at` see; `keys` is their sequence's key mask."""
     inside, away = key < length, at[:, None] - key[None, :]
-    seen = inside[None, :] & ok[:, None]
+    is_visible = inside[None, :] & ok[:, None]
     if SPANS:
-        seen = seen & (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+        is_visible = is_visible & (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
     if CAUSAL:
-        seen = seen & (away >= 0)
+        is_visible = is_visible & (away >= 0)
     if WINDOW:
-        seen = seen & (away < window) & (away > -window)
+        is_visible = is_visible & (away < window) & (away > -window)
     if MASK:
-        seen = seen & (tl.load(keys + key * keys_s, mask=inside, other=0) != 0)[None, :]
-    return seen
+        is_visible = is_visible & (tl.load(keys + key * keys_s, mask=inside, other=0) != 0)[None, :]
+    return is_visible
 
 
 def tile_sizes(q: Float[Tensor, "b h t d"]) -> tuple[int, tuple[int, int, int]]:
