@@ -55,9 +55,18 @@ def _pieces(p, at, ok, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, 
 
 @triton.jit
 def _store(
-    p, at, ok, a, b, c,
-    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+    p,
+    at,
+    ok,
+    a,
+    b,
+    c,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+    TAIL: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """Stores three pieces at the locations from which `_pieces` loads them."""
     i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (p + at)[:, None]
     pair, tail_mask = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
@@ -69,9 +78,17 @@ def _store(
 
 @triton.jit
 def _gains(
-    gain, head, ok, gain_h, gain_d,
-    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+    gain,
+    head,
+    ok,
+    gain_h,
+    gain_d,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+    TAIL: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """Returns the gain of each number of the rows, however it is shared; 1 if there is no gain."""
     i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (gain + head * gain_h)[:, None]
     pair, tail_mask = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
@@ -104,9 +121,17 @@ def _total(a, b, c, WHOLE: tl.constexpr):
 
 @triton.jit
 def _centred(
-    a, b, c, ok, n,
-    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+    a,
+    b,
+    c,
+    ok,
+    n,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+    TAIL: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     """Returns the pieces minus the mean of the n numbers that are normed together; absent numbers stay 0."""
     mean = (_total(a, b, c, WHOLE) / n)[:, None]
     pair = ok[:, None] & (tl.arange(0, WIDE)[None, :] < HALF)
@@ -127,12 +152,40 @@ def _inverse(a, b, c, ok, eps, n, KIND: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def forward(
-    x, y, inverse, gain, cos, sin, eps, heads, times, outer, blocks,
-    x_b, x_h, x_t, y_b, y_h, y_t, gain_h, gain_d, cos_b, cos_t,
-    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
-    HEADS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
-    KIND: tl.constexpr, GAIN: tl.constexpr, TURN: tl.constexpr, INVERSES: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    inverse,
+    gain,
+    cos,
+    sin,
+    eps,
+    heads,
+    times,
+    outer,
+    blocks,
+    x_b,
+    x_h,
+    x_t,
+    y_b,
+    y_h,
+    y_t,
+    gain_h,
+    gain_d,
+    cos_b,
+    cos_t,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+    TAIL: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STEP: tl.constexpr,
+    KIND: tl.constexpr,
+    GAIN: tl.constexpr,
+    TURN: tl.constexpr,
+    INVERSES: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     n, head, time, ok = _rows(tl.program_id(0), heads, times, outer, blocks, HEADS, TOKENS)
     a, b, c = _pieces(x, n * x_b + head * x_h + time * x_t, ok, D, HALF, WIDE, TAIL, STEP)
     if KIND == LAYER:
@@ -153,10 +206,27 @@ def forward(
 
 @triton.jit
 def _hat(
-    a, b, c, k, ga, gb, gc, cosine, sine, ok, n,
-    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
-    KIND: tl.constexpr, GAIN: tl.constexpr, TURN: tl.constexpr, KEPT_X: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+    a,
+    b,
+    c,
+    k,
+    ga,
+    gb,
+    gc,
+    cosine,
+    sine,
+    ok,
+    n,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+    TAIL: tl.constexpr,
+    KIND: tl.constexpr,
+    GAIN: tl.constexpr,
+    TURN: tl.constexpr,
+    KEPT_X: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     """Returns x̂, the normed row before its gain, from the kept tensor: x, or y = rotation(gain · x̂)."""
     if KEPT_X:
         if KIND == LAYER:
@@ -173,13 +243,48 @@ def _hat(
 
 @triton.jit
 def backward(
-    dy, kept, inverse, gain, cos, sin, dx, parts, eps, heads, times, outer, blocks, groups, groups_of_program,
-    u_b, u_h, u_t, k_b, k_h, k_t, x_b, x_h, x_t, gain_h, gain_d, cos_b, cos_t,
-    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
-    HEADS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
-    KIND: tl.constexpr, GAIN: tl.constexpr, BY_HEAD: tl.constexpr, TURN: tl.constexpr, KEPT_X: tl.constexpr,
+    dy,
+    kept,
+    inverse,
+    gain,
+    cos,
+    sin,
+    dx,
+    parts,
+    eps,
+    heads,
+    times,
+    outer,
+    blocks,
+    groups,
+    groups_of_program,
+    u_b,
+    u_h,
+    u_t,
+    k_b,
+    k_h,
+    k_t,
+    x_b,
+    x_h,
+    x_t,
+    gain_h,
+    gain_d,
+    cos_b,
+    cos_t,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+    TAIL: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STEP: tl.constexpr,
+    KIND: tl.constexpr,
+    GAIN: tl.constexpr,
+    BY_HEAD: tl.constexpr,
+    TURN: tl.constexpr,
+    KEPT_X: tl.constexpr,
     WHOLE: tl.constexpr,
-):  # fmt: skip
+):
     pid = tl.program_id(0)
     chunk, block = pid // blocks, pid % blocks
     size = D * heads if WHOLE else D
@@ -215,10 +320,22 @@ def backward(
 
 @triton.jit
 def _keep_sums(
-    pid, parts, da, db, dc, chunk, block, heads,
-    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr,
-    HEADS: tl.constexpr, BY_HEAD: tl.constexpr,
-):  # fmt: skip
+    pid,
+    parts,
+    da,
+    db,
+    dc,
+    chunk,
+    block,
+    heads,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+    TAIL: tl.constexpr,
+    STEP: tl.constexpr,
+    HEADS: tl.constexpr,
+    BY_HEAD: tl.constexpr,
+):
     """Stores this program's part of the gain's gradient: [chunks h d], or [programs d] if heads share the gain."""
     if BY_HEAD:  # such a tile has a single token
         head = block * HEADS + tl.arange(0, HEADS)
@@ -281,17 +398,35 @@ def _run(
     gain_and_table = _operands(x, gain, cos, sin)
     with torch.cuda.device_of(x):
         LAUNCHED["forward"][(blocks * groups,)](
-            x, y, inverse if has_inverses else x, *gain_and_table, eps, h, t, b * t, blocks,
-            *x.stride()[:3], *y.stride()[:3], *_shared_strides(gain, None if cos is None else gain_and_table[1]),
-            INVERSES=has_inverses, **constants,
-        )  # fmt: skip
+            x,
+            y,
+            inverse if has_inverses else x,
+            *gain_and_table,
+            eps,
+            h,
+            t,
+            b * t,
+            blocks,
+            *x.stride()[:3],
+            *y.stride()[:3],
+            *_shared_strides(gain, None if cos is None else gain_and_table[1]),
+            INVERSES=has_inverses,
+            **constants,
+        )
     return y, inverse
 
 
 def _run_backward(
-    grad_out: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    kind: int, eps: float, kept_x: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad_out: Tensor,
+    kept: Tensor,
+    inverse: Tensor,
+    gain: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    kind: int,
+    eps: float,
+    kept_x: bool,
+) -> tuple[Tensor, Tensor]:
     """Returns the gradients of x and of the gain, the latter [h or 1 d], summed in an order that shapes decide."""
     grad_out, kept = _dense(grad_out), _dense(kept)
     dx = torch.empty_like(kept)
@@ -307,11 +442,27 @@ def _run_backward(
     gain_and_table = _operands(kept, gain, cos, sin)
     with torch.cuda.device_of(kept):
         LAUNCHED["backward"][(chunks * blocks,)](
-            grad_out, kept, inverse, *gain_and_table, dx, kept if gain is None else parts, eps, h, t, b * t, blocks,
-            groups, groups_of_program, *grad_out.stride()[:3], *kept.stride()[:3], *dx.stride()[:3],
+            grad_out,
+            kept,
+            inverse,
+            *gain_and_table,
+            dx,
+            kept if gain is None else parts,
+            eps,
+            h,
+            t,
+            b * t,
+            blocks,
+            groups,
+            groups_of_program,
+            *grad_out.stride()[:3],
+            *kept.stride()[:3],
+            *dx.stride()[:3],
             *_shared_strides(gain, None if cos is None else gain_and_table[1]),
-            BY_HEAD=by_head, KEPT_X=kept_x, **constants,
-        )  # fmt: skip
+            BY_HEAD=by_head,
+            KEPT_X=kept_x,
+            **constants,
+        )
     return dx, parts if gain is None else parts.sum(0)
 
 

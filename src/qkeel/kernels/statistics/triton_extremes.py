@@ -27,11 +27,39 @@ _ALL = tl.constexpr(tl.PropagateNan.ALL)
 
 @triton.jit
 def _extremes(
-    q, k, keys, starts, stops, counted, tops, lows, scale, heads, share, times, length, window,
-    tiles, q_b, q_h, q_t, k_b, k_h, k_t, keys_b, keys_s,
-    D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr, COUNTED: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    keys,
+    starts,
+    stops,
+    counted,
+    tops,
+    lows,
+    scale,
+    heads,
+    share,
+    times,
+    length,
+    window,
+    tiles,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    keys_b,
+    keys_s,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
+    SPANS: tl.constexpr,
+    COUNTED: tl.constexpr,
+):
     """Computes the largest and smallest logit of a tile of rows: NaN if a logit is NaN, -inf and inf if nothing was
     read."""
     of = (tl.program_id(0) // tiles).to(tl.int64)  # sequence and head
@@ -111,11 +139,32 @@ def extremes(
     rows = q if counted is None else counted.contiguous().to(torch.uint8)
     with torch.cuda.device_of(q):
         LAUNCHED["extremes"][(tiles * b * h,)](
-            q, k, mask, *first_and_last(window, q), rows,
-            tops, lows, scale,
-            h, h // g, t, s, near or 0, tiles, *q.stride()[:3], *k.stride()[:3], *over,
-            D=d, WIDE=wide, ROWS=tile[0], KEYS=tile[1], CAUSAL=causal, WINDOW=near is not None,
-            MASK=keys is not None, SPANS=isinstance(window, tuple), COUNTED=counted is not None,
+            q,
+            k,
+            mask,
+            *first_and_last(window, q),
+            rows,
+            tops,
+            lows,
+            scale,
+            h,
+            h // g,
+            t,
+            s,
+            near or 0,
+            tiles,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *over,
+            D=d,
+            WIDE=wide,
+            ROWS=tile[0],
+            KEYS=tile[1],
+            CAUSAL=causal,
+            WINDOW=near is not None,
+            MASK=keys is not None,
+            SPANS=isinstance(window, tuple),
+            COUNTED=counted is not None,
             num_warps=tile[2],
-        )  # fmt: skip
+        )
     return tops, lows

@@ -51,10 +51,30 @@ def capped(z, cap, CAP: tl.constexpr):
 
 @triton.jit
 def _add(
-    x, y, inverse, factor, cap, threshold, is_visible, key,
-    top, low, most, mass, along, total, above, squares, widest, cosines, n, begin,
-    CAP: tl.constexpr, MASK: tl.constexpr, ALL: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    inverse,
+    factor,
+    cap,
+    threshold,
+    is_visible,
+    key,
+    top,
+    low,
+    most,
+    mass,
+    along,
+    total,
+    above,
+    squares,
+    widest,
+    cosines,
+    n,
+    begin,
+    CAP: tl.constexpr,
+    MASK: tl.constexpr,
+    ALL: tl.constexpr,
+):
     """Adds a tile of keys to the running statistics of the rows; with ALL, every key is seen.
 
     `most`, `mass` and `along` refer to logits in units of ln 2. All weights of a tile are relative to the same rounded
@@ -103,14 +123,53 @@ def _add(
 
 @triton.jit
 def _fields(
-    q, k, inverses, keys, pairs, starts, stops, scales, fields, counts, scale, cap, threshold,
-    heads, share, times, length, window, tiles, rows_in_all,
-    q_b, q_h, q_t, k_b, k_h, k_t, keys_b, keys_s, pairs_b, pairs_h, pairs_t, pairs_s,
-    scales_b, scales_h, scales_t,
-    D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr, CAP: tl.constexpr,
-    SCALED: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    inverses,
+    keys,
+    pairs,
+    starts,
+    stops,
+    scales,
+    fields,
+    counts,
+    scale,
+    cap,
+    threshold,
+    heads,
+    share,
+    times,
+    length,
+    window,
+    tiles,
+    rows_in_all,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    keys_b,
+    keys_s,
+    pairs_b,
+    pairs_h,
+    pairs_t,
+    pairs_s,
+    scales_b,
+    scales_h,
+    scales_t,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
+    SPANS: tl.constexpr,
+    CAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
     of = (tl.program_id(0) // tiles).to(tl.int64)  # sequence and head
     n, h = of // heads, of % heads
     start = (tiles - 1 - tl.program_id(0) % tiles) * ROWS  # longest rows first under a causal mask
@@ -124,9 +183,20 @@ def _fields(
     if SCALED:
         factor = tl.load(scales + n * scales_b + h * scales_h + row * scales_t, mask=ok, other=1.0)
     low_key, high_key, begin, shared_end, stop = bounds(
-        starts, stops, row, ok, start + past_keys, start + ROWS - 1 + past_keys, length, window,
-        KEYS, CAUSAL, WINDOW, MASK or PAIRS, SPANS,
-    )  # fmt: skip
+        starts,
+        stops,
+        row,
+        ok,
+        start + past_keys,
+        start + ROWS - 1 + past_keys,
+        length,
+        window,
+        KEYS,
+        CAUSAL,
+        WINDOW,
+        MASK or PAIRS,
+        SPANS,
+    )
     nothing = tl.zeros([ROWS], tl.float32)
     top = nothing + float("-inf")
     low, most, widest = -top, top, top
@@ -144,16 +214,37 @@ def _fields(
         y = tl.load(theirs + key.to(tl.int64)[None, :] * k_t + i[:, None], mask=i[:, None] < D, other=0.0)
         inverse = tl.load(turns + key)
         top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first = _add(
-            x, y, inverse, factor, cap, threshold, True, key,
-            top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first,
-            CAP, MASK or PAIRS, _YES,
-        )  # fmt: skip
+            x,
+            y,
+            inverse,
+            factor,
+            cap,
+            threshold,
+            True,
+            key,
+            top,
+            low,
+            most,
+            mass,
+            along,
+            total,
+            above,
+            squares,
+            widest,
+            cosines,
+            seen_keys,
+            first,
+            CAP,
+            MASK or PAIRS,
+            _YES,
+        )
     for past in range(shared_end, stop, KEYS):
         key = past + tl.arange(0, KEYS)
         y = tl.load(
             theirs + key.to(tl.int64)[None, :] * k_t + i[:, None],
-            mask=(key[None, :] < length) & (i[:, None] < D), other=0.0,
-        )  # fmt: skip
+            mask=(key[None, :] < length) & (i[:, None] < D),
+            other=0.0,
+        )
         is_visible = visible(
             keys + n * keys_b, key, at, ok, low_key, high_key, length, window, keys_s, CAUSAL, WINDOW, MASK, SPANS
         )
@@ -163,10 +254,30 @@ def _fields(
             is_visible = is_visible & (shown != 0)
         inverse = tl.load(turns + key, mask=key < length, other=0.0)
         top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first = _add(
-            x, y, inverse, factor, cap, threshold, is_visible, key,
-            top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first,
-            CAP, MASK or PAIRS, _NO,
-        )  # fmt: skip
+            x,
+            y,
+            inverse,
+            factor,
+            cap,
+            threshold,
+            is_visible,
+            key,
+            top,
+            low,
+            most,
+            mass,
+            along,
+            total,
+            above,
+            squares,
+            widest,
+            cosines,
+            seen_keys,
+            first,
+            CAP,
+            MASK or PAIRS,
+            _NO,
+        )
     sees_a_key = seen_keys > 0
     row_and_key = sees_a_key & ok
     z = tl.load(
@@ -261,12 +372,41 @@ def row_fields(
     tiles = triton.cdiv(t, rows)
     with torch.cuda.device_of(q):
         LAUNCHED["fields"][(tiles * b * h,)](
-            q, k, inverse, mask, shown, *first_and_last(window, q), scales, fields, counts,
-            scale if number else 1.0, cap or 1.0, threshold,
-            h, h // g, t, s, near or 0, tiles, b * h * t,
-            *q.stride()[:3], *k.stride()[:3], *over, *strides, *((0, 0, 0) if number else scales.stride()[:3]),
-            D=d, WIDE=wide, ROWS=rows, KEYS=columns, CAUSAL=causal, WINDOW=near is not None,
-            MASK=keys is not None, SPANS=isinstance(window, tuple), CAP=cap is not None,
-            SCALED=not number, PAIRS=pairs is not None, num_warps=warps,
-        )  # fmt: skip
+            q,
+            k,
+            inverse,
+            mask,
+            shown,
+            *first_and_last(window, q),
+            scales,
+            fields,
+            counts,
+            scale if number else 1.0,
+            cap or 1.0,
+            threshold,
+            h,
+            h // g,
+            t,
+            s,
+            near or 0,
+            tiles,
+            b * h * t,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *over,
+            *strides,
+            *((0, 0, 0) if number else scales.stride()[:3]),
+            D=d,
+            WIDE=wide,
+            ROWS=rows,
+            KEYS=columns,
+            CAUSAL=causal,
+            WINDOW=near is not None,
+            MASK=keys is not None,
+            SPANS=isinstance(window, tuple),
+            CAP=cap is not None,
+            SCALED=not number,
+            PAIRS=pairs is not None,
+            num_warps=warps,
+        )
     return fields, counts, norms

@@ -53,9 +53,20 @@ def span(starts, stops, row, ok, length, KEYS: tl.constexpr) -> Any:
 
 @triton.jit
 def bounds(
-    starts, stops, row, ok, first, last, length, window,
-    KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr,
-) -> Any:  # fmt: skip
+    starts,
+    stops,
+    row,
+    ok,
+    first,
+    last,
+    length,
+    window,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
+    SPANS: tl.constexpr,
+) -> Any:
     """Like `span`, but without spans it returns the result of `reach` and placeholders for the ends of each row."""
     low, high = row, row
     if SPANS:
@@ -68,9 +79,20 @@ def bounds(
 
 @triton.jit
 def visible(
-    keys, key, at, ok, low, high, length, window, keys_s,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr,
-):  # fmt: skip
+    keys,
+    key,
+    at,
+    ok,
+    low,
+    high,
+    length,
+    window,
+    keys_s,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
+    SPANS: tl.constexpr,
+):
     """Returns which keys of a tile the rows at positions `at` see; `keys` is their sequence's key mask."""
     inside, away = key < length, at[:, None] - key[None, :]
     is_visible = inside[None, :] & ok[:, None]
