@@ -64,15 +64,16 @@ class _MergedSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(w: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         shape = tensors[0].shape
-        outs, lses = [], []
-        for to_rows, triangle in zip(_BACK, _parts(w, *tensors)):
+        outs = []
+        lses = []
+        for to_rows, triangle in zip(_TO_ROWS, _triangles(w, *tensors)):
             out, lse = flash_on_cpu(*triangle, 0.0, True, scale=1.0)
             outs.append(to_rows(out, shape, w, 0.0))
             lses.append(to_rows(lse[..., None], shape, w, -torch.inf))
         lse = torch.stack(lses).logsumexp(0)
         merged = torch.zeros_like(outs[0])
-        for out, part_lse in zip(outs, lses):
-            merged.addcmul_(out, (part_lse - lse).exp().to(out.dtype))
+        for out, out_lse in zip(outs, lses):
+            merged.addcmul_(out, (out_lse - lse).exp().to(out.dtype))
         return merged, lse
 
     @staticmethod
@@ -88,28 +89,32 @@ class _MergedSoftmax(torch.autograd.Function):
                 "the windowed kernel can be differentiated only once; use impl='chunked' for higher derivatives"
             )
         *inputs, out, lse = ctx.saved_tensors
-        with torch.enable_grad():  # autograd reverses the slicing into parts
+        with torch.enable_grad():  # autograd reverses the slicing into triangles
             leaves = [x.detach().requires_grad_() for x in inputs]
-            parts = _parts(ctx.w, *leaves)
+            triangles = _triangles(ctx.w, *leaves)
         grads: list[Tensor] = []
-        for rows, (q, k, v) in zip(_ROWS, parts):
-            slices = [rows(x, ctx.w) for x in (grad_outputs[0], out, lse)]
-            grad, merged, sums = (x.contiguous() for x in slices)
-            grads += flash_on_cpu_backward(grad, q, k, v, merged, sums[..., 0], 0.0, True, scale=1.0)
-        tensors = [x for triangle in parts for x in triangle]
-        return None, *torch.autograd.grad(tensors, leaves, grads)
+        for rows, (q, k, v) in zip(_ROWS, triangles):
+            row_grad = rows(grad_outputs[0], ctx.w).contiguous()
+            row_out = rows(out, ctx.w).contiguous()
+            row_lse = rows(lse, ctx.w).contiguous()[..., 0]
+            grads += flash_on_cpu_backward(row_grad, q, k, v, row_out, row_lse, 0.0, True, scale=1.0)
+        slices = [x for triangle in triangles for x in triangle]
+        return None, *torch.autograd.grad(slices, leaves, grads)
 
 
-def _parts(w: int, q: Tensor, k: Tensor, far_q: Tensor, far_k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
+def _triangles(w: int, q: Tensor, k: Tensor, far_q: Tensor, far_k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
     """Returns q, k, v of each triangle; far_q and far_k [b h T-w d] are already sliced."""
-    near = tuple(_blocks(x, w) for x in (q, k, v))
-    before = _before(q, w), *(_behind(x, w) for x in (k, v))
-    return [(far_q, far_k, v[:, :, :-w]), near, *([before] if w > 1 else [])]
+    far = far_q, far_k, v[:, :, :-w]
+    near = _blocks(q, w), _blocks(k, w), _blocks(v, w)
+    if w == 1:
+        return [far, near]
+    return [far, near, (_before(q, w), _behind(k, w), _behind(v, w))]
 
 
 def _blocks(x: Tensor, w: int) -> Tensor:
     """Reshapes [b h T d] to [b·n h w d], padding the last block with zeros."""
-    return pad(x, (0, 0, 0, -x.shape[2] % w)).unflatten(2, (-1, w)).transpose(1, 2).flatten(0, 1)
+    padded = pad(x, (0, 0, 0, -x.shape[2] % w))
+    return padded.unflatten(2, (-1, w)).transpose(1, 2).flatten(0, 1)
 
 
 def _before(x: Tensor, w: int) -> Tensor:
@@ -135,9 +140,11 @@ def _from_blocks(x: Tensor, shape: torch.Size, w: int, fill: float) -> Tensor:
 
 
 def _from_before(x: Tensor, shape: torch.Size, w: int, fill: float) -> Tensor:
-    rows = _from_blocks(pad(x, (0, 0, 1, 0), value=fill).flip(2), shape, w, fill)
+    blocks = pad(x, (0, 0, 1, 0), value=fill).flip(2)
+    rows = _from_blocks(blocks, shape, w, fill)
     return pad(rows, (0, 0, w, 0), value=fill)[:, :, : shape[2]]
 
 
+# For each triangle: its rows of an output, and the way back from its output to rows.
 _ROWS = (lambda x, w: x[:, :, w:], _blocks, _before)
-_BACK = (_from_far, _from_blocks, _from_before)
+_TO_ROWS = (_from_far, _from_blocks, _from_before)
