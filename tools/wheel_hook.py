@@ -1,4 +1,4 @@
-"""Puts compiled kernels for AVX2 and AVX512 into the wheel, where QKEEL_WHEEL_KERNELS=1 asks for them (`make wheel`)."""
+"""Puts compiled kernels for AVX2 and AVX512 into the wheel if QKEEL_WHEEL_KERNELS=1 asks for them (`make wheel`)."""
 
 from __future__ import annotations
 
