@@ -21,11 +21,11 @@ def open_output() -> None:
 
 
 def printable(text: str) -> str:
-    """Returns text in which control characters and marks of direction are escaped, as names in a stranger's checkpoint
+    r"""Returns text in which control characters and marks of direction are escaped, as names in a stranger's checkpoint
     may hold sequences that a terminal obeys.
 
-    >>> printable("a\x1b[2J\u202e\n")
-    'a\\x1b[2J\\u202e\n'
+    >>> print(printable("a" + chr(27) + "[2J"))
+    a\x1b[2J
     """
     characters = []
     for character in text:
