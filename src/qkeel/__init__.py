@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         sites,
         spec,
     )
-    from qkeel.audit import check, explain
+    from qkeel.audit import attention_maps, check, explain
     from qkeel.autopilot import autopilot
     from qkeel.monitor.sinks import load
     from qkeel.monitor.watch import watch
@@ -48,6 +48,7 @@ _HOMES = {
     "AttentionSpec": "qkeel.spec",
     "apply": "qkeel.remedies",
     "attention": "qkeel.ops",
+    "attention_maps": "qkeel.audit",
     "check": "qkeel.audit",
     "explain": "qkeel.audit",
     "export": "qkeel.remedies.retrofit",
@@ -64,6 +65,7 @@ __all__ = [
     "AttentionSpec",
     "apply",
     "attention",
+    "attention_maps",
     "audit",
     "autopilot",
     "check",

@@ -3,11 +3,13 @@
 from qkeel.audit.check import check
 from qkeel.audit.explain import explain
 from qkeel.audit.explain_responses import Explanation, NormRecipe, Rotation, SiteRecipe
+from qkeel.audit.maps import AttentionMaps, attention_maps
 from qkeel.audit.scan import Scan, SiteReport, TensorReport, as_json, scan, table
 from qkeel.audit.tensor_heads import Geometry, Unknown
 from qkeel.deprecation import earlier_name
 
 __all__ = [
+    "AttentionMaps",
     "Explanation",
     "Geometry",
     "NormRecipe",
@@ -18,6 +20,7 @@ __all__ = [
     "TensorReport",
     "Unknown",
     "as_json",
+    "attention_maps",
     "check",
     "explain",
     "scan",
