@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         sites,
         spec,
     )
-    from qkeel.audit import attention_maps, check, explain
+    from qkeel.audit import Documents, Window, attention_maps, check, explain
     from qkeel.autopilot import autopilot
     from qkeel.monitor.sinks import load
     from qkeel.monitor.watch import watch
@@ -46,6 +46,8 @@ __version__ = VERSION
 # Names and packages are loaded on first access, so that importing qkeel is cheap and the report works without torch.
 _HOMES = {
     "AttentionSpec": "qkeel.spec",
+    "Documents": "qkeel.audit",
+    "Window": "qkeel.audit",
     "apply": "qkeel.remedies",
     "attention": "qkeel.ops",
     "attention_maps": "qkeel.audit",
@@ -63,6 +65,8 @@ _HOMES = {
 
 __all__ = [
     "AttentionSpec",
+    "Documents",
+    "Window",
     "apply",
     "attention",
     "attention_maps",

@@ -5,11 +5,13 @@ from qkeel.audit.explain import explain
 from qkeel.audit.explain_responses import Explanation, NormRecipe, Rotation, SiteRecipe
 from qkeel.audit.maps import AttentionMaps, attention_maps
 from qkeel.audit.scan import Scan, SiteReport, TensorReport, as_json, scan, table
+from qkeel.audit.sees import Documents, Window
 from qkeel.audit.tensor_heads import Geometry, Unknown
 from qkeel.deprecation import earlier_name
 
 __all__ = [
     "AttentionMaps",
+    "Documents",
     "Explanation",
     "Geometry",
     "NormRecipe",
@@ -19,6 +21,7 @@ __all__ = [
     "SiteReport",
     "TensorReport",
     "Unknown",
+    "Window",
     "as_json",
     "attention_maps",
     "check",

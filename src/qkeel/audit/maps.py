@@ -15,6 +15,7 @@ from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import arguments, undisturbed
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError, needed, unknown
 from qkeel.functional.norms import wide
+from qkeel.heads.site import Sites
 from qkeel.patching.forward import unwrapped
 from qkeel.sites.find import found_sites
 from qkeel.sites.tap import Tap
@@ -33,8 +34,8 @@ Weights = Float[Tensor, "b h r s"]
 class AttentionMaps(Mapping[str, Weights]):
     """Attention weights by layer: a mapping from the name of a site to weights [b h r s] in float32 or wider.
 
-    A row sums to 1 over the keys, or to less where the attention has a sink or a sigmoid. Hidden pairs have weight 0,
-    and so has every pair of a row that sees no key.
+    A row sums to 1 over the keys, or to less where the attention has a sink or a sigmoid. A row that sees no key has
+    weights of 0.
 
     Attributes:
         weights: the weights of each site, on the device of the model.
@@ -164,14 +165,15 @@ def attention_maps(
     return AttentionMaps(weights=weights, heads=numbers_of_heads, rows=numbers_of_rows)
 
 
-def captured_calls(model: nn.Module, batch: object) -> dict[str, list[Seen]]:
+def captured_calls(model: nn.Module, batch: object, sites: Sites | None = None) -> dict[str, list[Seen]]:
     """Returns the first attention call of each site in a pass on the batch, by name; the model is left as it was.
 
-    A site whose heads are computed one by one has a call for each head.
+    A site whose heads are computed one by one has a call for each head. `sites` are those of the model, if known.
     """
     args, kwargs = arguments(batch, "batch")
     inner = unwrapped(model)
-    sites, _ = found_sites(inner, args, kwargs)
+    if sites is None:
+        sites, _ = found_sites(inner, args, kwargs)
     with Tap(inner) as tap, undisturbed(inner):
         tap.sites = sites
         calls = tap.calls(args, kwargs)
@@ -232,6 +234,16 @@ def _block_weights(call: Seen, rows: slice) -> Weights:
     return _scores_weights(call, rows) if isinstance(call, ScoresCall) else _call_weights(call, rows)
 
 
+def blocks_of_weights(calls: Sequence[Seen]) -> Iterator[tuple[slice, Weights]]:
+    """Yields the weights [b h r s] of a site, all heads, by blocks of rows, so that few are in memory at once."""
+    b, h, t, s = _shape(calls)
+    largest = max(1, BLOCK // max(1, b * h * s))
+    with torch.no_grad(), torch.autocast(calls[0].query_device.type, enabled=False):
+        for rows in _runs(tuple(range(t)), largest):
+            parts = [_block_weights(call, rows).expand(b, h // len(calls), -1, s) for call in calls]
+            yield rows, torch.cat(parts, 1)
+
+
 def _runs(rows: tuple[int, ...], largest: int) -> Iterator[slice]:
     """Slices of consecutive rows, in order, none longer than `largest`."""
     start = 0
@@ -251,16 +263,14 @@ def _call_weights(call: Any, rows: slice) -> Weights:
 
 
 def _scores_weights(call: ScoresCall, rows: slice) -> Weights:
-    """The weights of some rows of attention that is written by hand, whose softmax may also see a sink."""
+    """The weights of some rows of attention that is written by hand, whose softmax may also see a sink.
+
+    A mask of a small number counts as it is: a logit of -10,000 has weight where the others are as low.
+    """
     logits = call.capped[:, :, rows]
     logits = logits.to(wide(logits.dtype))
-    visible = None
-    if call.hidden is not None:
-        hidden = call.hidden[:, :, rows] if call.hidden.shape[2] > 1 else call.hidden
-        visible = ~hidden.expand(logits.shape)
     if call.sink is None:
-        return call.spec.normalizer.weights(logits, visible, {})
-    logits = logits if visible is None else logits.masked_fill(~visible, -torch.inf)
+        return call.spec.normalizer.weights(logits, logits > -torch.inf, {})
     sink = call.sink[:, :, rows, None].to(logits.dtype)
     total = torch.logaddexp(logits.logsumexp(-1, keepdim=True), sink)
     return (logits - total).exp()
