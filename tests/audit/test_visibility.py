@@ -133,3 +133,23 @@ def test_weight_on_hidden_pairs_is_said() -> None:
     assert status is Status.NOT_HEALTHY
     assert "hidden pairs have weight" in sentence
     assert "hidden" not in answer(LowMask(-torch.inf), x)[1]
+
+
+class EmptyRow(nn.Module):
+    """A query of sample 1 sees no key: a softmax of -inf is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        mask = causal(x.shape[1]).repeat(len(x), 1, 1)
+        mask[1, 2] = False
+        return (q @ k.mT).masked_fill(~mask[:, None], -torch.inf).softmax(-1) @ v
+
+
+def test_a_row_that_sees_no_key_is_named_where_the_output_is_not_finite() -> None:
+    status, sentence = answer(EmptyRow(), torch.randn(2, 6, 16))
+    assert status is Status.NOT_HEALTHY
+    assert "sample 1, query 2 sees no key" in sentence

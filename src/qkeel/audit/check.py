@@ -13,7 +13,7 @@ from qkeel.audit.scan import Scan, ScanProgress, scan
 from qkeel.audit.sees import Contract, check_sees
 from qkeel.audit.tensor_heads import Geometry
 from qkeel.audit.visibility import findings, read_visibility
-from qkeel.capture.example import arguments, copied, undisturbed
+from qkeel.capture.example import arguments, copied, tensors, undisturbed
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
 from qkeel.functional.statistics import LogitStats
@@ -101,7 +101,8 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     guard = FaultGuard("looking at attention failed: {}")
     with Tap(inner, guard=guard) as tap, torch.no_grad(), undisturbed(inner):
         tap.sites = sites
-        inner(*copied(args), **copied(kwargs))
+        output = inner(*copied(args), **copied(kwargs))
+        finite = all(bool(x.isfinite().all()) for x in tensors(output) if x.is_floating_point())
         found = tap.read()
     if guard.error is not None:
         raise guard.error
@@ -120,10 +121,10 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
             entropy, lowest = mean, label
         rows.append((label, _text(top), str(head), _text(mean)))
     status, sentence = judged(largest, where, entropy=entropy, lowest=lowest, broken=broken, threshold=threshold)
-    unexpected = findings(inner, batch, read_visibility(inner, batch, sites))
+    unexpected = findings(inner, batch, read_visibility(inner, batch, sites), finite=finite)
     if unexpected:
         status = Status.NOT_HEALTHY
-        sentence = f"not healthy: {'; '.join(unexpected)}; {sentence.removeprefix('not healthy: ')}"
+        sentence = f"not healthy: {'; '.join(unexpected)}; {sentence.partition(': ')[2]}"
     if sites.missed:
         sentence += f"; {len(sites.missed)} of {len(found) + len(sites.missed)} attention layers are not understood"
     columns = ("layer", "max logit", "head", "entropy")

@@ -146,33 +146,36 @@ def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
             f"{passes.length} positions are too few to try this: layers in a row may see all of them{left_out}",
         )
     outputs = ", ".join(judged)
-    if rounded and not _is_rounding(model, batch, contract, passes):
-        return _verdict(
-            Status.NOT_KNOWN,
-            f"outputs ({', '.join(dict.fromkeys(rounded))}) move by no more than rounding when tokens change that must "
-            f"not matter, and a copy in float64 does not run: experts or kernels that group tokens do that, and so do "
-            f"small leaks{left_out}",
-        )
+    note = ""
+    if rounded and passes.dtype != torch.float64:
+        exact = _in_float64(passes.inner, batch, contract)
+        if exact is not None and exact.status is not Status.HEALTHY:
+            return exact
+        if exact is None and passes.dtype != torch.float32:
+            return _verdict(
+                Status.NOT_KNOWN,
+                f"{rounded[0]!r} moves by no more than rounding when tokens change that must not matter, as with "
+                f"experts that group tokens or a small leak, and the model does not run in float64{left_out}",
+            )
+        note = ", but for rounding,"
     return _verdict(
         Status.HEALTHY,
-        f"sees what it should ({_words(contract)}): {outputs} did not move in {len(trials)} trials{left_out}",
+        f"sees what it should ({_words(contract)}): {outputs} did not move{note} in {len(trials)} trials{left_out}",
     )
 
 
-def _is_rounding(model: nn.Module, batch: object, contract: Contract, passes: _Passes) -> bool:
-    """Whether what moved was rounding: in float64 it is smaller by as much as the dtypes are apart, a leak is not."""
-    if passes.dtype == torch.float64:
-        return True
+def _in_float64(model: nn.Module, batch: object, contract: Contract) -> Health | None:
+    """The verdict on a copy in float64, where rounding is too small to be seen and a leak is not; None if it does not
+    run."""
+    args, kwargs = arguments(batch, "batch")
+    args, kwargs = mapped((tuple(args), dict(kwargs)), _doubled)
     try:
-        exact = copy.deepcopy(passes.inner).double()
-        args, kwargs = arguments(batch, "batch")
-        args, kwargs = mapped((tuple(args), dict(kwargs)), _in_float64)
-        return check_sees(exact, ForwardArguments(args, kwargs), contract).status is Status.HEALTHY
+        return check_sees(copy.deepcopy(model).double(), ForwardArguments(args, kwargs), contract)
     except (RuntimeError, TypeError, ValueError):  # layers that are fixed to a dtype, tensors that cannot be copied
-        return False
+        return None
 
 
-def _in_float64(value: object) -> object:
+def _doubled(value: object) -> object:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 

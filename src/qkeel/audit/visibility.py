@@ -36,7 +36,7 @@ class Visibility:
 
     `length` is the number of its queries, 0 if its keys are another sequence. `later`, `documents`, `padding` and
     `hidden` are (weight, head); `sees_earlier` and `sees_later` say whether any pair with an earlier or a later key has
-    weight.
+    weight. `empty` is the first sample and query that sees no key and is not padding.
     """
 
     layer: str
@@ -47,6 +47,7 @@ class Visibility:
     hidden: tuple[float, int] = (0.0, 0)
     sees_earlier: bool = False
     sees_later: bool = False
+    empty: tuple[int, int] | None = None
 
 
 def read_visibility(model: nn.Module, batch: object, sites: Sites | None = None) -> list[Visibility]:
@@ -119,11 +120,25 @@ def _of_layer(
             else:
                 weight = weights * hidden[:, None, None]
             visibility.padding = max(visibility.padding, _largest(weight))
+        if visibility.empty is None:
+            visibility.empty = _empty_row(weights, rows, padding if t == s else None)
         if isinstance(call, ScoresCall) and call.hidden is not None and len(calls) == 1:
             block = call.hidden[:, :, rows] if call.hidden.shape[2] > 1 else call.hidden
             block = block & ~block.all(-1, keepdim=True)  # rows that see no key are spread over all of them
             visibility.hidden = max(visibility.hidden, _largest(weights * block))
     return visibility
+
+
+def _empty_row(weights: Tensor, rows: slice, padding: Bool[Tensor, "b t"] | None) -> tuple[int, int] | None:
+    """The first sample and query of weights [b h r s] whose row has no weight at all."""
+    sums = weights.sum(-1)
+    empty = ((sums == 0) | sums.isnan()).any(1)
+    if padding is not None and len(padding) == len(empty):
+        empty &= ~padding.to(empty.device)[:, rows]
+    if not bool(empty.any()):
+        return None
+    sample, row = divmod(int(empty.flatten().int().argmax()), empty.shape[1])
+    return sample, rows.start + row
 
 
 def _largest(weights: Tensor) -> tuple[float, int]:
@@ -133,8 +148,10 @@ def _largest(weights: Tensor) -> tuple[float, int]:
     return float(by_head[head]), head
 
 
-def findings(model: nn.Module, batch: object, layers: Sequence[Visibility]) -> list[str]:
+def findings(model: nn.Module, batch: object, layers: Sequence[Visibility], *, finite: bool = True) -> list[str]:
     """Says in a sentence each what should not be seen and is, with the layer, the head and the weight.
+
+    A query that sees no key is said where the outputs are not `finite`: fused kernels give it zeros, a softmax NaN.
 
     Later keys are none of it in a model that is made to see both ways. They are where most layers of the same kind hide
     them, where the configuration says "causal", or where a layer sees later keys and not one earlier key.
@@ -164,6 +181,15 @@ def findings(model: nn.Module, batch: object, layers: Sequence[Visibility]) -> l
         if affected:
             weight, head = max(getattr(layer, field) for layer in affected)
             sentences.append(f"{words} {_named(affected)} (head {head} with a weight of {weight:.3g})")
+    empty = [layer for layer in layers if layer.empty is not None]
+    if empty and not finite:
+        sample, query = empty[0].empty or (0, 0)
+        sentences.append(
+            f"an output is not finite, and sample {sample}, query {query} sees no key in {empty[0].layer}: a softmax "
+            "over nothing is NaN"
+        )
+    elif not finite:
+        sentences.append("an output is not finite")
     return sentences
 
 
