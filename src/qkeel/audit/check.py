@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from qkeel.audit.scan import Scan, ScanProgress, scan
+from qkeel.audit.scan import Scan, ScanProgress, largest_bounds, scan
 from qkeel.audit.sees import Contract, check_sees
 from qkeel.audit.tensor_heads import Geometry
 from qkeel.audit.visibility import findings, read_visibility
@@ -195,7 +195,7 @@ def of_scan(found: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
     """Judges a checkpoint by its weights, which imply an upper bound on the logits if there are norms."""
     rows, bounds = [], []
     for site in found.sites:
-        both = [g if math.isfinite(g) else b for g, b in zip(site.gain_bound, site.logit_bound)]
+        both = largest_bounds(site)
         known = [x for x in both if math.isfinite(x)]
         bound = max(known) if len(known) == len(both) else math.nan
         bounds.append((bound, site.name))
