@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import qkeel
 from benchmarks.measure import Bench, Case, Cases, by_native
-from qkeel.kernels.attention import compiled as decode
+from qkeel.kernels.decoding import compiled as decode
 from qkeel.kernels.norm_rope.encode import encoded
 from qkeel.nn import MLA, Attention, KVCache, LatentCache, LatentSizes
 from qkeel.nn.mla import attend_latents

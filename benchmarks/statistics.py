@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import qkeel
 from benchmarks.measure import Bench, Case, Cases, by_native, restored
 from qkeel.functional.class_statistics import TokenClasses
-from qkeel.kernels.statistics import compiled as logit_pass
+from qkeel.kernels.logits import compiled as logit_pass
 from qkeel.kernels.statistics import logit_change, logit_stats, max_stats
 from qkeel.spec.call import make_call
 

@@ -26,10 +26,10 @@ from benchmarks.steps import clip_cases, optimizer_cases
 from qkeel.functional.rope import rope_frequencies, rope_table
 from qkeel.kernels.attention.flex import Flex
 from qkeel.kernels.attention.logsumexp import fused_with_logsumexp
+from qkeel.kernels.logits import triton_extremes as extremes
+from qkeel.kernels.logits import triton_row_fields as row_fields
 from qkeel.kernels.native import triton as available
 from qkeel.kernels.norm_rope.operator import norm_rope, norm_rope_two
-from qkeel.kernels.statistics import triton_extremes as extremes
-from qkeel.kernels.statistics import triton_row_fields as row_fields
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import make_call
 

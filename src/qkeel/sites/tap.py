@@ -31,8 +31,8 @@ from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.handle import Handle
 from qkeel.heads.site import INDEX, AttentionSite, Sites, layer_of
 from qkeel.kernels.attention.logsumexp import fused_with_logsumexp
+from qkeel.kernels.logits import compiled as logit_pass
 from qkeel.kernels.native.operators import is_plain
-from qkeel.kernels.statistics import compiled as logit_pass
 from qkeel.kernels.statistics import plain_stats
 from qkeel.nn import functional_attention
 from qkeel.nn.attention import Observer, RowObserver, SpecModule

@@ -17,7 +17,7 @@ from torch import Tensor
 import qkeel
 from qkeel.capture.calls import flex_call
 from qkeel.functional.statistics import TENSORS, LogitStats
-from qkeel.kernels.statistics import compiled as logit_pass
+from qkeel.kernels.logits import compiled as logit_pass
 from qkeel.kernels.statistics import logit_stats, max_stats
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Learned, NoPosition, SlidingWindow, Softcap
 from qkeel.spec.call import band_call, make_call, with_query_mask

@@ -12,9 +12,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas  # of several that it brings, the one that it takes itself
 from triton.compiler import ASTSource
 
+from qkeel.kernels.logits import triton_extremes as extremes
+from qkeel.kernels.logits import triton_row_fields as row_fields
 from qkeel.kernels.norm_rope import triton_kernels as norm_rope
-from qkeel.kernels.statistics import triton_extremes as extremes
-from qkeel.kernels.statistics import triton_row_fields as row_fields
 
 FLOATS = "inverse gain cos sin parts tops lows scales fields inverses"
 STORED = "x y dy kept dx q k"

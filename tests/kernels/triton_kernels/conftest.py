@@ -19,7 +19,7 @@ def through_triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """CPU tensors take the way of CUDA tensors; the dtypes of the passes over q and k that were made there."""
     monkeypatch.setattr(available, "usable", lambda device: available.loaded())
     seen: list[Any] = []
-    from qkeel.kernels.statistics import triton_extremes as extremes
+    from qkeel.kernels.logits import triton_extremes as extremes
 
     inner = extremes.extremes
 

@@ -11,7 +11,7 @@ from tests.kernels.test_non_finite import BROKEN, broken_call
 from tests.quick import one_in
 
 from qkeel import preset
-from qkeel.kernels.statistics import gpu as gpu_statistics
+from qkeel.kernels.logits import gpu as gpu_statistics
 from qkeel.kernels.statistics import logit_stats, max_stats
 from qkeel.spec import ALiBi, AttentionCall, AttentionSpec, Rope, SlidingWindow, Softcap
 from qkeel.spec.call import make_call, with_query_mask
@@ -90,7 +90,7 @@ def test_tiles_that_every_row_sees_whole_and_a_negative_scale(through_triton: li
     call = call_of(AttentionSpec(), 80, 200, torch.float32, -3.0)
     ours, exact = max_stats(call), logit_stats(call)
     torch.testing.assert_close(ours.max_logit, exact.max_logit, rtol=1e-5, atol=1e-5)
-    from qkeel.kernels.statistics import triton_extremes as extremes
+    from qkeel.kernels.logits import triton_extremes as extremes
 
     largest, smallest = extremes.extremes(call.q, call.k, -1.0, causal=True)
     above, below = extremes.extremes(-call.q, call.k, 1.0, causal=True)

@@ -9,7 +9,7 @@ import torch
 from tests.each_row import each_row
 from tests.packed_sequences import CASES, packed, spoiled
 
-from qkeel.kernels.statistics import gpu as gpu_statistics
+from qkeel.kernels.logits import gpu as gpu_statistics
 from qkeel.kernels.statistics import logit_stats, max_stats
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import band_call, make_call, with_query_mask

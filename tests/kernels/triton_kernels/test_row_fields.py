@@ -13,8 +13,8 @@ from tests.quick import one_in
 
 from qkeel import preset
 from qkeel.functional.statistics import TENSORS
+from qkeel.kernels.logits import gpu as gpu_statistics
 from qkeel.kernels.native import triton as available
-from qkeel.kernels.statistics import gpu as gpu_statistics
 from qkeel.kernels.statistics import logit_stats
 from qkeel.spec import AttentionCall, AttentionSpec, Learned, Sink, SlidingWindow, Softcap
 from qkeel.spec.call import make_call, with_query_mask

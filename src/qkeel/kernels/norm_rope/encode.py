@@ -18,7 +18,6 @@ from qkeel.kernels.norm_rope.operator import (
     NONE,
     RMS,
     WHOLE,
-    CosSin,
     norm_rope,
     norm_rope_two,
     operators_for,
@@ -36,6 +35,7 @@ KINDS: dict[NormKind, int] = {"none": NONE, "rms": RMS, "l2": L2, "layer": LAYER
 _SPREADS = {torch.float32: 0.05, torch.bfloat16: 0.25, torch.float16: 0.25}
 _WIDEST_TOKEN = 8192  # numbers of all heads, rounded up to a power of two, that one program can hold
 
+CosSin = tuple[Tensor, Tensor]  # of q and of k may differ in length
 KeyParts = Float[Tensor, "b g s r"]  # keys, or their rotated part
 
 

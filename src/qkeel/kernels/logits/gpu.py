@@ -39,7 +39,7 @@ def row_fields(call: AttentionCall, threshold: float) -> tuple[Tensor, Tensor, T
     operands = _operands(call, pairs=True)
     if operands is None:
         return None
-    from qkeel.kernels.statistics import triton_row_fields
+    from qkeel.kernels.logits import triton_row_fields
 
     q, k, scale, visibility = operands
     return triton_row_fields.row_fields(q, k, scale, threshold, cap=call.spec.cap.limit, **visibility)
@@ -51,7 +51,7 @@ def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
     operands = _operands(call, pairs=False)
     if operands is None:
         return None
-    from qkeel.kernels.statistics import triton_extremes
+    from qkeel.kernels.logits import triton_extremes
 
     q, k, scale, visibility = operands
     if isinstance(scale, Tensor):  # the kernel takes a number

@@ -12,7 +12,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qkeel.kernels.statistics.triton_visible_keys import (
+from qkeel.kernels.logits.triton_visible_keys import (
     Spans,
     bounds,
     dense,

@@ -33,8 +33,8 @@ from qkeel.functional.statistics import (
     with_sink,
 )
 from qkeel.kernels.contract import row_blocks
-from qkeel.kernels.statistics import compiled as logit_pass
-from qkeel.kernels.statistics.gpu import extremes, row_fields
+from qkeel.kernels.logits import compiled as logit_pass
+from qkeel.kernels.logits.gpu import extremes, row_fields
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.logits import Sink

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkeel.functional.statistics import ROW_FIELDS
-from qkeel.kernels.statistics.triton_visible_keys import (
+from qkeel.kernels.logits.triton_visible_keys import (
     Spans,
     bounds,
     dense,
