@@ -119,13 +119,13 @@ class LogitStats:
         return torch.maximum(self.max_logit, -self.min_logit).clamp_min(0)
 
     @classmethod
-    def empty(cls, n_heads: int, n_kv_heads: int, template: Tensor) -> LogitStats:
+    def empty(cls, n_heads: int, n_kv_heads: int, like: Tensor) -> LogitStats:
         """Returns the neutral element: maxima -inf, minima +inf, means 0, counts 0."""
         fields = {}
         for name, merge in MERGES.items():
             heads = n_kv_heads if of_key_heads(name) else n_heads
-            dtype = torch.int64 if merge.how == "sum" else template.dtype
-            fields[name] = torch.full((heads,), merge.neutral, dtype=dtype, device=template.device)
+            dtype = torch.int64 if merge.how == "sum" else like.dtype
+            fields[name] = torch.full((heads,), merge.neutral, dtype=dtype, device=like.device)
         return cls(**fields)  # type: ignore[arg-type]
 
 
