@@ -206,31 +206,6 @@ def test_micro_batches_between_steps_count_together_and_the_next_step_starts_ane
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
 
-def test_a_weight_shared_by_layers_is_scaled_once_by_the_smallest_factor() -> None:
-    a, b = attention(torch.float64, 4), attention(torch.float64, 4)
-    b.k_proj.weight.data.copy_(a.k_proj.weight * 3)
-    b.q_proj.weight = a.q_proj.weight
-    model = nn.ModuleDict({"a": a, "b": b})
-    x = inputs(dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    q = a.q_proj.weight.detach().clone()
-
-    def top(site: Attention) -> Tensor:
-        return maxima(site, x)[0]
-
-    tops = torch.stack([top(a), top(b)])
-    threshold = float(tops[0].min()) / 2
-    with qkeel.apply(model, f"qk_clip:threshold={threshold}", optimizer):
-        a(x)
-        b(x)
-        optimizer.step()
-    gamma = threshold / tops
-    ratio = (a.q_proj.weight / q).view(4, -1)[:, 0]
-    assert torch.allclose(ratio, gamma.amin(0).sqrt())
-    assert torch.allclose(top(b), torch.tensor(threshold, dtype=torch.float64))
-    assert (top(a) <= threshold * TOO_MUCH).all()
-
-
 def test_a_weight_that_makes_q_and_k_is_scaled_once() -> None:
     model, x = attention(torch.float64, 4), inputs(dtype=torch.float64)
     model.k_proj.weight = model.q_proj.weight

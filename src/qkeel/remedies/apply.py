@@ -26,7 +26,8 @@ from qkeel.patching.forward import ForwardPasses, joining, owners, unwrapped
 from qkeel.patching.modes import compile_again, unguarded
 from qkeel.patching.optimizers import StepHooks, listed
 from qkeel.remedies.base import NoRemedy, Remedy, Target, active_at, compose_all, where
-from qkeel.remedies.head_weights import check_weights, innermost, stepped, warn_without_steps
+from qkeel.remedies.head_weights import StepRemedy, check_weights, innermost, stepped
+from qkeel.remedies.idle_steps import notice_idle_steps
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.one_slot import (
     AttentionTemperature,
@@ -51,6 +52,7 @@ from qkeel.remedies.qk_norm import Cosine, KeyNorm, QKNorm, QKVNorm, QueryNorm
 from qkeel.remedies.qk_weights import FrozenQK, QKLearningRate, QKWeightDecay, SpectralCap
 from qkeel.remedies.residual_branches import Dropout, PeriNorm, SwinNorm
 from qkeel.remedies.sigma_reparam import SigmaReparam
+from qkeel.remedies.weights_in_use import check_weights_in_use
 from qkeel.sites.find import Models, found_sites, named_models, of_each, sites_of_each
 from qkeel.sites.tap import Tap
 from qkeel.sites.trace import ModelTrace, run_once
@@ -202,8 +204,7 @@ def apply(
         optimizer: the optimizer of the model's weights, or a list of several, such as Muon and AdamW. Remedies that
             change its steps need it; of several, each acts on the heads whose weights it holds. Parameters that a
             remedy creates are added to it; of several, to the first that holds gains or biases. A remedy that changes
-            steps warns if the model makes 100 training passes without a step of this optimizer, as it does after a
-            change to another one.
+            steps warns once if something other than this optimizer changes its weights, step after step.
         batch: the input of one pass, which reveals the attention of modules from other libraries. It is a tensor, a
             tuple of the forward's arguments or a dict of its keyword arguments. For several models, give one batch
             for each, as a list or a dict by name. Not needed if an optimizer is given; see above.
@@ -461,7 +462,13 @@ def _apply_all(
     sites, trace = (known, None) if known is not None else _sites(found[0], bare) if found else (Sites(), None)
     check_peers(bare.model, sites)
     for remedy in found:
-        whole = dataclasses.replace(bare, sites=remedy.chosen(sites), trace=None if remedy.on_steps else trace)
+        whole = dataclasses.replace(
+            bare,
+            sites=remedy.chosen(sites),
+            trace=None if remedy.on_steps else trace,
+            all_sites=sites,
+            values={} if trace is None else trace.value_slices(),
+        )
         agreed(functools.partial(_check, remedy, whole, sites, partial=partial, given=known is not None))
         for target in _by_optimizer(remedy, whole, optimizers):
             before = dict(bare.model.named_parameters())
@@ -536,6 +543,8 @@ def _check_supported(remedy: Remedy, target: Target) -> None:
             raise RefusedError(f"{remedy.name} at {where(site)}: {refusal}")
     if not isinstance(remedy, NoRemedy):
         check_weights(target, remedy.name, per_head=remedy.on_steps)
+    if isinstance(remedy, StepRemedy):
+        check_weights_in_use(target, remedy)
 
 
 def _marked(remedy: Remedy, target: Target, inner: Handle) -> Handle:
@@ -553,7 +562,7 @@ def _marked(remedy: Remedy, target: Target, inner: Handle) -> Handle:
 
     ends = warning = None
     if remedy.on_steps and target.optimizer is not None:
-        warning = warn_without_steps(target, remedy)
+        warning = notice_idle_steps(target, remedy)
         ends = weakref.finalize(
             innermost(target.optimizer), _unmark, [weakref.ref(module) for module in modules], remedy
         )

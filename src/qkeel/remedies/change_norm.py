@@ -9,7 +9,7 @@ import abc
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import ClassVar, Literal, cast, final
 
@@ -182,7 +182,7 @@ def _matched(name: str, calls: _Calls, attention: str) -> tuple[Branch, Branch] 
     middle = whole_in + a_out
     for norm, (x, y) in once.items():
         for mlp, (m_in, m_out) in once.items():
-            distinct = len({norm, mlp, first[0], attention}) == 4
+            distinct = len({norm, mlp, first[0], attention}) == 4 and m_out.shape == middle.shape
             if distinct and m_in is y and _same(x, middle) and _same(middle + m_out, whole_out):
                 pairs = ((attention, first[0], "attention_post_norm"), (mlp, norm, "mlp_post_norm"))
                 one, two = (
@@ -547,7 +547,7 @@ class ChangeNorm(ChangeSpec):
         return spec.replace(norm=norm, scale=scale)
 
     def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
-        values = target.seen().value_slices() if sites and "v" in self.sides else {}
+        values = target.values
         operands = functools.cache(lambda: target.seen().operands())
 
         def planned() -> dict[str, SourcesBySide | Refusal]:
@@ -570,6 +570,9 @@ class ChangeNorm(ChangeSpec):
         self, target: Target, site: AttentionSite, values: tuple[HeadSlice, ...] | str, operands: Operands
     ) -> SourcesBySide | Refusal:
         """Returns the modules that produce the heads to norm, or the reason why there are none."""
+        shared = self._refuse_shared(target, site)
+        if shared is not None:
+            return shared
         plan = self._modules(target, site, values, frozenset())
         if not isinstance(plan, Refusal) and all(len(found) == 1 for found in plan.values()):
             return plan
@@ -584,6 +587,21 @@ class ChangeNorm(ChangeSpec):
                 made, side = ", ".join(sorted(heads.name for heads in found)), "queries" if part == "q" else "keys"
                 return refuse_heads(f"the {side} are not the output of a single module: they are computed by {made}")
         return plan
+
+    def _refuse_shared(self, target: Target, site: AttentionSite) -> Refusal | None:
+        """Refuses a norm after a projection that also makes what must not be normed, or what is normed separately."""
+        made: dict[str, Sequence[HeadSlice]] = {
+            "queries": [term.query[-1] for term in site.terms],
+            "keys": [term.key[-1] for term in site.terms],
+            "values": target.value_weights(site),
+        }
+        for side in self.sides:
+            normed = {"q": "queries", "k": "keys", "v": "values"}[side]
+            for other, slices in made.items():
+                for s in made[normed] if other != normed else ():
+                    if any(target.overlap(s, one) for one in slices):
+                        return refuse_heads(f"{s.parameter} makes the {normed} and the {other} at once")
+        return None
 
     def _modules(
         self, target: Target, site: AttentionSite, values: tuple[HeadSlice, ...] | str, tables: frozenset[str]

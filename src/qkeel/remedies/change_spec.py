@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.calls import HIDES, HeadLayout
+from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
@@ -23,7 +23,7 @@ from qkeel.remedies.base import Remedy, Target, compose_all, inside, module_name
 from qkeel.remedies.changed_call import ChangedCalls, PlacedChange, changed
 from qkeel.remedies.head_steps import join
 from qkeel.sites.find import is_normed
-from qkeel.sites.trace import biased, run_once
+from qkeel.sites.trace import is_product, run_once
 from qkeel.spec import AttentionSpec, InverseSqrt
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import Norm
@@ -303,6 +303,12 @@ def _check_masks(target: Target, sites: list[AttentionSite]) -> None:
         return
     trace = target.seen()
     for site in unchanged:
+        call = trace.calls[site.name][0].captured.call if site.name in trace.calls else None
+        if isinstance(call, ScoresCall) and call.sink is not None:
+            raise RefusedError(
+                f"{where(site)}: a sink, or another column that is no key, is joined to the scores before the softmax, "
+                "where it can't be told from a key; use the model's fused attention, or qk_clip or lalr"
+            )
         if (low := trace.minima.get(site.name, math.inf)) <= HIDES:
             raise RefusedError(
                 f"{where(site)}: an unmasked logit is {low:.3g} on this example, but in hand-written attention, scores "
@@ -427,7 +433,12 @@ def refuse_added_scores(remedy: str, target: Target, sites: list[AttentionSite])
     """Raises RefusedError if a factor on q·k would also scale a term that is added to it.
 
     Written-out attention passes only the sum to the softmax, and this sum may include a bias or a cap."""
-    written = biased(target.model, target.batch[0], target.batch[1]) if sites else set()
+    calls = target.seen().calls if sites else {}
+    written: set[str] = set()
+    for name, (first, *_) in calls.items():
+        call = first.captured.call
+        if isinstance(call, ScoresCall) and not is_product(call):
+            written.add(name)
     for site in sites:
         changed_before = any(isinstance(s, ChangedCalls) for s in forwards_of(site.module))
         # The model's own cap is applied before the new scale; a cap that qkeel added is applied after it.

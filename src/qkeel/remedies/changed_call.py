@@ -88,6 +88,11 @@ class ChangedCalls(InstanceForward):
 
     def run(self, args: Args, kwargs: Kwargs) -> object:
         """Runs the module's forward with its attention calls replaced."""
+        if any(isinstance(x, torch.fx.Proxy) for x in (*args, *kwargs.values())):
+            raise RefusedError(
+                "torch.fx.symbolic_trace runs no tensors and would write a graph without the change of the attention "
+                "call; trace with torch.export.export, which keeps it, or remove() the remedy before tracing"
+            )
         if self.seen is not None:
             self.seen.append([])
             self.is_shifted = False

@@ -1,4 +1,4 @@
-"""Which rows of which weights belong to a head, and the power of a factor by which each weight is scaled."""
+"""Copies, measures and scales the rows of heads of many weights in few operators."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
-from jaxtyping import Int64
 from torch import Tensor
 
 from qkeel import dist
 from qkeel.functional.norms import wide
-from qkeel.heads.site import AttentionSite, HeadSlice, across
+from qkeel.heads.site import HeadSlice, across
 from qkeel.patching.modes import copy_to_all, lerp_all_in_place, multiply_all
 
 # Copies, measures and scales the rows of heads of many weights with a number of operators that does not depend on how
@@ -173,6 +172,13 @@ class HeadGroup:
         lerp_all_in_place(self.views, self._olds, self._columns)
         self.forget()
 
+    def restore(self, row: Tensor) -> None:
+        """Sets w ← old where the factor is 0, bit for bit, even if the step made w infinite or NaN."""
+        self._fill(row, self._factors)
+        for view, old, factor in zip(self.views, self._olds, self._columns):
+            view.copy_(torch.where(factor == 0, old, view))
+        self.forget()
+
     def scale(self, row: Tensor, *, on_host: bool = False) -> None:
         """Sets w ← f · w. With `on_host`, the host reads the factors and skips heads whose factor is 1.
 
@@ -237,82 +243,3 @@ def _keeps_memory(device: torch.device) -> bool:
 def form(view: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns a view's shape, and the dimensions of a stack of such views from the largest stride to the smallest."""
     return tuple(view.shape), tuple(sorted((1, 2, 3), key=lambda d: -view.stride(d - 1)))
-
-
-# The power of γ by which each weight is scaled, so that every product in a logit is multiplied by exactly γ.
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LogitShare:
-    """A weight that is scaled by γ or, with `root`, by √γ.
-
-    The γ of each of the weight's n heads is the smallest γ of the query heads `heads`."""
-
-    weight: HeadSlice
-    heads: Int64[Tensor, "n r"]
-    root: bool
-
-
-def logit_shares(site: AttentionSite, *, by_group: bool) -> list[LogitShare] | None:
-    """Returns the weights to scale by γ or √γ so that each product of a site is scaled by γ, or None if that is
-    impossible.
-
-    Only the last weight on the path to each q and k is scaled. The powers on the two sides of a product add up to 1. A
-    weight shared by several query heads is not scaled, so its partner is scaled by γ, and any other weights paired with
-    that partner are left unscaled. All remaining weights are scaled by √γ. With `by_group`, a weight that a group of
-    query heads shares is scaled too: both the weight and its partner are scaled by the √γ of the group's largest logit.
-    """
-    weights: list[HeadSlice] = []
-    terms = [(_place(weights, t.query[-1]), _place(weights, t.key[-1])) for t in site.terms]
-    h = site.n_heads
-    alone = {i for i, s in enumerate(weights) if s.n < h and (not by_group or s.n == 1 < site.n_kv_heads)}
-    for a, b in terms:
-        if {a, b} <= alone:
-            alone -= {a, b}
-    powers = _powers(terms, alone)
-    if powers is None:
-        return None
-    found = []
-    for part in _connected(terms, len(weights)):
-        n = min(weights[i].n for i in part)
-        for i in part:
-            s, power = weights[i], powers.get(i, 0.5)
-            if power == 1.0 and s.n != h:
-                return None
-            if power == 1.0:
-                found.append(LogitShare(weight=s, heads=torch.arange(h)[:, None], root=False))
-            elif power == 0.5:
-                if s.n not in (n, h):
-                    return None
-                heads = site.users(n) if s.n == n else site.users(n)[site.used(n)]
-                found.append(LogitShare(weight=s, heads=heads, root=True))
-    return found
-
-
-def _place(weights: list[HeadSlice], s: HeadSlice) -> int:
-    """Returns the index of a weight's rows in the list of known rows, to which new rows are added."""
-    for i, other in enumerate(weights):
-        if other.parameter == s.parameter and other.same(s):
-            return i
-    weights.append(s)
-    return len(weights) - 1
-
-
-def _powers(terms: Sequence[tuple[int, int]], alone: set[int]) -> dict[int, float] | None:
-    """Returns the powers that follow if the weights `alone` are not scaled, or None if the powers are contradictory."""
-    powers = dict.fromkeys(alone, 0.0)
-    both = [*terms, *((b, a) for a, b in terms)]
-    for _ in terms:  # each iteration reaches one more product along a chain
-        for a, b in both:
-            if a in powers and powers.setdefault(b, 1.0 - powers[a]) != 1.0 - powers[a]:
-                return None
-    return powers
-
-
-def _connected(terms: Sequence[tuple[int, int]], n: int) -> list[list[int]]:
-    """Returns the weights in groups that are connected by products."""
-    part = list(range(n))
-    for a, b in terms:
-        old, new = part[a], part[b]
-        part = [new if p == old else p for p in part]
-    return [[i for i in range(n) if part[i] == p] for p in dict.fromkeys(part)]

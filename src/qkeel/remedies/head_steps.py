@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -14,201 +12,13 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from qkeel import dist
-from qkeel.errors import RefusedError, caution
+from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.patching.optimizers import before_change, go_first, in_real_steps
 from qkeel.remedies.base import Target
 from qkeel.remedies.head_groups import HeadGroups, WeightNorm, views_by_tensor
-from qkeel.remedies.head_weights import HeadWeights, SplitNorms, found_inf, innermost
-
-# Tests whether an optimizer's step is proportional to its rate, on a small matrix and never on the user's weights.
-
-ParamGroup = dict[str, Any]
-
-# Entries of a parameter group that belong to its parameters or its scheduler, not to the update rule.
-_NOT_OPTIONS = ("params", "param_names", "initial_lr")
-_LOOKAHEAD = 12  # steps after which a slow copy of the weights has overwritten them
-_LATE = 1_000_000  # the step at which to test, since schedules inside an optimizer take effect late (Adafactor's 1/√t)
-
-
-def check_linear(optimizer: Optimizer, remedy: str, weights: HeadWeights, *, decay: bool = True) -> list[Tensor | None]:
-    """Returns the tensors that the optimizer updates.
-
-    Raises:
-        RefusedError: steps are not in full precision or not linear in the rate, or decay=False and the weight decay is
-            not decoupled, so that it cannot be separated from the rest of the step.
-    """
-    tensors = weights.in_full_precision(optimizer, remedy, "scales small steps")
-    for group, device in _groups_of(optimizer, tensors):
-        with _apart(device):
-            if not _tried(optimizer, remedy, group, device):
-                raise RefusedError(
-                    f"{remedy} needs an optimizer whose step is proportional to the learning rate; a probe step of "
-                    f"{type(optimizer).__name__} at half the rate was not half as long. Use AdamW, SGD, Muon, …"
-                )
-            if not decay and group.get("weight_decay") and not _is_decoupled(optimizer, group, device):
-                raise RefusedError(
-                    f"{remedy} can leave decoupled weight decay at its full size, but "
-                    f"{type(optimizer).__name__} adds its weight decay to the gradient; use decay=scaled or AdamW"
-                )
-    return tensors
-
-
-def check_changes_last(optimizer: Optimizer, remedy: str, tensors: Iterable[Tensor | None]) -> None:
-    """Raises RefusedError if the optimizer would undo a change made to the weights between steps, from its own copy.
-
-    This is tested on a small matrix: if the matrix is halved between steps at a rate of almost 0, it must stay halved.
-    An optimizer that cannot be tested is accepted with a warning. LBFGS is refused, since it estimates the curvature
-    from how weights and gradients change from step to step.
-    """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise RefusedError(
-            f"{remedy} changes weights after the step, and LBFGS mistakes every change of the weights for its own "
-            "step when it estimates the curvature; use a first-order optimizer, such as AdamW"
-        )
-    for group, device in _groups_of(optimizer, tensors):
-        with _apart(device):
-            try:
-                keeps = _keeps_changes(optimizer, group, device)
-            except Exception as error:
-                caution(
-                    f"{remedy} changes weights after the step. It is unknown whether {type(optimizer).__name__} keeps "
-                    f"the change: a trial on a small matrix failed ({type(error).__name__}: {error}). Check after "
-                    "some steps that the remedy's effect lasts"
-                )
-                continue
-        if not keeps:
-            raise RefusedError(
-                f"{remedy} changes weights after the step, and {type(optimizer).__name__} would overwrite them from "
-                "its own copy of the weights (schedule-free, lookahead, …); use an optimizer that updates the weights "
-                "directly"
-            )
-
-
-def _groups_of(optimizer: Optimizer, tensors: Iterable[Tensor | None]) -> Iterator[tuple[ParamGroup, torch.device]]:
-    """Yields the groups that contain any of the tensors, and the device of these tensors."""
-    wanted = {id(p) for p in tensors if p is not None}
-    for group in optimizer.param_groups:
-        device = next((p.device for p in group["params"] if id(p) in wanted), None)
-        if device is not None:
-            yield group, device
-
-
-@contextmanager
-def _apart(device: torch.device) -> Iterator[None]:
-    """Restores random number generators and the gradient mode at the end."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
-        yield
-
-
-def _tried(optimizer: Optimizer, remedy: str, group: ParamGroup, device: torch.device) -> bool:
-    for dtype in (torch.float64, torch.float32):  # some optimizers and some devices support only float32
-        try:
-            return _is_linear(optimizer, group, device, dtype)
-        except Exception as error:
-            failed = error
-    raise RefusedError(
-        f"{remedy} needs an optimizer whose step is proportional to the learning rate, and a probe step of "
-        f"{type(optimizer).__name__} failed: {failed}. Use AdamW, SGD, Muon, …; if it wraps another optimizer, pass "
-        "that one"
-    ) from failed
-
-
-def _is_linear(optimizer: Optimizer, group: ParamGroup, device: torch.device, dtype: torch.dtype) -> bool:
-    """Steps a small matrix at two rates from the same state, late in training, and compares the two steps."""
-    deltas = []
-    for factor in (1.0, 0.5):
-        weight, gradient = _matrix(device, dtype)
-        probe = _TrialOptimizer(optimizer, weight, _plain(group))
-        for _ in range(2):
-            probe.step(gradient)
-        for state in probe.optimizer.state.values():
-            if "step" in state:
-                state["step"] = state["step"] * 0 + _LATE
-        before = weight.detach().clone()
-        for g in probe.optimizer.param_groups:
-            g["lr"] = g["lr"] * factor
-        probe.step(gradient)
-        deltas.append(weight.detach() - before)
-    longest = float(deltas[0].abs().max())
-    tight = 1e-4 if dtype == torch.float64 else 5e-2
-    return longest > 0 and torch.allclose(deltas[0] * 0.5, deltas[1], rtol=tight, atol=tight * longest * 1e-3)
-
-
-def _is_decoupled(optimizer: Optimizer, group: ParamGroup, device: torch.device) -> bool:
-    """True if steps with a zero gradient are w ← (1 - ηλ)·w. Two steps are checked, because of possible momentum."""
-    weight, gradient = _matrix(device, torch.float32)
-    options = {**_plain(group), "lr": 0.01, "weight_decay": 0.5}
-    probe = _TrialOptimizer(optimizer, weight, options)
-    start = weight.detach().clone()
-    for _ in range(2):
-        probe.step(torch.zeros_like(gradient))
-    return torch.allclose(weight.detach(), start * (1 - 0.01 * 0.5) ** 2, rtol=1e-5)
-
-
-def _keeps_changes(optimizer: Optimizer, group: ParamGroup, device: torch.device) -> bool:
-    weight, gradient = _matrix(device, torch.float32)
-    tiny = {"lr": 1e-7, **({"weight_decay": 0.0} if "weight_decay" in group else {})}
-    probe = _TrialOptimizer(optimizer, weight, {**_plain(group), **tiny})
-    for _ in range(2):
-        probe.step(gradient)
-    with torch.no_grad():
-        weight.mul_(0.5)
-    halved = weight.detach().clone()
-    for _ in range(_LOOKAHEAD):
-        probe.step(gradient)
-    return torch.allclose(weight.detach(), halved, rtol=1e-2, atol=1e-2)
-
-
-def _matrix(device: torch.device, dtype: torch.dtype) -> tuple[nn.Parameter, Tensor]:
-    """Returns a small matrix and a gradient for it."""
-    weight = nn.Parameter((torch.eye(4, dtype=dtype) + 0.1).to(device))
-    return weight, torch.linspace(-1, 1, 16, dtype=dtype).view(4, 4).sin().to(device)
-
-
-class _TrialOptimizer:
-    """A new optimizer of the same class with one parameter, whose steps run without any hooks."""
-
-    def __init__(self, optimizer: Optimizer, weight: nn.Parameter, group: ParamGroup) -> None:
-        self.optimizer, self._weight = probe_optimizer(optimizer, weight, group), weight
-        step = type(self.optimizer).step
-        # The class's step without the hooks that are registered for all optimizers.
-        self._step: Callable[[Optimizer], object] = vars(step)["__wrapped__"] if vars(step).get("hooked") else step
-
-    def step(self, gradient: Tensor) -> None:
-        self._weight.grad = gradient.clone()
-        self._step(self.optimizer)
-
-
-def probe_optimizer(optimizer: Optimizer, weight: nn.Parameter, group: ParamGroup) -> Optimizer:
-    """Returns a new optimizer for one parameter, of the same class and with the options of the group.
-
-    It is created by the constructor of the class, since some classes, such as Adagrad, set up their state there. It
-    shares nothing with the original. A class whose constructor takes different arguments is replaced by the base class
-    that defines its step.
-    """
-    options = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
-    first: Exception | None = None
-    for cls in type(optimizer).__mro__:
-        if issubclass(cls, Optimizer) and inspect.unwrap(cls.step) is inspect.unwrap(type(optimizer).step):
-            known = inspect.signature(cls).parameters
-            try:
-                return cls([{"params": [weight], **options}], **{k: v for k, v in options.items() if k in known})  # type: ignore[call-arg]
-            except Exception as error:
-                first = first or error
-    assert first is not None
-    raise first
-
-
-def _plain(group: ParamGroup) -> ParamGroup:
-    """Returns a group's options without the choice of implementation, at the highest known rate of the group."""
-    flags = {flag: False for flag in ("fused", "foreach", "capturable", "differentiable") if flag in group}
-    known = [group[k] for k in ("lr", "initial_lr", "max_lr") if group.get(k) is not None]
-    rates = [float(rate) for rate in known]
-    # A warm-up may begin at rate 0. At a rate of 1, half a step clearly differs from a full step.
-    rate = max(rates, default=0.0) or 1.0
-    return {**group, **flags, "lr": torch.tensor(rate) if isinstance(group.get("lr"), Tensor) else rate}
-
+from qkeel.remedies.head_weights import LOW_PRECISION, HeadWeights, SplitNorms, found_inf, innermost
+from qkeel.remedies.optimizer_trials import ParamGroup, check_steps, optimizer_like
 
 # Adds the new parameters of a remedy (gains, scales) to the optimizer, and removes them again.
 
@@ -255,7 +65,7 @@ def _start_state(optimizer: Optimizer, parameter: nn.Parameter, group: ParamGrou
     if not optimizer.state or not any(optimizer.state.get(p) for p in group["params"] if p is not parameter):
         return
     try:
-        state = probe_optimizer(optimizer, parameter, group).state
+        state = optimizer_like(optimizer, parameter, group).state
     except Exception:  # a class that cannot be instantiated again sets up its state in the step, or fails there
         return
     if parameter in state:
@@ -283,8 +93,9 @@ def head_steps(
         RefusedError: the optimizer is missing, does not update these weights, or its step is not linear in the rate.
     """
     optimizer = innermost(target.need_optimizer(remedy))
-    tensors = check_linear(optimizer, remedy, weights, decay=decay)
-    return HeadSteps(optimizer, weights, tensors, measure, decay)
+    tensors = weights.in_full_precision(optimizer, remedy, "scales small steps")
+    check_steps(optimizer, remedy, tensors, needs_decoupled_decay=not decay)
+    return HeadSteps(optimizer, remedy, weights, tensors, measure, decay)
 
 
 @final
@@ -305,6 +116,7 @@ class HeadSteps:
     def __init__(
         self,
         optimizer: Optimizer,
+        remedy: str,
         weights: HeadWeights,
         tensors: Sequence[Tensor | None],
         measure: WeightNorm | None,
@@ -313,7 +125,7 @@ class HeadSteps:
         by_tensor = views_by_tensor(tensors, weights.slices)
         views = [view for _, _, own in by_tensor for view in own]
         counts = self._counts = weights.counts
-        self._optimizer, self._slices, self._measure = optimizer, weights.slices, measure
+        self._optimizer, self._remedy, self._slices, self._measure = optimizer, remedy, weights.slices, measure
         # If there is a float32 copy, it is also what is measured, since the weight is only its rounded value.
         self._read = [p if t is None else t for p, t in zip(weights.parameters, tensors)]
         self._stepped = [(view, view.weight) for view in views]
@@ -335,8 +147,10 @@ class HeadSteps:
         self._clear()
         return measures
 
-    def scale(self, rates: RateFactors) -> Handle:
+    def scale(self, rates: RateFactors, *, freezes: bool = False) -> Handle:
         """Scales each step by factors that `rates` computes from the measure [h] before the step.
+
+        If it `freezes`, all factors are 0 or 1, and weights with a factor of 0 keep their bits whatever the step does.
 
         This continues until the returned handle is removed.
 
@@ -350,7 +164,7 @@ class HeadSteps:
 
         @torch.no_grad()
         def after(optimizer: Optimizer, *_: object) -> None:
-            self._end(found_inf(optimizer))
+            self._end(found_inf(optimizer), freezes)
 
         first = self._optimizer.register_step_pre_hook(in_real_steps(before_change(before)))
         last = self._optimizer.register_step_post_hook(in_real_steps(after))
@@ -370,19 +184,29 @@ class HeadSteps:
         if self._decay is not None:
             self._decay.read(self._factors.dtype, self._factors.device)
 
-    def _end(self, infinite: Tensor | None) -> None:
+    def _end(self, infinite: Tensor | None, freezes: bool) -> None:
         """Scales the step. If a subclass's step calls its parent's, both run hooks, but only the inner is scaled."""
         if self._factors is not None:
             decay = None if self._decay is None else self._decay.row(lambda w: w.grad is not None, infinite)
             for group in self._groups.all:
                 if decay is not None:
                     group.decay(decay)
-                group.interpolate(self._factors)
+                if freezes:
+                    group.restore(self._factors)
+                else:
+                    group.interpolate(self._factors)
         self._clear()
 
     def _copied(self) -> Tensor:
         """Copies the weights that the step updates and returns the measure of all heads [h]."""
         if self._groups.update(self._stepped):
+            for view, tensor in self._stepped:
+                if tensor.dtype in LOW_PRECISION:
+                    raise RefusedError(
+                        f"{self._remedy} scales small steps, and {view.shares[0][1].parameter} was cast to "
+                        f"{tensor.dtype} since it was applied, which rounds them away; keep float32 weights and use "
+                        "autocast, or remove() the handle"
+                    )
             self._order, self._dtype = self._positions(), _widest(self._read)
         found = [x for group in self._groups.all for x in group.copy(self._measure)]
         device = self._read[0].device

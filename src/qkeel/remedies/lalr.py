@@ -51,7 +51,7 @@ class LALR(StepRemedy):
     decay: Literal["scaled", "plain"] = "scaled"
     heads: HeadsBySite | None = None
 
-    name = "lalr"
+    name, weight_in_use = "lalr", "is a multiple of"
     line = "per-head learning rates for query and key weights, lower as their partners grow"
     source = "Anson & Aitchison 2025 (QuacK), arXiv 2511.21377, algorithms 1 and 2"
     rule = (

@@ -23,8 +23,8 @@ from qkeel.nn.attention import SpecModule
 from qkeel.patching.modes import FaultGuard
 from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import HeadsBySite, Target, active_at, where
-from qkeel.remedies.head_groups import HeadGroups, HeadView, LogitShare, head_views, logit_shares, stacked
-from qkeel.remedies.head_steps import check_changes_last, head_steps
+from qkeel.remedies.head_groups import HeadGroups, HeadView, head_views, stacked
+from qkeel.remedies.head_steps import head_steps
 from qkeel.remedies.head_weights import (
     LOW_PRECISION,
     UNDOES_MATCHED_STEPS,
@@ -37,6 +37,8 @@ from qkeel.remedies.head_weights import (
     slice_name,
     stepped,
 )
+from qkeel.remedies.logit_factors import factors_by_site, logit_factors
+from qkeel.remedies.optimizer_trials import check_steps
 from qkeel.remedies.shared_maxima import SharedMaxima
 from qkeel.sites.tap import Tap
 
@@ -62,7 +64,9 @@ class QKClip(StepRemedy):
     - In MLA, both up-projections are multiplied by √γ and the rotated query by γ. The shared rotated key stays
       unchanged.
     - In a GAU, the gains and offsets of q and of k are multiplied by √γ.
-    - A weight that several layers share is scaled once, by the smallest of their factors.
+    - A weight that other layers use too, or that also makes values, is left alone, and its partner takes all of γ. If
+      other layers use both sides, qk_clip is refused, unless these layers are the same layer that runs several times:
+      its heads are then clipped by their largest logit in all runs.
     - With low-rank adapters, the rows of the base weight and of B are scaled. A frozen base weight is refused unless
       frozen="scale".
 
@@ -109,7 +113,8 @@ class QKClip(StepRemedy):
         refusal = StepRemedy.holds(self, site)
         if refusal is None and self.steps == "matched" and "lalr" in active_at(site):
             return UNDOES_MATCHED_STEPS
-        if refusal is not None or not site.terms or self.shares(site) is not None:
+        by_group = self.groups == "group"
+        if refusal is not None or not site.terms or logit_factors(site, by_group=by_group) is not None:
             return refusal
         return Refusal(
             "its logit is a sum of products whose weights several heads share, so no factors on the weights scale the "
@@ -120,7 +125,7 @@ class QKClip(StepRemedy):
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))
         plan = _ClippedRows(self, target, optimizer)
-        check_changes_last(optimizer, self.name, plan.stepped)
+        check_steps(optimizer, self.name, plan.stepped, is_scaled=False)
         steps = _MatchedSteps(self, target, plan, optimizer) if self.steps == "matched" else None
         clip = _Clip(self, target, plan, optimizer, steps)
 
@@ -136,10 +141,6 @@ class QKClip(StepRemedy):
 
         return Handle(undo, state=clip.state, load=clip.load)
 
-    def shares(self, site: AttentionSite) -> list[LogitShare] | None:
-        """Returns the weights of a site and the power of γ for each, or None if no powers suit all products."""
-        return logit_shares(site, by_group=self.groups == "group")
-
 
 class _ClippedRows:
     """The rows of the tensors that each site's γ scales. They are found only once.
@@ -153,7 +154,8 @@ class _ClippedRows:
         self._places: list[list[Tensor]] = []  # the indices of each entry in that row
         entries: dict[int, list[int]] = {}  # the entries of each slice
         found: Entries = {}
-        self.shares = list(self._find_shares(remedy, target.sites))
+        self.factors = factors_by_site(target, by_group=remedy.groups == "group")
+        self.shares = list(self._find_shares(target.sites))
         for s, places in self.shares:
             if id(s) not in entries:
                 _check_frozen(remedy, target, s)
@@ -165,11 +167,11 @@ class _ClippedRows:
         one = torch.tensor([[self.last]])
         self._all = stacked([*(torch.cat(tables, 1) for tables in self._places), one])
 
-    def _find_shares(self, remedy: QKClip, sites: Sequence[AttentionSite]) -> Iterator[tuple[HeadSlice, Tensor]]:
+    def _find_shares(self, sites: Sequence[AttentionSite]) -> Iterator[tuple[HeadSlice, Tensor]]:
         """Yields each weight that a site's γ scales, and the indices [n places] of its factors in the row."""
         first = 0
-        for site in sites:
-            for share in remedy.shares(site) or ():
+        for site, factors in zip(sites, self.factors):
+            for share in factors:
                 yield share.weight, share.heads + first + (self.last // 2 if share.root else 0)
             first += site.n_heads
 
@@ -228,7 +230,7 @@ class _Clip:
         self._warned = self._warned_of_frozen = False
         self._groups = HeadGroups(plan.table)
         self._spared = _spared(remedy.heads, target.sites)
-        own = [[target.parameter(share.weight.parameter) for share in remedy.shares(s) or ()] for s in target.sites]
+        own = [[target.parameter(factor.weight.parameter) for factor in factors] for factors in plan.factors]
         self._weights = own if remedy.frozen == "refuse" else []  # of each site
         self._seen: SiteStats | None = None  # statistics of the passes since the last step, once they have been read
         self._gone = weakref.finalize(optimizer, _stop, weakref.ref(self.tap))
