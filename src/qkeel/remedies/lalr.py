@@ -13,13 +13,21 @@ from torch.nn import functional as F
 
 from qkeel.errors import InvalidValueError
 from qkeel.functional.bounds import spectral_norm
-from qkeel.handle import Handle, check_taken
+from qkeel.handle import Handle, check_taken, compose
 from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import HeadsBySite, Target, active_at
 from qkeel.remedies.head_groups import frobenius_norm
 from qkeel.remedies.head_steps import head_steps
-from qkeel.remedies.head_weights import UNDOES_MATCHED_STEPS, HeadWeights, StepRemedy, sites_of, slice_name
+from qkeel.remedies.head_weights import (
+    UNDOES_MATCHED_STEPS,
+    HeadWeights,
+    StepRemedy,
+    innermost,
+    sites_of,
+    slice_name,
+)
+from qkeel.remedies.saved_state import SavedState
 
 # A term that a weight is part of: the entries of the other weights in the term, the head of each of these weights that
 # each query head uses, and the query heads that use each of the weight's own heads.
@@ -40,10 +48,10 @@ class LALR(StepRemedy):
 
     Biases keep the base rate. The full step is scaled, including decoupled weight decay, unless decay="plain" keeps the
     decay at the base rate η·λ. For a matrix whose norm becomes zero, the initial norm is used; a matrix that was zero
-    at the start is always ignored. Frozen weights count as partners. "Start" is when the remedy is applied; `state()`
-    preserves the norms across checkpoints. If `heads` is given, weights that none of these heads uses keep the base
-    rate. norm="spectral" synchronises a GPU with the host at every step, to solve an eigenvalue problem of size d per
-    head.
+    at the start is always ignored. Frozen weights count as partners. "Start" is when the remedy is applied; the
+    optimizer's checkpoints contain the norms at the start, and so does `state()`. If `heads` is given, weights that
+    none of these heads uses keep the base rate. norm="spectral" synchronises a GPU with the
+    host at every step, to solve an eigenvalue problem of size d per head.
     """
 
     tau: float = 0.1  #: τ, the factor on the rate, above 0
@@ -98,6 +106,7 @@ class LALR(StepRemedy):
             for name, own in zip(names, start):
                 own.copy_(values[name])
             rates.start_from(row)
+            saved.note_loaded()
 
         acting = None if self.heads is None else _acting(dict(self.heads), target.sites, weights).to(row.device)
 
@@ -105,8 +114,10 @@ class LALR(StepRemedy):
             found = rates(now, self.tau)
             return found if acting is None else torch.where(acting.to(found.device), found, 1.0)
 
-        handle = steps.scale(factors)
-        return Handle(handle.remove, state=state, load=load)
+        optimizer = innermost(target.need_optimizer(self.name))
+        saved = SavedState(optimizer, self.name, dict(zip(names, start)), lambda: rates.start_from(row))
+        handles = [steps.scale(factors), Handle(saved.remove)]
+        return Handle(compose(handles).remove, state=state, load=load)
 
 
 @final

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel.errors import RefusedError, caution
+from qkeel.remedies.saved_state import GROUP_KEY
 
 ParamGroup = dict[str, Any]
 
-# Entries of a parameter group that belong to its parameters or its scheduler, not to the update rule.
-_NOT_OPTIONS = ("params", "param_names", "initial_lr")
+# Entries of a parameter group that belong to its parameters, its scheduler or a remedy, not to the update rule.
+_NOT_OPTIONS = ("params", "param_names", "initial_lr", GROUP_KEY)
 _SLOW_COPY_STEPS = 12  # steps after which a slow copy of the weights has overwritten them
 _LATE_STEP = 1_000_000  # the step of the trial, since schedules inside an optimizer act late (Adafactor's 1/√t)
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from qkeel.capture.calls import SiteStats, find_maxima
 from qkeel.errors import InvalidValueError, RefusedError, caution
 from qkeel.functional.bounds import qk_clip_gamma
-from qkeel.handle import Handle, check_taken
+from qkeel.handle import Handle, check_taken, compose
 from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.kernels.statistics import FoundExtremes, find_kernel_rows, find_plain_extremes
@@ -39,6 +39,7 @@ from qkeel.remedies.head_weights import (
 )
 from qkeel.remedies.logit_factors import factors_by_site, logit_factors
 from qkeel.remedies.optimizer_trials import check_steps
+from qkeel.remedies.saved_state import SavedState
 from qkeel.remedies.shared_maxima import SharedMaxima
 from qkeel.sites.tap import Tap
 
@@ -367,25 +368,26 @@ class _MatchedSteps:
         own = [torch.cat(t, 1) if t else torch.full((n, 1), plan.last) for t, n in zip(tables, scaled.counts)]
         self._places = stacked(own)
         self._names, self._counts = [slice_name(s) for s in scaled.slices], scaled.counts
-        self.row = torch.ones(len(self._places), device=scaled.parameters[0].device)
         self._steps = head_steps(target, remedy.name, scaled)
+        self.row = torch.ones_like(self._steps.sizes())
+        self._saved = SavedState(optimizer, remedy.name, self._by_name(), lambda: None)
 
     def begin(self) -> Handle:
         """Scales all steps until the handle is removed."""
-        return self._steps.scale(self._factors)
+        return compose([self._steps.scale(lambda ones: ones * self.row.to(ones)), Handle(self._saved.remove)])
 
-    def _factors(self, ones: Tensor) -> Tensor:
-        self.row = self.row.to(ones.device)
-        return ones * self.row.to(ones.dtype)
+    def _by_name(self) -> dict[str, Tensor]:
+        """Returns views of the products of each weight and bias, by its `slice_name`."""
+        return {f"steps.{name}": x for name, x in zip(self._names, self.row.split(self._counts))}
 
     def shrink(self, factors: Tensor) -> None:
         """Includes the factors of a clip, in the order of `_ClippedRows`; of several on one head, the smallest."""
         self._places = self._places.to(factors.device)
-        self.row = self.row.to(factors) * factors[self._places].amin(1)
+        self.row.mul_(factors[self._places].amin(1).to(self.row))
 
     def state(self) -> dict[str, Tensor]:
         """Returns the products of each weight and bias, by its `slice_name`."""
-        return {f"steps.{name}": x.clone() for name, x in zip(self._names, self.row.split(self._counts))}
+        return {name: x.clone() for name, x in self._by_name().items()}
 
     def load(self, values: dict[str, Tensor]) -> None:
         """Continues from saved products. Without them, weights that were clipped would take full steps."""
@@ -397,7 +399,8 @@ class _MatchedSteps:
                     f"expected the factors of {count} heads for the steps of {name}, got {got}; load the state of the "
                     "same model and remedy"
                 )
-        self.row = torch.cat([part.to(self.row.device) for part in own if part is not None])
+        self.row.copy_(torch.cat([part.to(self.row) for part in own if part is not None]))
+        self._saved.note_loaded()
 
 
 def _stop(tap: weakref.ref[Tap]) -> None:
