@@ -120,12 +120,11 @@ def test_a_state_that_the_handle_loads_is_not_missing(spec: str) -> None:
     state = {name: torch.rand_like(value) for name, value in handle.state().items()}
     optimizer.load_state_dict(plain[1].state_dict())
     handle.load(state)
+    (values,) = optimizer.state_dict()["param_groups"][0]["qkeel"].values()
+    assert all(torch.equal(value, state[f"0.{name}"]) for name, value in values.items())
     with warnings.catch_warnings():
         warnings.simplefilter("error", QkeelWarning)
         train(model, optimizer, 1)
-    saved = optimizer.state_dict()["param_groups"][0]["qkeel"]
-    (values,) = saved.values()
-    assert all(torch.equal(value, state[f"0.{name}"]) for name, value in values.items())
 
 
 @every_spec

@@ -21,7 +21,8 @@ from qkeel.remedies.apply import forget
 from qkeel.remedies.base import where
 from qkeel.remedies.change_norm import HeadNorm
 from qkeel.remedies.change_spec import settle
-from qkeel.remedies.retrofit.replay import Gap, QueryRows, Reference, Replay, predictions
+from qkeel.remedies.retrofit.outputs import Reference, predictions
+from qkeel.remedies.retrofit.replay import QueryRows, Replay
 from qkeel.remedies.sigma_reparam import SigmaReparam, fold_layer, stored
 from qkeel.sites.find import find_sites
 from qkeel.spec import InverseSqrt, NoNorm
@@ -98,23 +99,23 @@ class InsertedNorm:
 
 @final
 class Best:
-    """The parameter values with the smallest gap so far, starting with the current values."""
+    """The parameter values with the smallest distance so far, starting with the current values."""
 
-    def __init__(self, parameters: Sequence[Tensor], measure: Callable[[], Gap]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], measure: Callable[[], float]) -> None:
         self.parameters, self._measure = parameters, measure
-        self.gap, self._values = measure(), copies(parameters)
+        self._distance, self._values = measure(), copies(parameters)
 
     def offer(self) -> bool:
-        """Measures the gap of the current values. Keeps them if it is smaller, or else restores the best values.
+        """Measures the distance at the current values. Keeps them if it is smaller, or else restores the best values.
 
         Returns whether the current values were kept."""
-        gap = self._measure()
-        better = gap.kl < (math.inf if math.isnan(self.gap.kl) else self.gap.kl)
-        if better:
-            self.gap, self._values = gap, copies(self.parameters)
+        distance = self._measure()
+        is_better = distance < (math.inf if math.isnan(self._distance) else self._distance)
+        if is_better:
+            self._distance, self._values = distance, copies(self.parameters)
         else:
             put_back(self.parameters, self._values)
-        return better
+        return is_better
 
 
 def copies(parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -136,8 +137,8 @@ def fit(norm: InsertedNorm, replay: Replay, *, iterations: int) -> None:
         return replay.divergence().mean()
 
     @torch.no_grad()
-    def measure() -> Gap:
-        return Gap(kl=float(loss()), loss=None)
+    def measure() -> float:
+        return float(loss())
 
     best = Best(norm.gains, measure)
     with torch.no_grad():
