@@ -729,6 +729,11 @@ class SiteStatistics:
     def __bool__(self) -> bool:
         return bool(self._waiting or self._stats.blocks)
 
+    def reduced(self) -> SiteStatistics:
+        """Returns itself, with all findings reduced to statistics, so that no rows of a pass are kept."""
+        self._reduce()
+        return self
+
     def update(self, other: SiteStatistics) -> None:
         """Adds the statistics of another pass."""
         other._reduce()

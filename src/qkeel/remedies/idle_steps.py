@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import final
 
-import torch
-
 from qkeel import dist
 from qkeel.errors import caution
 from qkeel.handle import Handle, compose
@@ -15,6 +13,7 @@ from qkeel.patching.autograd import version_of
 from qkeel.patching.forward import ForwardPasses
 from qkeel.patching.modes import parameters_of, unguarded
 from qkeel.patching.optimizers import in_real_steps
+from qkeel.patching.roles import PassRole
 from qkeel.remedies.base import Remedy, Target
 from qkeel.remedies.head_weights import innermost
 
@@ -59,22 +58,24 @@ class _IdleSteps:
         self._versions = []
         self._steps = self._passes = 0
 
-    def after_pass(self, _: object, failed: bool) -> None:
-        """Looks at the weights after a pass in training."""
-        if self._has_warned or failed or not self._model.training or not torch.is_grad_enabled():
-            return
+    def after_pass(self, output: object, failed: bool) -> None:
+        """Looks at the weights once a gradient reaches the output: references and rollouts are no training."""
+        if not failed and not self._has_warned:
+            PassRole.of_output(self._model, (), output, self._look)
+
+    def _look(self) -> None:
         versions = list(map(version_of, self._weights))
         if self._versions and versions != self._versions:
             self._passes += 1
             self._steps += all(weight.grad is None for weight in self._weights)
         self._versions = versions
-        if self._are_replaced():
+        if not self._has_warned and self._are_replaced():
             self._warn(
                 "its query and key weights are no longer parameters of the model, as after "
                 "load_state_dict(assign=True). Load before qkeel.apply, or remove() the handle and apply "
                 f"{self._remedy.name} again with an optimizer of the new weights"
             )
-        elif self._steps >= _STEPS or self._passes >= _PASSES:
+        elif not self._has_warned and (self._steps >= _STEPS or self._passes >= _PASSES):
             self._warn(
                 f"its optimizer ({self._optimizer}) took no step while something else changed the query and key "
                 "weights between the last training passes. If another optimizer trains the model now, remove() the "
