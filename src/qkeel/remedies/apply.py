@@ -15,13 +15,12 @@ from torch.optim import Optimizer
 from qkeel import dist
 from qkeel.capture.example import ForwardArguments, arguments
 from qkeel.deprecation import Call, accepts_earlier_calls
-from qkeel.errors import AlreadyAppliedError, InvalidTypeError, QkeelError, RefusedError, caution
+from qkeel.errors import AlreadyAppliedError, InvalidTypeError, QkeelError, RefusedError
 from qkeel.handle import Handle, State
 from qkeel.heads.site import APPLIED, AttentionSite, Sites
 from qkeel.nn.attention import SpecModule
 from qkeel.options import Term, build, lookup
 from qkeel.options import parse as parse_terms
-from qkeel.patching.autograd import version_of
 from qkeel.patching.forward import ForwardPasses, joining, owners, unwrapped
 from qkeel.patching.modes import compile_again, unguarded
 from qkeel.patching.optimizers import StepHooks, listed
@@ -263,10 +262,6 @@ class AtNextPass(Handle):
     """Remedies that are applied when the model's next forward pass begins, with that pass's arguments as the batch.
 
     If a remedy is refused, the error is raised in the call of the model, or passed to `refused` if that is given.
-    `before` is the state of the same remedies on an earlier optimizer of the model, {} if the weights have changed
-    since then, or None if there was no such optimizer. If every process has a state, the remedies continue from it, as
-    far as it contains their weights. With `follows`, `unchanged` tells whether the weights are as the last step
-    left them.
     """
 
     def __init__(
@@ -277,8 +272,6 @@ class AtNextPass(Handle):
         more: Asked,
         *,
         refused: Callable[[QkeelError], None] | None = None,
-        before: State | None = None,
-        follows: bool = False,
     ) -> None:
         remedies = parse(remedy, **more.options)
         check_wrapper(unwrapped(model), remedies)
@@ -287,10 +280,6 @@ class AtNextPass(Handle):
         self._refused = refused
         self._inner: Handle | None = None
         self._carried: State | None = None
-        self._before, self._follows = before, follows
-        self._weights = list(model.parameters())
-        self._after_step: Handle | None = None
-        self._versions: list[int] | None = None
         self._passes = ForwardPasses(model, self._begin, lambda *_: None, guard=unguarded)
         self._optimizers = [listed(optimizer)]
         self._steps = [StepHooks(self._refuse_step, lambda _: None, innermost(x)) for x in self._optimizers[0]]
@@ -314,58 +303,30 @@ class AtNextPass(Handle):
         self._wait_no_more()
         try:
             with joining(self._model, args, kwargs):
-                self._inner, optimizers = self._applied(ForwardArguments(args, kwargs))
+                self._inner = self._applied(ForwardArguments(args, kwargs))
         except QkeelError as error:
             if self._refused is None:
                 raise
             self._refused(error)
             return
-        if self._follows:  # the hook is registered last, so it runs after those of the remedies
-            note = optimizers[-1].register_step_post_hook(lambda *_: self._note())
-            self._after_step = Handle(note.remove)
-        if self._before is not None and self._everybody_has_a_state():
-            initial = self._inner.state()
-            self._inner.load({**initial, **{name: x for name, x in self._before.items() if name in initial}})
         if self._carried:  # a state from before the first pass is empty
             self._inner.load(self._carried)
 
-    def _everybody_has_a_state(self) -> bool:
-        """Whether every process has a state to continue from; with different factors, their weights would diverge."""
-        own = "a state" if self._before else "none"
-        words = [own] if dist.world() == 1 else dist.gather_messages(WHAT, own)
-        if len(set(words)) > 1:
-            caution(
-                f"{self.about} starts again from its initial state, because weights were changed on some processes "
-                "since the last step"
-            )
-        return set(words) == {"a state"}
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether no weight has been changed in place since the last step; True before the first one."""
-        return self._versions is None or self._versions == self._now()
-
-    def _now(self) -> list[int]:
-        return list(map(version_of, self._weights))
-
-    def _note(self) -> None:
-        self._versions = self._now()
-
-    def _applied(self, batch: ForwardArguments) -> tuple[Handle, list[Optimizer]]:
-        own = vars(self._model).get("forward")
-        handle, optimizers = self._with_the_first_that_fits(batch)
-        if vars(self._model).get("forward") is not own:
+    def _applied(self, batch: ForwardArguments) -> Handle:
+        forward = vars(self._model).get("forward")
+        handle = self._with_the_first_that_fits(batch)
+        if vars(self._model).get("forward") is not forward:
             handle.remove()
             raise RefusedError(
                 f"{self.about} replaces the model's own forward, which is running now. {_GIVE.format(self.about)}"
             )
-        return handle, optimizers
+        return handle
 
-    def _with_the_first_that_fits(self, batch: ForwardArguments) -> tuple[Handle, list[Optimizer]]:
+    def _with_the_first_that_fits(self, batch: ForwardArguments) -> Handle:
         errors: list[RefusedError] = []
         for optimizers in self._optimizers:
             try:
-                return _apply(self._model, self._remedy, optimizers, self._more, batch=batch), optimizers
+                return _apply(self._model, self._remedy, optimizers, self._more, batch=batch)
             except RefusedError as error:
                 errors.append(error)
         raise errors[0]
@@ -385,13 +346,11 @@ class AtNextPass(Handle):
 
     def _take_off(self) -> None:
         self._wait_no_more()
-        if self._after_step is not None:
-            self._after_step.remove()
         if self._inner is not None:
             self._inner.remove()
 
     def _own_state(self) -> State:
-        return self._inner.state() if self._inner is not None else dict(self._carried or self._before or {})
+        return self._inner.state() if self._inner is not None else dict(self._carried or {})
 
     def _take_state(self, state: State) -> None:
         if self._inner is not None:
