@@ -158,8 +158,8 @@ def note(text: str) -> Note:
         >>> note("softpick").source
         'Zuhri et al. 2025, arXiv 2504.20966, equation 5'
     """
-    found = parse(text)
-    return Note("; ".join(r.line for r in found), "; ".join(dict.fromkeys(r.source for r in found)))
+    remedies = parse(text)
+    return Note("; ".join(r.line for r in remedies), "; ".join(dict.fromkeys(r.source for r in remedies)))
 
 
 def _model_first(*args: Any, **kwargs: Any) -> Call | None:
@@ -372,15 +372,15 @@ def _apply(
     train_length, partial = more.train_length, more.partial
 
     def asked() -> tuple[tuple[Remedy, ...], list[tuple[Target, Sites | None]]]:
-        found = parse(remedy, **more.options)
+        remedies = parse(remedy, **more.options)
         optimizers = listed(optimizer)
         models = {"": model} if isinstance(model, nn.Module) else named_models(model, "apply remedies to")
         shown, known = of_each(batch, [*models], "batches"), sites_of_each(sites, models)
         bare: list[tuple[Target, Sites | None]] = []
-        for name, one in models.items():
+        for name, single in models.items():
             shown_arguments = ((), {}) if shown[name] is None else arguments(shown[name])
             target = Target(
-                model=unwrapped(one),
+                model=unwrapped(single),
                 optimizer=optimizers[0] if optimizers else None,
                 sites=[],
                 batch=shown_arguments,
@@ -388,12 +388,12 @@ def _apply(
             )
             bare.append((target, known[name]))
         for target, _ in bare:
-            check_wrapper(target.model, found)
-        return found, bare
+            check_wrapper(target.model, remedies)
+        return remedies, bare
 
     def said(request: tuple[tuple[Remedy, ...], Sequence[object]]) -> str:
-        given = {"optimizer": optimizer, "batch": batch, "sites": sites}
-        parts = [name if x is not None else f"no {name}" for name, x in given.items()]
+        arguments = {"optimizer": optimizer, "batch": batch, "sites": sites}
+        parts = [name if x is not None else f"no {name}" for name, x in arguments.items()]
         several = [] if isinstance(model, nn.Module) else [f"{len(request[1])} models"]
         return ", ".join([f"{list(request[0])}", *several, *parts, f"train_length={train_length}, partial={partial}"])
 
@@ -412,24 +412,24 @@ def _apply(
 
 
 def _apply_all(
-    found: Sequence[Remedy], bare: Target, known: Sites | None, optimizers: Sequence[Optimizer], *, partial: bool
+    remedies: Sequence[Remedy], bare: Target, known: Sites | None, optimizers: Sequence[Optimizer], *, partial: bool
 ) -> Iterator[Handle]:
     """Applies one remedy after another.
 
     Sites are found once, and again for the next remedies after a remedy that changes them. A remedy that has not itself
     run the model is followed by one pass, which checks that the model still runs."""
-    sites, trace = (known, None) if known is not None else _sites(found[0], bare) if found else (Sites(), None)
+    sites, trace = (known, None) if known is not None else _sites(remedies[0], bare) if remedies else (Sites(), None)
     check_peers(bare.model, sites)
-    for remedy in found:
-        whole = dataclasses.replace(
+    for remedy in remedies:
+        target_of_all = dataclasses.replace(
             bare,
             sites=remedy.chosen(sites),
             trace=None if remedy.on_steps else trace,
             all_sites=sites,
             values={} if trace is None else trace.value_slices(),
         )
-        agreed(functools.partial(_check, remedy, whole, sites, partial=partial, given=known is not None))
-        for target in _by_optimizer(remedy, whole, optimizers):
+        agreed(functools.partial(_check, remedy, target_of_all, sites, partial=partial, given=known is not None))
+        for target in _by_optimizer(remedy, target_of_all, optimizers):
             before = dict(bare.model.named_parameters())
             inner = remedy.apply(target)
             try:
@@ -437,7 +437,7 @@ def _apply_all(
                 if remedy.on_steps or known is not None or isinstance(remedy, NoRemedy):
                     pass
                 # Remedies that follow or are active already need the sites.
-                elif remedy is not found[-1] or active_remedies(bare.model):
+                elif remedy is not remedies[-1] or active_remedies(bare.model):
                     sites, trace = _sites(remedy, bare)
                 elif trace is not None and not remedy.changes_spec:
                     run_once(bare.model, *bare.batch)
@@ -481,17 +481,17 @@ def _check(remedy: Remedy, target: Target, sites: Sites, *, partial: bool, given
 def _check_whole(remedy: Remedy, sites: Sites) -> None:
     """Raises RefusedError if a remedy for all attention would leave out attention that is not understood."""
     if sites.missed and remedy.on_attention:
-        others = "; ".join(map(str, sites.missed))
+        missed = "; ".join(map(str, sites.missed))
         raise RefusedError(
             f"{remedy.name}: {sites.share} of this model are understood, and the remedy would leave out the others. "
-            f"{others}. With partial=True the remedy is applied to the attention that is understood"
+            f"{missed}. With partial=True the remedy is applied to the attention that is understood"
         )
 
 
 def _check_supported(remedy: Remedy, target: Target) -> None:
     """Raises unless the remedy can be applied at every site."""
     for site in target.sites:
-        if any(other.on_steps for other in active_at(site).values()) and (
+        if any(active.on_steps for active in active_at(site).values()) and (
             remedy.name in active_at(site) or remedy.supports(site) is not None
         ):
             gc.collect()  # an optimizer that the script deleted may still exist, and its remedies with it
@@ -513,8 +513,8 @@ def _marked(remedy: Remedy, target: Target, inner: Handle) -> Handle:
     modules = {id(site.module): site.module for site in target.sites}.values()  # a module may have several sites
     for module in modules:
         marks = module.__dict__.get(APPLIED)
-        module.__dict__[APPLIED] = own = marks if isinstance(marks, _Marks) else _Marks(marks or {})
-        own[remedy.name] = remedy
+        module.__dict__[APPLIED] = record = marks if isinstance(marks, _Marks) else _Marks(marks or {})
+        record[remedy.name] = remedy
     compiled = not (remedy.on_steps or isinstance(remedy, NoRemedy))
     if compiled:
         compile_again()  # code compiled earlier does not detect new hooks
@@ -534,7 +534,7 @@ def _marked(remedy: Remedy, target: Target, inner: Handle) -> Handle:
             inner.remove()
             return
         marks = [(module, module.__dict__.get(APPLIED, {})) for module in modules]
-        if any(own.get(remedy.name) is not remedy for _, own in marks):  # already folded into the weights
+        if any(record.get(remedy.name) is not remedy for _, record in marks):  # already folded into the weights
             return
         inner.remove()
         if compiled:
@@ -547,10 +547,10 @@ def _marked(remedy: Remedy, target: Target, inner: Handle) -> Handle:
 
 def _drop(module: nn.Module, remedy: Remedy) -> None:
     """Drops the record of a remedy on a module, if it is there."""
-    own = module.__dict__.get(APPLIED, {})
-    if own.get(remedy.name) is remedy:
-        del own[remedy.name]
-        if not own:
+    record = module.__dict__.get(APPLIED, {})
+    if record.get(remedy.name) is remedy:
+        del record[remedy.name]
+        if not record:
             del module.__dict__[APPLIED]
 
 
@@ -600,10 +600,10 @@ def forget(model: nn.Module, folded: Callable[[Remedy], bool]) -> None:
 def _check_others(remedy: Remedy, sites: Iterable[AttentionSite]) -> None:
     """Raises RefusedError if an earlier remedy is no longer valid after this one, so that their order never matters."""
     for site in sites:
-        for other in active_at(site).values():
-            refusal = other.holds(site)
+        for earlier in active_at(site).values():
+            refusal = earlier.holds(site)
             if refusal is not None:
-                raise RefusedError(f"{remedy.name} at {where(site)}, where {other.name} is active: {refusal}")
+                raise RefusedError(f"{remedy.name} at {where(site)}, where {earlier.name} is active: {refusal}")
 
 
 def _make(term: Term, options: dict[str, float | int | bool | str]) -> Remedy:

@@ -20,7 +20,7 @@ from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.modes import submodules_of
 from qkeel.patching.optimizers import runs_step_hooks
 from qkeel.remedies.base import HeadsBySite, Remedy, Target, unconfirmed, where
-from qkeel.remedies.head_groups import WeightNorm, frobenius_norm
+from qkeel.remedies.head_rows import WeightNorm, frobenius_norm
 from qkeel.remedies.optimizer_trials import optimizers_inside
 from qkeel.sites.find import is_normed
 
@@ -367,7 +367,8 @@ def refuse_computed_weight(site: AttentionSite, consequence: str) -> Refusal | N
         and any(f".{name}." in s.parameter for s in (*site.query, *site.key))
         for name, module in site.module.named_modules()
     )
-    if not (dora or site.reparametrised):
+    parametrized = any("parametrizations." in s.parameter for s in (*site.query, *site.key))
+    if not (dora or parametrized):  # what older hooks compute is tried: see `check_weights_in_use`
         return None
     return Refusal(
         f"the weight on the logit path is computed from another weight, so {consequence}", "use one of the two"

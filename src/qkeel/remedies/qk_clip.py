@@ -23,8 +23,7 @@ from qkeel.nn.attention import SpecModule
 from qkeel.patching.modes import FaultGuard
 from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import HeadsBySite, Target, active_at, where
-from qkeel.remedies.head_groups import HeadGroups, HeadView, head_views, stacked
-from qkeel.remedies.head_steps import head_steps
+from qkeel.remedies.head_rows import HeadRows, HeadView, head_views, stacked
 from qkeel.remedies.head_weights import (
     LOW_PRECISION,
     UNDOES_MATCHED_STEPS,
@@ -38,6 +37,7 @@ from qkeel.remedies.head_weights import (
     stepped,
 )
 from qkeel.remedies.logit_factors import factors_by_site, logit_factors
+from qkeel.remedies.optimizer_steps import Measure, scalable, scale_steps
 from qkeel.remedies.optimizer_trials import check_steps
 from qkeel.remedies.saved_state import SavedState
 from qkeel.remedies.shared_maxima import SharedMaxima
@@ -177,15 +177,15 @@ class _ClippedRows:
                 yield share.weight, share.heads + first + (self.last // 2 if share.root else 0)
             first += site.n_heads
 
-    def _enter(self, target: Target, s: HeadSlice, copy: Tensor | None, found: Entries) -> list[int]:
+    def _enter(self, target: Target, s: HeadSlice, copy: Tensor | None, entries_by_tensor: Entries) -> list[int]:
         """Adds a slice's weight and bias, and the copy that the optimizer updates in place of the weight.
 
         Returns the indices of the new entries."""
         numbers = []
-        for part in filter(None, (s, s.bias_of())):
-            p = target.parameter(part.parameter)
-            for tensor in [p] if copy is None or copy is p or part is not s else [p, copy]:
-                found.setdefault(id(tensor), (tensor, []))[1].append((len(self._places), part))
+        for rows in filter(None, (s, s.bias_of())):
+            p = target.parameter(rows.parameter)
+            for tensor in [p] if copy is None or copy is p or rows is not s else [p, copy]:
+                entries_by_tensor.setdefault(id(tensor), (tensor, []))[1].append((len(self._places), rows))
             numbers.append(len(self._places))
             self._places.append([])
         return numbers
@@ -231,7 +231,6 @@ class _Clip:
         self.kept: Tensor | None = None  # maxima from a step that a GradScaler skipped, -inf from other steps
         self._copies: dict[int, tuple[str, ...]] = {}
         self._warned = self._warned_of_frozen = False
-        self._groups = HeadGroups(plan.table)
         self._spared = _spared(remedy.heads, target.sites)
         own = [[target.parameter(factor.weight.parameter) for factor in factors] for factors in plan.factors]
         self._weights = own if remedy.frozen == "refuse" else []  # of each site
@@ -258,8 +257,8 @@ class _Clip:
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
         """Clips the heads by the maxima since the last step that was not skipped."""
-        infinite, seen = found_inf(optimizer), self._passes()
-        if not seen and not self._warned and self.tap.active:
+        infinite, statistics = found_inf(optimizer), self._passes()
+        if not statistics and not self._warned and self.tap.active:
             self._warned = True
             caution(
                 "qk_clip saw no attention call that was trained between two steps of the optimizer, so nothing was "
@@ -268,7 +267,7 @@ class _Clip:
             )
         # After a step the caches are cold and a torch operation takes 50 µs, so the usual case uses none.
         usual = infinite is None and not self.shared.several and self.kept is None
-        if not usual or any([self._over(block.joint.max_logit) for block in seen.blocks]):  # noqa: C419
+        if not usual or any([self._over(block.joint.max_logit) for block in statistics.blocks]):  # noqa: C419
             self._clip(optimizer, infinite)
         self._seen = None
 
@@ -279,7 +278,7 @@ class _Clip:
 
     def _without_frozen(self, row: Tensor) -> Tensor:
         """Leaves out the maxima [heads] of sites with a weight that has been frozen since, and warns of the first."""
-        frozen = [not all(p.requires_grad for p in own) for own in self._weights]
+        frozen = [not all(p.requires_grad for p in weights) for weights in self._weights]
         if not any(frozen):
             return row
         if not self._warned_of_frozen:
@@ -313,10 +312,9 @@ class _Clip:
         # An infinite maximum means that training broke down; clipping by it, with γ = 0, would kill the head for good.
         gamma = qk_clip_gamma(row.masked_fill(row.isinf(), -torch.inf), self.remedy.threshold)
         values = F.pad(torch.cat([gamma, gamma.sqrt()]), (0, 1), value=1.0)
-        self._groups.update([(view, t) for view in self.plan.views for t in self._tensors(view, optimizer)])
-        for group in self._groups.all:
-            # Reading factors is cheap on a CPU. Elsewhere, waiting for them would cost more than multiplying by 1.
-            group.scale(values, on_host=readable)
+        views = [(view, tensor) for view in self.plan.views for tensor in self._tensors(view, optimizer)]
+        # Reading factors is cheap on a CPU. Elsewhere, waiting for them would cost more than multiplying by 1.
+        HeadRows(views, [self.plan.table(view) for view, _ in views]).scale(values, on_host=readable)
         if self.steps is not None:
             self.steps.shrink(values)
 
@@ -334,11 +332,11 @@ class _Clip:
 
         With several processes these are the maxima of all sites, most of them -inf, because whoever reads a checkpoint
         written by many processes must know the names in advance."""
-        found = {} if self.steps is None else self.steps.state()
+        state = {} if self.steps is None else self.steps.state()
         if self.kept is None and not self.shared.several:
-            return found
+            return state
         tops = (self.shared.row({}) if self.kept is None else self.kept).split([site.n_heads for site in self.sites])
-        return {**{site.name: top.clone() for site, top in zip(self.sites, tops)}, **found}
+        return {**{site.name: top.clone() for site, top in zip(self.sites, tops)}, **state}
 
     def load(self, values: dict[str, Tensor]) -> None:
         """Continues from the maxima and the factors of a checkpoint."""
@@ -373,13 +371,21 @@ class _MatchedSteps:
         own = [torch.cat(t, 1) if t else torch.full((n, 1), plan.last) for t, n in zip(tables, scaled.counts)]
         self._places = stacked(own)
         self._names, self._counts = [slice_name(s) for s in scaled.slices], scaled.counts
-        self._steps = head_steps(target, remedy.name, scaled)
-        self.row = torch.ones_like(self._steps.sizes())
+        self._optimizer, self._scaled, self._remedy = optimizer, scaled, remedy.name
+        self._tensors = scalable(optimizer, scaled, remedy.name)
+        self.row = Measure(scaled, self._tensors, None).at_start()
         self._saved = SavedState(optimizer, remedy.name, self._by_name(), lambda: None)
 
     def begin(self) -> Handle:
         """Scales all steps until the handle is removed."""
-        return compose([self._steps.scale(lambda ones: ones * self.row.to(ones)), Handle(self._saved.remove)])
+        steps = scale_steps(
+            self._optimizer,
+            self._scaled,
+            lambda ones: ones * self.row.to(ones),
+            remedy=self._remedy,
+            tensors=self._tensors,
+        )
+        return compose([steps, Handle(self._saved.remove)])
 
     def _by_name(self) -> dict[str, Tensor]:
         """Returns views of the products of each weight and bias, by its `slice_name`."""
@@ -396,29 +402,29 @@ class _MatchedSteps:
 
     def load(self, values: dict[str, Tensor]) -> None:
         """Continues from saved products. Without them, weights that were clipped would take full steps."""
-        own = [values.get(f"steps.{name}") for name in self._names]
-        for name, part, count in zip(self._names, own, self._counts):
-            if part is None or part.shape != (count,):
-                got = "none" if part is None else str(tuple(part.shape))
+        products = [values.get(f"steps.{name}") for name in self._names]
+        for name, product, count in zip(self._names, products, self._counts):
+            if product is None or product.shape != (count,):
+                got = "none" if product is None else str(tuple(product.shape))
                 raise InvalidValueError(
                     f"expected the factors of {count} heads for the steps of {name}, got {got}; load the state of the "
                     "same model and remedy"
                 )
-        self.row.copy_(torch.cat([part.to(self.row) for part in own if part is not None]))
+        self.row.copy_(torch.cat([product.to(self.row) for product in products if product is not None]))
         self._saved.note_loaded()
 
 
 def _stop(tap: weakref.ref[Tap]) -> None:
     """Stops a tap whose optimizer no longer exists, so that nothing uses what it reads."""
-    found = tap()
-    if found is not None:
-        found.remove()
+    running = tap()
+    if running is not None:
+        running.remove()
 
 
 def _find_largest(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundExtremes | None:
     """Finds the largest logits of a call of torch's attention function without a mask; see `find_plain_extremes`."""
-    found = find_plain_extremes(q, k, scale, causal)
-    return None if found is None else FoundExtremes(found.rows[:1])
+    extremes = find_plain_extremes(q, k, scale, causal)
+    return None if extremes is None else FoundExtremes(extremes.rows[:1])
 
 
 def _spared(heads: HeadsBySite | None, sites: Sequence[AttentionSite]) -> Tensor | None:

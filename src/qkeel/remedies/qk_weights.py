@@ -14,14 +14,13 @@ from torch.optim import Optimizer
 from qkeel.errors import RefusedError
 from qkeel.functional.bounds import spectral_norm
 from qkeel.functional.norms import wide
-from qkeel.handle import Handle, compose
+from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, HeadSlice, NormGain
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.modes import parameters_of
 from qkeel.patching.optimizers import before_change, go_first, in_real_steps
 from qkeel.remedies.base import Target, inside, where
-from qkeel.remedies.head_groups import HeadGroups, factor_per_row, views_by_tensor
-from qkeel.remedies.head_steps import DecayFactors, head_steps
+from qkeel.remedies.head_rows import HeadRows, factor_per_row, views_by_tensor
 from qkeel.remedies.head_weights import (
     HeadWeights,
     StepRemedy,
@@ -30,6 +29,7 @@ from qkeel.remedies.head_weights import (
     innermost,
     stepped,
 )
+from qkeel.remedies.optimizer_steps import DecayFactors, scalable, scale_steps
 from qkeel.remedies.optimizer_trials import check_steps
 
 
@@ -46,8 +46,16 @@ class QKLearningRate(StepRemedy):
     rule = "each step: lr(W_Q) = lr(W_K) = {factor} · η, η the optimizer's rate"
 
     def apply(self, target: Target) -> Handle:
-        steps = head_steps(target, self.name, HeadWeights.of(target))
-        return steps.scale(lambda ones: ones * self.factor, freezes=self.factor == 0)
+        optimizer, weights = innermost(target.need_optimizer(self.name)), HeadWeights.of(target)
+        tensors = scalable(optimizer, weights, self.name)
+        return scale_steps(
+            optimizer,
+            weights,
+            lambda ones: ones * self.factor,
+            remedy=self.name,
+            tensors=tensors,
+            freezes=self.factor == 0,
+        )
 
 
 @final
@@ -82,34 +90,18 @@ class FrozenQK(StepRemedy):
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))
         weights = HeadWeights.of(target)
-        slices, tensors = [*weights.slices], weights.of_optimizer(optimizer, self.name)
-        for extra in _biases_and_gains(target):
-            slices.append(extra)
-            tensors.append(stepped(optimizer, target.parameter(extra.parameter)))
+        extras = list(_biases_and_gains(target))
+        tensors = weights.of_optimizer(optimizer, self.name)
+        tensors += [stepped(optimizer, target.parameter(extra.parameter)) for extra in extras]
         check_steps(optimizer, self.name, tensors, is_scaled=False)
-        views = [view for _, _, own in views_by_tensor(tensors, slices) for view in own]
-        counts = [s.n for s in slices]
-        groups = HeadGroups(lambda view: view.places(counts))
-        pairs = [(view, view.weight) for view in views]
-        kept: list[Tensor] = []  # 0 for every head, and a 1 for rows of no head
-
-        @torch.no_grad()
-        def before(_: Optimizer) -> None:
-            groups.update(pairs)
-            for group in groups.all:
-                group.copy(None)
-
-        @torch.no_grad()
-        def after(*_: object) -> None:
-            if not kept:
-                kept.append(torch.tensor([*[0.0] * sum(counts), 1.0], device=views[0].weight.device))
-            for group in groups.all:
-                group.restore(kept[0])
-
-        first = optimizer.register_step_pre_hook(in_real_steps(before_change(before)))
-        last = optimizer.register_step_post_hook(in_real_steps(after))
-        go_first(last)
-        return compose(map(Handle, (last.remove, first.remove)))
+        return scale_steps(
+            optimizer,
+            weights.followed_by(target, extras),
+            torch.zeros_like,
+            remedy=self.name,
+            tensors=tensors,
+            freezes=True,
+        )
 
 
 def _vectors_of_norms(attention: nn.Module) -> Iterator[str]:
@@ -165,18 +157,14 @@ class QKWeightDecay(StepRemedy):
         tensors = weights.in_full_precision(optimizer, self.name, "shrinks weights by a few parts in ten thousand")
         check_steps(optimizer, self.name, tensors, is_scaled=False)
         views = [view for _, _, own in views_by_tensor(tensors, weights.slices) for view in own]
-        stepped = [(view, view.weight) for view in views]
-        groups = HeadGroups(lambda view: view.places(weights.counts))
+        rows = HeadRows([(view, view.weight) for view in views], [view.places(weights.counts) for view in views])
         decay = DecayFactors(optimizer, tensors, weights.counts, lambda group: group["lr"] * self.decay)
         dtype = functools.reduce(torch.promote_types, (view.weight.dtype for view in views))
 
         @torch.no_grad()
         def before(_: Optimizer) -> None:
-            groups.update(stepped)
             decay.read(dtype, views[0].weight.device)
-            row = decay.row(lambda w: w.grad is not None, found_inf(optimizer))
-            for group in groups.all:
-                group.scale(row)
+            rows.scale(decay.row(lambda w: w.grad is not None, found_inf(optimizer)))
 
         hook = optimizer.register_step_pre_hook(in_real_steps(before_change(before)))
         go_first(hook)  # before lalr and qk_lr read weights: they scale the optimizer's step

@@ -55,14 +55,14 @@ class SharedMaxima:
             self._exchange.maxima.remove(self._over_all)
 
     def _meet(self, target: Target) -> None:
-        own = {
+        message = {
             "peers": dist.peer_ranks(target.model),
             "sites": [(site.name, site.n_heads) for site in target.sites],
             "weights": _fingerprint(target),
             "double": any(target.parameter(x.parameter).dtype == torch.float64 for x in target.logit_slices()),
             "exchange": self._exchange.agreed,
         }
-        words = [json.loads(word) for word in dist.gather_messages(WHAT, json.dumps(own))]
+        words = [json.loads(word) for word in dist.gather_messages(WHAT, json.dumps(message))]
         self._dtype = torch.float64 if any(word["double"] for word in words) else torch.float32
         groups = _same_layers(words)
         lengths = {group: sum(n for _, n in words[group]["sites"]) for group in sorted(set(groups))}
@@ -100,26 +100,26 @@ class SharedMaxima:
         for site in target.sites:
             for s in site.terms[0].query[-1:]:
                 p = target.parameter(s.parameter)
-                part = dist.local_block(s.parameter, p, gathered.get(id(p), 0))
-                if part is None:
+                block = dist.local_block(s.parameter, p, gathered.get(id(p), 0))
+                if block is None:
                     continue
-                first, last = part.in_pass[s.axis]
-                here = ((s.index >= first) & (s.index < last)).all(1)
-                some = ((s.index >= first) & (s.index < last)).any(1)
-                if not torch.equal(here, some):
+                first, last = block.in_pass[s.axis]
+                is_complete = ((s.index >= first) & (s.index < last)).all(1)
+                is_present = ((s.index >= first) & (s.index < last)).any(1)
+                if not torch.equal(is_complete, is_present):
                     raise RefusedError(
                         f"qk_clip at {where(site)}: {s.parameter} is split in the middle of a head, so no process "
                         "sees the logits of that head; split it between heads"
                     )
-                self._first[site.name] = int(here.int().argmax())
+                self._first[site.name] = int(is_complete.int().argmax())
 
     def over_all(self) -> Tensor:
         """Returns the largest logit of each head over all processes."""
         row = self.row(self._maxima())
         if self._over_all is None:
             return row
-        found = self._exchange.largest(self._over_all)
-        return found[self._before : len(found) - self._behind].to(row)
+        largest = self._exchange.largest(self._over_all)
+        return largest[self._before : len(largest) - self._behind].to(row)
 
     def _sent(self) -> Tensor:
         """Returns this process's maxima at their position in the row of all layers."""
@@ -134,9 +134,11 @@ def _same_layers(words: Sequence[Mapping[str, object]]) -> list[int]:
     These are the processes of the same wrapper or mesh, and others that have the same attention and weights."""
     group = list(range(len(words)))
     for i, word in enumerate(words):
-        own = (word["sites"], word["weights"])
-        alike = [j for j, other in enumerate(words) if word["weights"] and own == (other["sites"], other["weights"])]
-        for peer in (*word["peers"], *alike):  # type: ignore[misc]
+        layers = (word["sites"], word["weights"])
+        replicas = [
+            j for j, message in enumerate(words) if word["weights"] and layers == (message["sites"], message["weights"])
+        ]
+        for peer in (*word["peers"], *replicas):  # type: ignore[misc]
             old, new = sorted((group[i], group[peer]), reverse=True)
             group = [new if g == old else g for g in group]
     return group
