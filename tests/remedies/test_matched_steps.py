@@ -187,36 +187,6 @@ def test_lalr_undoes_matched_steps_and_the_pair_is_refused_in_either_order(order
     qkeel.apply(model, "lalr+qk_clip", optimizer).remove()
 
 
-class OtherHeads(torch.nn.Module):
-    """Two layers that share their query and key weights, and cut them into different numbers of heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(D_MODEL, D_MODEL, dtype=torch.float64) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for heads in (HEADS, 2):
-            q, k, v = (layer(x).unflatten(-1, (heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        return x
-
-
-def test_layers_that_cut_one_weight_into_other_heads_save_and_restore_both() -> None:
-    torch.manual_seed(0)
-    model, x = OtherHeads(), batches(1, 0)[0]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with qkeel.apply(model, "lalr", optimizer, batch=x) as handle:
-        model(x).square().mean().backward()
-        optimizer.step()
-        state = handle.state()
-        weights = [name for name in state if ".weight:" in name]
-        assert len(weights) == 4
-        other = {name: torch.rand_like(value) for name, value in state.items()}
-        handle.load(other)
-        assert handle.state().keys() == other.keys()
-        assert all(torch.equal(value, other[name]) for name, value in handle.state().items())
-
-
 class Wrapper(torch.optim.Optimizer):
     """An optimizer around another one, as accelerate makes it."""
 
