@@ -12,7 +12,7 @@ from typing import Any, final
 from torch import nn
 from torch.optim import Optimizer
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.example import ForwardArguments, arguments
 from qkeel.deprecation import Call, accepts_earlier_calls
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, QkeelError, RefusedError
@@ -397,14 +397,14 @@ def _apply(
         several = [] if isinstance(model, nn.Module) else [f"{len(request[1])} models"]
         return ", ".join([f"{list(request[0])}", *several, *parts, f"train_length={train_length}, partial={partial}"])
 
-    found, bare = dist.run_on_all(WHAT, asked, said, lambda _: None)
+    found, bare = dist.agree(WHAT, asked, said, lambda _: None)
     optimizers = listed(optimizer)
 
     def applied() -> Handle:
         handles = (compose_all(_apply_all(found, target, known, optimizers, partial=partial)) for target, known in bare)
         return next(handles) if isinstance(model, nn.Module) else compose_all(handles)
 
-    handle = dist.run_on_all(WHAT, applied, lambda _: "applied", Handle.remove)
+    handle = dist.agree(WHAT, applied, lambda _: "applied", Handle.remove)
     for target, _ in bare:
         handle = refused_under_zero(handle, target.model, found, optimizers[0] if optimizers else None)
     handle.about = "+".join(parsed.name for parsed in found)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.example import tensors
 from qkeel.errors import RefusedError, check_known
 from qkeel.handle import Handle, compose

@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.functional.norms import wide
 from qkeel.heads.site import HeadSlice, across
 from qkeel.patching.modes import copy_to_all, lerp_all_in_place, multiply_all

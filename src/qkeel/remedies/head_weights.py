@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.errors import InvalidValueError, NonFiniteError, RefusedError, check_known
 from qkeel.functional.norms import wide
 from qkeel.heads.site import AttentionSite, HeadSlice

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import final
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.errors import caution
 from qkeel.handle import Handle, compose
 from qkeel.heads.site import APPLIED

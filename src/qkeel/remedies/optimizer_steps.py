@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.patching.modes import multiply_all

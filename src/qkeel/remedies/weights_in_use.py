@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.example import undisturbed
 from qkeel.errors import RefusedError
 from qkeel.heads.site import HeadSlice
