@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qkeel import watch
+from qkeel.errors import AlarmWarning, RefusedError
 from qkeel.monitor.nan_origin import NanOrigin
 
 WIDTH, HEADS, LAYERS, VOCABULARY = 16, 2, 4, 11
@@ -130,7 +132,7 @@ def step(model: Model, optimizer: torch.optim.Optimizer, draw: random.Random, hu
         logits = model(tokens, scale)
         loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
         if hurt == "loss" and i == bad:
-            loss = loss + (logits.mean() * 0 - 1).log()
+            loss = loss / (loss - loss)
         loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -202,3 +204,21 @@ def test_it_is_taken_off_without_a_trace() -> None:
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
     assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_watch_raises_the_origin_as_an_alarm() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with watch(model, optimizer, nan=True, rules=[]) as monitor:
+        step(model, optimizer, random.Random(0), "", 1)
+        model.blocks[2].mlp.hurt = "mlp"
+        with pytest.warns(AlarmWarning, match=r"blocks\.2\.mlp"):
+            step(model, optimizer, random.Random(0), "", 1)
+    assert [alarm.rule for alarm in monitor.alarms] == ["nan_origin"]
+    assert not model._forward_hooks
+
+
+def test_without_an_optimizer_it_is_refused() -> None:
+    with pytest.raises(RefusedError, match="optimizer"):
+        watch(Model(), nan=True)

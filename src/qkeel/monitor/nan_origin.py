@@ -135,6 +135,10 @@ class NanOrigin(Handle):
             self.guard(self._check, optimizer)
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        infinite = vars(optimizer).get("found_inf")  # GradScaler calls a fused optimizer even for a step that it skips
+        if isinstance(infinite, Tensor) and bool(infinite.any()):
+            self._passes.clear()
+            return
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if _all_finite(grads):
             # Another optimizer may still step on these passes, but its gradients come from the same backward.
