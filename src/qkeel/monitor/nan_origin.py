@@ -184,7 +184,11 @@ def _origin_in_pass(model: nn.Module, kept: KeptPass) -> str:
             name, place, scalar = origin
             if name == "" and scalar:
                 return "NaN began in the loss, which the model computes from finite outputs"
-            detail = _attention_detail(model, kept, name) or f"its output is the first, at {place}"
+            child = looks.last_child(name)
+            after = (
+                f"between the output of {child}, which is finite, and its own" if child else "its output is the first"
+            )
+            detail = _attention_detail(model, kept, name) or f"{after}, at {place}"
             return f"NaN began in {name or type(model).__name__}: {detail}"
         outputs = list(tensors_of(output))
         for grad in kept.output_grads.values():
@@ -251,6 +255,11 @@ class _Looks:
     def forward_origin(self) -> tuple[str, str, bool] | None:
         """The module, the place in its output and whether that is a scalar, of the first output that is not finite."""
         return self._bad_forward
+
+    def last_child(self, name: str) -> str:
+        """The module inside another that ended last with a finite output, or ""."""
+        inside = [child for child, _ in self._ended if child.startswith(f"{name}." if name else "")]
+        return inside[-1] if inside else ""
 
     def backward_origin(self) -> str | None:
         """The module whose backward made the first gradient that is not finite: the last and innermost one whose
