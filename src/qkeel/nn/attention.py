@@ -122,8 +122,8 @@ class Cache:
     def _grown(self, old: Tensor | None, tokens: Tensor, needed: int) -> Tensor:
         if old is not None and (old.shape[:2], old.shape[3:]) != (tokens.shape[:2], tokens.shape[3:]):
             raise ShapeError(
-                f"this cache holds a tensor of shape {tuple(old.shape)} and cannot append one of {tuple(tokens.shape)}; "
-                f"use one {type(self).__name__} per layer and batch"
+                f"this cache holds a tensor of shape {tuple(old.shape)} and cannot append one of shape "
+                f"{tuple(tokens.shape)}; use one {type(self).__name__} per layer and batch"
             )
         if old is not None and old.shape[2] >= needed:
             return old
