@@ -359,7 +359,7 @@ def test_what_stopped_the_scores_is_named_where_nothing_is_found() -> None:
         return out / mass
 
     for way, why in (
-        (sigmoid, r"Seen but not understood: the model itself: values .* weighted by the sigmoid of scores"),
+        (sigmoid, r"none of the products reaches a softmax \(they were followed to sigmoid\)"),
         (in_blocks, r"Seen but not understood: the model itself: its scores .* blocks of keys\..*describe\(model"),
     ):
         with pytest.raises(

@@ -23,7 +23,8 @@ from qkeel.capture.example import copied
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.patching.autograd import base_of
 from qkeel.sites import AttentionSite, HeadSlice
-from qkeel.sites.trace import forward, grouped
+from qkeel.sites.run import forward
+from qkeel.sites.trace import grouped
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import of_key
 

@@ -57,7 +57,7 @@ from qkeel.patching.modes import (
     unguarded,
 )
 from qkeel.patching.named_calls import SDPA_BY_NAME
-from qkeel.sites.trace import spread
+from qkeel.sites.run import spread
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import BandCall
 
