@@ -34,6 +34,7 @@ from qkeel.lab import (
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.execute import rows
 from qkeel.lab.executors import Job, Outcome, work
+from qkeel.lab.quick_demo import quick_demo
 from qkeel.records import TABLE_COLUMNS, read_json, write_json
 
 Make = Callable[..., RunConfig]
@@ -206,19 +207,35 @@ def test_two_spellings_of_a_remedy_are_one_run(tiny: Make) -> None:
 
 
 def test_the_demo_has_all_seeds_where_it_decides_and_one_elsewhere() -> None:
-    made = make_plan("demo")
-    arms = collections.Counter((run.config.remedy, run.config.optim.lr) for run in made.runs)
-    assert len(made.runs) == 26
-    assert {arm for arm, seeds in arms.items() if seeds > 1} == {("none", 0.1), ("qk_norm", 0.1)}
-    assert len(arms) == 6 * 2
-    assert arms["qk_norm", 0.1] == 8
-    assert all(run.config.optim.schedule == "constant" for run in made.runs)
+    plan = make_plan("demo")
+    arms = collections.Counter((run.config.remedy, run.config.optim.lr) for run in plan.runs)
+    assert len(plan.runs) == 24
+    assert {arm for arm, seeds in arms.items() if seeds > 1} == {("none", 0.04), ("qk_norm", 0.04)}
+    assert arms["qk_norm", 0.04] == 8
+    assert {lr for remedy, lr in arms if remedy == "none"} == {0.015, 0.04, 0.2}
+    assert {lr for remedy, lr in arms if remedy == "softcap:cap=50"} == {0.2}
+
+
+def test_the_demo_begins_with_the_two_sides_of_its_comparison_seed_by_seed(tmp_path: Path) -> None:
+    begins = [(run.config.optim.lr, run.config.seed) for run in execute.pending(make_plan("demo"), tmp_path)]
+    assert begins[:16] == [(0.04, seed) for seed in range(8) for _ in range(2)]
+
+
+def test_the_quick_demo_shows_a_collapse_with_its_forecast_and_a_healthy_model(tmp_path: Path) -> None:
+    lines: list[str] = []
+    quick_demo(lines.append)
+    remedied = lines.index("with qk_norm:")
+    without = lines[:remedied]
+    assert any("will pass 1,000 at step" in line for line in without)
+    assert any("collapsed" in line for line in without)
+    assert any("healthy" in line for line in lines[remedied:])
+    assert not any(" at step " in line for line in lines[remedied:])  # no alarm
 
 
 def test_the_demo_names_the_comparison_that_it_decides_with_power_to_spare(tmp_path: Path) -> None:
     named = make_plan("demo").primary
     assert named is not None
-    assert (named.remedy, named.baseline, named.lr) == ("qk_norm", "none", 0.1)
+    assert (named.remedy, named.baseline, named.lr) == ("qk_norm", "none", 0.04)
     assert named.expected is not None
     assert named.spread is not None
     # The power of a t test with eight pairs; 7 degrees of freedom.
@@ -226,18 +243,18 @@ def test_the_demo_names_the_comparison_that_it_decides_with_power_to_spare(tmp_p
     assert scipy.stats.nct.sf(bound, 7, shift) > 0.95
     shorter = make_plan("demo", RunConfig(steps=3)).primary
     assert shorter == named.without_power()  # of other settings no spread is known
-    assert make_plan("demo", grid=Grid(remedies=["none"], lrs=[0.1], seeds=[0])).primary is None
+    assert make_plan("demo", grid=Grid(remedies=["none"], lrs=[0.04], seeds=[0])).primary is None
     assert make_plan("lr").primary is None
 
 
 def test_the_primary_comparison_is_recorded_and_kept_where_more_runs_join(tiny: Make, tmp_path: Path) -> None:
-    grid = Grid(remedies=["none", "qk_norm"], lrs=[0.1], seeds=[0])
+    grid = Grid(remedies=["none", "qk_norm"], lrs=[0.04], seeds=[0])
     out = tmp_path / "s"
     for seeds in ([0], [0, 1]):
         plan = make_plan("demo", tiny(steps=4), dataclasses.replace(grid, seeds=seeds))
         result = run_plan(plan, out, Execution())
         assert read_json(out / "study.json")["primary"] == {
-            **{"remedy": "qk_norm", "baseline": "none", "lr": 0.1},
+            **{"remedy": "qk_norm", "baseline": "none", "lr": 0.04},
             **{"expected": None, "spread": None, "source": ""},
         }
         assert [row["primary"] for row in result.table] == [True] * 2 * len(seeds)

@@ -104,7 +104,7 @@ def test_the_table_names_the_head_with_the_largest_logit_of_each_layer() -> None
 
 def test_a_sample_without_heads_is_one_line() -> None:
     assert sample_table(Sample(step=0, layers=LAYERS)) == "step 0"
-    assert sample_line(Sample(step=5, values={"max_logit": 3.0}, phase="eval")) == "step 5 (eval), max logit 3"
+    assert sample_line(Sample(step=5, values={"max_logit": 3.0}, phase="eval")) == "step 5 (untrained), max logit 3"
 
 
 def test_five_gravest_alarms_are_shown() -> None:

@@ -57,7 +57,7 @@ def test_reading_gives_what_came_since_the_last_read_per_site_on_the_cpu() -> No
     model, optimizer, monitor = setup()
     assert monitor.read() == {}
     step(model, optimizer, 0)
-    model(batch(1))
+    model(batch(1)).sum().backward()
     stats = monitor.read()
     assert list(stats) == ["blocks.0", "blocks.1"]
     assert counts(stats) == [[20, 20]] * 2
@@ -100,8 +100,9 @@ def test_evaluation_is_kept_apart_and_recorded_once_at_the_step_it_was_made_afte
         step(model, optimizer, i)
         if i in (0, 3):
             model.eval()
-            for seed in (7, 8):
-                model(batch(seed))
+            with torch.no_grad():
+                for seed in (7, 8):
+                    model(batch(seed))
             if i == 3:
                 assert counts(monitor.read("eval")) == [[20, 20]] * 2  # every second of the 4 passes
             model.train()

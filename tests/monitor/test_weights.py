@@ -182,6 +182,7 @@ def test_hidden_norms_are_means_over_tokens_and_passes(norm: bool) -> None:
     for x in (first, second):
         with hidden.attach():
             model(x)
+        means.keep(means.end())
     found = {key: float(share.value) for key, share in means.read().items()}
     assert found[names[0], "block_output_norm"] == pytest.approx(2 * (3 + 9) / 2)
     assert found[names[1], "block_output_norm"] == pytest.approx(4 * (3 + 9) / 2)

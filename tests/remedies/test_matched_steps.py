@@ -16,7 +16,7 @@ from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.remedies.apply import Asked, AtNextPass, active_remedies
 from qkeel.remedies.head_weights import slice_name
 
-from .models import D_MODEL, attention, mla
+from .models import D_MODEL, attention, mla, trained
 
 HEADS, THRESHOLD, RATE = 4, 1.0, 3e-3
 
@@ -110,8 +110,7 @@ def test_a_step_after_a_clip_is_shortened_by_the_factor_of_the_clip(kv_heads: in
     optimizer.step()
     once = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.param_groups[0]["lr"] = 1e-9  # a step that leaves every logit where it is
-    model.eval()  # no pass counts, so nothing is clipped
-    optimizer.step()
+    optimizer.step()  # without a pass, so nothing is clipped
     for name, p in model.named_parameters():
         ratio = (once[name] / before[name]).nan_to_num(1.0)
         assert p.grad is not None
@@ -165,7 +164,7 @@ def test_a_logit_that_is_a_sum_shortens_the_steps_of_each_weight_by_its_own_fact
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with qkeel.apply(model, "qk_clip:threshold=1e-3,steps=matched", optimizer) as handle:
-        model(batches(1, 3)[0])
+        trained(model(batches(1, 3)[0]))
         optimizer.step()
         state = {name.partition("steps.")[2]: value for name, value in handle.state().items()}
     (site,) = qkeel.find_sites(model, batches(1, 3)[0])

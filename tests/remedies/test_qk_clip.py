@@ -16,7 +16,7 @@ from qkeel.nn import MLA, Attention
 from qkeel.remedies import qk_clip
 from qkeel.sites import Tap
 
-from .models import D_MODEL, attention, mla
+from .models import D_MODEL, attention, mla, trained
 
 TOO_MUCH = 1 + 1e-5
 
@@ -41,7 +41,7 @@ def clip_once(model: nn.Module, remedy: str, *xs: Tensor, **options: Any) -> Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with qkeel.apply(model, remedy, optimizer):
         for x in xs:
-            model(x, **options)
+            trained(model(x, **options))
         optimizer.step()
 
 
@@ -138,13 +138,13 @@ def test_latent_attention_takes_root_root_and_whole_and_leaves_the_shared_key(gr
 def fixed_maxima(monkeypatch: pytest.MonkeyPatch, model: nn.Module, values: list[float]) -> None:
     """The tap says what we want it to."""
 
-    def read(self: Tap) -> dict[str, LogitStats]:
+    def take(self: Tap, phase: str) -> dict[str, LogitStats]:
         like = torch.zeros(())
         stats = LogitStats.empty(4, 4, like)
         object.__setattr__(stats, "max_logit", torch.tensor(values))
         return dict.fromkeys((s.name for s in qkeel.find_sites(model)), stats)
 
-    monkeypatch.setattr(Tap, "read", read)
+    monkeypatch.setattr(Tap, "take", take)
 
 
 @pytest.mark.parametrize("value", [-3.0, -1e-30, -0.0, 0.0, 1e-30, math.nan, -math.inf, math.inf, 10.0])
@@ -192,15 +192,17 @@ def test_micro_batches_between_steps_count_together_and_the_next_step_starts_ane
     assert not torch.equal(both, maxima(model, a)[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with qkeel.apply(model, "qk_clip:threshold=1", optimizer):
-        model(b)
-        model(a)
+        trained(model(b))
+        trained(model(a))
+        model(20 * b)  # no gradient comes, so it does not count
         model.eval()
-        model(20 * b)  # a pass in evaluation does not count
+        with torch.no_grad():
+            model(20 * b)
         model.train()
         optimizer.step()
         assert torch.allclose(maxima(model, a, b)[0], both.clamp(max=1))
         before = by_name(model)
-        model(a)  # under the threshold by now
+        trained(model(a))  # under the threshold by now
         optimizer.step()
         optimizer.step()  # nothing seen at all
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
@@ -221,8 +223,8 @@ def test_a_weight_shared_by_layers_is_scaled_once_by_the_smallest_factor() -> No
     tops = torch.stack([top(a), top(b)])
     threshold = float(tops[0].min()) / 2
     with qkeel.apply(model, f"qk_clip:threshold={threshold}", optimizer):
-        a(x)
-        b(x)
+        trained(a(x))
+        trained(b(x))
         optimizer.step()
     gamma = threshold / tops
     ratio = (a.q_proj.weight / q).view(4, -1)[:, 0]
@@ -261,7 +263,7 @@ def test_a_fused_step_that_a_scaler_skipped_is_clipped_by_at_the_next_one() -> N
     before, top = by_name(model), maxima(model, x)[0]
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     handle = qkeel.apply(model, "qk_clip:threshold=1", optimizer)
-    model(x)
+    trained(model(x))
     optimizer.found_inf = torch.ones(1)
     optimizer.step()
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
@@ -280,7 +282,7 @@ def test_a_fused_step_that_a_scaler_skipped_is_clipped_by_at_the_next_one() -> N
     assert all(torch.equal(kept[n], p) for n, p in model.named_parameters())
     with torch.no_grad():
         model.q_proj.weight.mul_(3)
-    model(x)
+    trained(model(x))
     optimizer.found_inf = torch.ones(1)
     optimizer.step()
     del optimizer.found_inf  # a step without the scaler clips by them too, once
@@ -301,7 +303,7 @@ def test_on_an_accelerator_all_sites_are_multiplied_and_one_leaves_weights_bit_f
     before, top = by_name(model), maxima(model, x)[0]
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     with qkeel.apply(model, "qk_clip:threshold=3", optimizer):
-        model(x)
+        trained(model(x))
         optimizer.found_inf = torch.zeros(1)
         with NoReads():  # which raises where a number is read
             optimizer.step()
@@ -333,6 +335,6 @@ def test_a_model_that_is_never_called_is_warned_of_once() -> None:
     model = attention(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with qkeel.apply(model, "qk_clip", optimizer):
-        with pytest.warns(QkeelWarning, match="qk_clip saw no attention call in training mode between two steps"):
+        with pytest.warns(QkeelWarning, match="qk_clip saw no attention call that was trained"):
             optimizer.step()
         optimizer.step()  # a second warning would be an error

@@ -13,6 +13,7 @@ import qkeel
 from qkeel.sites import Tap
 
 from .families import FAMILIES, Layer, OneByOne, Part, batch, run, tower
+from .models import trained
 
 TOO_MUCH = 1 + 1e-5
 
@@ -34,7 +35,7 @@ def clip_once(model: nn.Module, remedy: str, *xs: Tensor) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with qkeel.apply(model, remedy, optimizer, batch=xs[0]):
         for x in xs:
-            run(model, x)
+            trained(run(model, x))
         optimizer.step()
 
 
@@ -154,9 +155,11 @@ def test_a_token_decoded_in_training_mode_clips_the_heads_that_transformers_pack
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         with qkeel.apply(model, "qk_clip:threshold=1e-3", optimizer, batch={"input_ids": tokens}):
             for _ in range(2):  # so that the second token is decoded in a known place
-                model(input_ids=tokens, attention_mask=padded)
-                cache = model(input_ids=tokens[:, :5], attention_mask=padded[:, :5], use_cache=True).past_key_values
-                model(input_ids=tokens[:, 5:], attention_mask=padded, past_key_values=cache)
+                trained(model(input_ids=tokens, attention_mask=padded, use_cache=False))
+                first = model(input_ids=tokens[:, :5], attention_mask=padded[:, :5], use_cache=True)
+                trained(
+                    model(input_ids=tokens[:, 5:], attention_mask=padded, past_key_values=first.past_key_values).logits
+                )
                 optimizer.step()
         after = {name: p.detach() for name, p in model.named_parameters() if name in before}
         assert all(not torch.equal(p, before[name]) for name, p in after.items())

@@ -81,15 +81,15 @@ def test_after_remove_nothing_is_watched_and_a_second_tap_is_its_own() -> None:
     assert all(site.module.observers == [] for site in find_sites(model))  # type: ignore[union-attr]
 
 
-def test_when_training_only_training_calls_count() -> None:
-    model = decoder()
+@pytest.mark.parametrize("training", [True, False])
+def test_when_training_only_passes_that_can_be_trained_count(training: bool) -> None:
+    model = decoder().train(training)
     with Tap(model, when_training=True) as tap:
-        model.eval()
-        model(tokens())
+        with torch.no_grad():
+            model(tokens())
         assert tap.read() == {}
-        model.train()
-        model(tokens())
-        assert len(tap.read()) == 2
+        model(tokens()).sum().backward()
+        assert len(tap.read("train")) == 2
 
 
 def test_statistics_carry_no_graph() -> None:

@@ -531,12 +531,13 @@ def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:
 class LastPass:
     """The arguments of a pass, without the graph that produced them, and whether the pass ran under autocast.
 
-    The tensors are kept rather than copied, so the tensors of one batch stay alive until the next training pass begins
-    or the tap is removed. A loop that keeps its batch until it has the next one needs no additional memory for that.
+    The tensors are kept rather than copied, so the tensors of one batch stay alive until the next pass has been trained
+    or the tap is removed.
     """
 
-    def __init__(self, device: str, args: Args, kwargs: Mapping[str, object]) -> None:
-        """Takes the arguments of the call, and the type of the device that the model is on."""
+    def __init__(self, device: str, args: Args, kwargs: Mapping[str, object], training: bool = True) -> None:
+        """Takes the arguments of the call, the type of the device that the model is on, and the model's mode."""
+        self._training = training
         # This runs in every training pass, so tensors are handled without a Python call for each.
         self.args = tuple([x.detach() if isinstance(x, Tensor) else mapped(x, _detached) for x in args])
         self.kwargs = {n: x.detach() if isinstance(x, Tensor) else mapped(x, _detached) for n, x in kwargs.items()}
@@ -545,11 +546,11 @@ class LastPass:
 
     @contextmanager
     def setting(self, model: nn.Module) -> Iterator[None]:
-        """A context in which the model is in training mode, under the same autocast setting as the pass."""
+        """A context in which the model is in the mode of the pass, under the same autocast setting."""
         modes = [(module, module.training) for module in model.modules()]
         enabled, dtype = self._cast
-        if not model.training:
-            model.train()
+        if model.training != self._training:
+            model.train(self._training)
         try:
             with torch.autocast(self._device, dtype=dtype, enabled=enabled):
                 yield

@@ -16,6 +16,7 @@ from qkeel.lab.executors import Outcome
 from qkeel.lab.plan import PlannedRun
 from qkeel.metrics import Row
 from qkeel.records import RunDirectory
+from qkeel.report.html import number
 
 # The output during runs.
 
@@ -29,18 +30,6 @@ def make_console(stderr: bool = False) -> Console:
 def print_line(console: Console, text: str) -> None:
     """Prints one line unchanged, however long: paths are not broken, and brackets are not read as markup."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def number(value: float | None) -> str:
-    """Returns a number as readable text, with thousands separators and at most two decimals, or a dash for None.
-
-    >>> number(2213.4), number(58.003), number(None)
-    ('2,213', '58.0', '–')
-    """
-    if value is None:
-        return "–"
-    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
-    return f"{value:,.{digits}f}"
 
 
 def spent(seconds: float) -> str:

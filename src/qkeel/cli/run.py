@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+import math
+import os
 import signal
 import sys
+import time
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -44,7 +48,7 @@ from qkeel.lab.execute import (
     run_directory,
     run_plan,
 )
-from qkeel.lab.executors import default_jobs
+from qkeel.lab.executors import Outcome, default_jobs
 from qkeel.lab.plan import (
     FOLDER,
     Grid,
@@ -57,6 +61,7 @@ from qkeel.lab.plan import (
     tuned_plan,
     tuning_plan,
 )
+from qkeel.lab.quick_demo import quick_demo
 from qkeel.lab.studies import MULTIMODAL_BASE, STUDIES
 from qkeel.options import annotations
 from qkeel.records.file_formats import read_toml
@@ -269,11 +274,17 @@ def __getattr__(name: str) -> Callable[..., int]:
     return study_command(name)
 
 
+QUICK = StudyOption(
+    "quick", bool, "Train two models in ten seconds and print what happens to them; no page is written."
+)
+
+
 def study_command(name: str) -> Callable[..., int]:
     """Returns the function behind the command of a study: its parameters are the flags."""
     study = STUDIES[name]
     without = {("", "remedy"), ("", "seed"), *study.decides}
-    flags: Any = view(without=without, more=map(_flag, study.options), several=study.axes)
+    options = (*study.options, QUICK) if name == "demo" else study.options
+    flags: Any = view(without=without, more=map(_flag, options), several=study.axes)
 
     def command(
         *,
@@ -282,11 +293,18 @@ def study_command(name: str) -> Callable[..., int]:
         how: Annotated[HowFlags, _FLAT] = HowFlags(),
         flags: object = flags(),
     ) -> int:
+        if vars(flags).get(QUICK.name):
+            console = make_console()
+            with _without_compiler():
+                quick_demo(lambda line: print_line(console, line))
+            return OK
         names = (*(option.name for option in study.options), *study.axes)
         given = {name: value for name in names if (value := vars(flags)[name]) is not None}
         config, table = configure(flags, recipe, study.base or starting(flags))
         _check_table(table, study)
-        return run_study(study, *study.request(config, study.grid, {**table, **given}), out=out, how=how)
+        request = study.request(config, study.grid, {**table, **given})
+        with _without_compiler() if name == "demo" else contextlib.nullcontext():
+            return run_study(study, *request, out=out, how=how)
 
     command.__annotations__ |= {"flags": Annotated[flags, _FLAT]}
     command.__doc__ = f"""{study.line}
@@ -298,6 +316,24 @@ def study_command(name: str) -> Callable[..., int]:
         recipe: TOML file with settings; its table [study] holds the options of the study. Flags override the file.
     """
     return command
+
+
+@contextlib.contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Switches compiled kernels off, here and in the processes that start meanwhile, unless the variable is set.
+
+    The demo is the first thing that runs after a clone: it must not wait for a compiler, and its tiny models are no
+    slower without one.
+    """
+    name = "QKEEL_NATIVE"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 def _flag(option: StudyOption) -> Flag:
@@ -322,7 +358,8 @@ def _check_table(table: Settings, study: Study) -> None:
 
 # A study from the command line: plan, progress, table, report, exit code.
 
-_LONG = 60  # seconds; a study that takes longer says so before its first run ends
+_LONG = 10  # seconds; a study that takes longer says so before its first run ends
+PAGE_SECONDS = 10.0  # between two versions of the page, which a browser loads again by itself while the runs end
 
 
 def run_study(
@@ -354,12 +391,15 @@ def run_study(
         print_line(console, said)
     if how.dry_run:
         return _dry_run(console, plan, out, left, jobs)
-    result = _execute(console, plan, out, execution)
-    write(out, out / "report.html", baseline=baseline)
+    page = StudyPage(out, baseline)
+    if len(left) > 2:
+        print_line(console, f"page {page.file}: it appears after two runs, and fills while the others end")
+    result = _execute(console, plan, out, execution, page)
+    write(out, page.file, baseline=baseline)
     _print_tables(console, plan, result)
     for failure in result.failures:
         print_line(console, f"failed: {failure.directory}: {failure.error}")
-    print_line(console, f"report {out / 'report.html'}")
+    print_line(console, f"report {page.file}")
     print_line(console, f"study {out}")
     if result.failures:
         return FAILED
@@ -377,10 +417,37 @@ def _tuned(console: Console, plan: Plan, out: Path, execution: Execution) -> Pla
     return tuned
 
 
-def _execute(console: Console, plan: Plan, out: Path, execution: Execution) -> StudyResult:
-    """Executes the remaining runs of a plan and shows their progress on the console."""
+class StudyPage:
+    """The page of a study, written again and again while its runs end."""
+
+    def __init__(self, out: Path, baseline: str) -> None:
+        self.file = out / "report.html"
+        self._out, self._baseline = out, baseline
+        self._ended, self._written = 0, -math.inf
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        """Writes the page if two runs have ended and the last version is PAGE_SECONDS old."""
+        self._ended += 1
+        now = time.monotonic()
+        if self._ended >= 2 and now >= self._written + PAGE_SECONDS:
+            # A page that cannot be written, for example on a full disk, must not stop the runs; at the end it is said.
+            with contextlib.suppress(QkeelError):
+                write(self._out, self.file, baseline=self._baseline, refresh=PAGE_SECONDS)
+            self._written = now
+
+
+def _execute(
+    console: Console, plan: Plan, out: Path, execution: Execution, page: StudyPage | None = None
+) -> StudyResult:
+    """Executes the remaining runs of a plan and shows their progress on the console and on the page."""
     view = StudyView(console, pending(plan, out), out)
-    return run_plan(plan, out, dataclasses.replace(execution, on_outcome=view.on_outcome))
+
+    def on_outcome(outcome: Outcome) -> None:
+        view.on_outcome(outcome)
+        if page is not None:
+            page.on_outcome(outcome)
+
+    return run_plan(plan, out, dataclasses.replace(execution, on_outcome=on_outcome))
 
 
 def _print_tables(console: Console, plan: Plan, result: StudyResult) -> None:

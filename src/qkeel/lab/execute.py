@@ -35,7 +35,7 @@ from qkeel.lab.plan import (
 )
 from qkeel.lab.studies import find_study
 from qkeel.lab.tasks import load_task
-from qkeel.lab.train import measure_probe, train_step
+from qkeel.lab.train import evaluate, measure_probe, train_step
 from qkeel.options import Json
 from qkeel.records import EXTRAPOLATION_COLUMNS, TABLE_COLUMNS, RunDirectory, RunStatus, write_json, write_text
 from qkeel.records.disk import refuse_path, remove_leftovers
@@ -67,14 +67,12 @@ def estimate_seconds(runs: Sequence[PlannedRun], workers: int) -> float:
     """
     if not runs or workers < 1:
         return 0.0
-    steps = sum(run.config.steps for run in runs)
-    return steps * _seconds_per_step(runs[0].config) / min(workers, len(runs))
-
-
-def _seconds_per_step(config: RunConfig) -> float:
-    config = resolve(config)
+    config = resolve(runs[0].config)
     with threads(config.threads):
+        start = time.perf_counter()
         state = RunState(config)
+        evaluate(state)  # before and after training, so that setting up is about as long as the second one
+        around_training = 2 * (time.perf_counter() - start)
         for step in range(_WARM):
             train_step(state, step)
         measure_probe(state)  # reads a result, so the device is idle when timing starts
@@ -82,7 +80,9 @@ def _seconds_per_step(config: RunConfig) -> float:
         for step in range(_TIMED):
             train_step(state, step)
         measure_probe(state)  # once per ten steps, the default cadence of a run
-        return (time.perf_counter() - start) / _TIMED
+        seconds_per_step = (time.perf_counter() - start) / _TIMED
+    steps = sum(run.config.steps for run in runs)
+    return (steps * seconds_per_step + len(runs) * around_training) / min(workers, len(runs))
 
 
 # Execution of a plan in a directory, which may already contain a part of the same study.
@@ -248,8 +248,17 @@ def run_directory(out: Path, run: PlannedRun) -> Path:
 
 
 def pending(plan: Plan, out: Path) -> list[PlannedRun]:
-    """Returns the unfinished or damaged runs, longest first, so that workers finish at about the same time."""
-    return sorted((run for run in plan.runs if _is_pending(plan, out, run)), key=lambda run: -run.config.steps)
+    """Returns the unfinished or damaged runs in the order in which they begin.
+
+    The longest come first, so that workers finish at about the same time; of equally long ones the primary comparison,
+    and then one seed after the other, so that a page about an unfinished study has whole comparisons.
+    """
+
+    def order(run: PlannedRun) -> tuple[int, bool, int]:
+        is_primary = plan.primary is not None and plan.primary.holds(run)
+        return -run.config.steps, not is_primary, run.config.seed
+
+    return sorted((run for run in plan.runs if _is_pending(plan, out, run)), key=order)
 
 
 def _is_pending(plan: Plan, out: Path, run: PlannedRun) -> bool:

@@ -12,13 +12,13 @@ from typing import Literal
 
 from qkeel.errors import check_known
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig, with_values
+from qkeel.lab.demo import DEMO
 from qkeel.lab.plan import (
     AXIS_OPTIONS,
     OPTIMIZERS,
     Grid,
     LongContexts,
     PlannedRun,
-    Primary,
     Request,
     Study,
     StudyOption,
@@ -42,40 +42,6 @@ LR = Study(
     grid=LR_GRID,
     runs=parts,
     options=(*AXIS_OPTIONS, OPTIMIZERS),
-)
-
-
-# Demo: six remedies at two constant rates, and one primary comparison.
-
-PRIMARY = Primary(
-    remedy="qk_norm",
-    lr=0.1,
-    expected=0.1,
-    spread=0.06,
-    source="as on seeds 1000 to 1015, which the demo does not use: 0.057 with AVX2, 0.059 without",
-)
-DEMO_GRID = Grid(
-    remedies=("none", "qk_norm", "lalr:tau=0.1", "qk_clip:threshold=30", "softcap:cap=50", "qk_lr:factor=0.1"),
-    lrs=(0.01, 0.1),
-    seeds=(0, 1, 2, 3, 4, 5, 6, 7),
-)
-
-
-def demo_runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
-    """Returns the grid's runs at constant rates: all seeds for the primary comparison, the first seed for the rest."""
-    runs = product(with_values(base, optim={"schedule": "constant"}), grid)
-    return [run for run in runs if PRIMARY.holds(run) or run.config.seed == grid.seeds[0]]
-
-
-DEMO = Study(
-    name="demo",
-    line="See logits explode on real text and which remedies prevent this, in about a minute.",
-    help="The demo trains with six remedies at two constant learning rates, and has one primary comparison.",
-    grid=DEMO_GRID,
-    runs=demo_runs,
-    options=(),
-    out="demo",
-    primary=PRIMARY,
 )
 
 

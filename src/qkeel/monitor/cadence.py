@@ -14,7 +14,8 @@ from torch import Tensor
 
 from qkeel import dist
 from qkeel.errors import InvalidTypeError, InvalidValueError, check
-from qkeel.sites.tap import Look, Phase
+from qkeel.patching.roles import Phase
+from qkeel.sites.tap import Look
 
 
 class Cadence(abc.ABC):
@@ -122,35 +123,60 @@ LEAST = 1.0  # nats; bounds below this count as equal, because they make no diff
 
 @final
 class MeasuredSteps:
-    """Counts the passes and steps of a run and asks the cadence which of them are measured. If there is an optimizer,
-    training passes belong to its steps; all other passes are counted individually, separately for each model."""
+    """Counts the passes and steps of a run and asks the cadence which of them are measured.
+
+    If there is an optimizer, passes that may be trained belong to its steps. All other passes, and those in evaluation
+    mode, are counted individually, separately for each model. The role of a pass is known later; see `counted`.
+    """
 
     def __init__(self, cadence: Cadence, models: Iterable[str] = ("",), *, by_optimizer: bool) -> None:
         self.done = 0  # optimizer steps
         self.closer: int | None = None  # every so many steps, in addition to the steps that the cadence selects
         self.besides: set[int] = set()  # training steps that are measured regardless of the cadence
         self._passes: dict[tuple[Phase, str], int] = {(p, name): 0 for p in get_args(Phase) for name in models}
+        self._begun = dict(self._passes)  # by the role that their mode suggests
         self._cadence, self._by_optimizer = cadence, by_optimizer
         self._last: dict[tuple[Phase, str], int] = {}
         self._bound = BoundChange()
         self.continued: Callable[[], int] | None = None  # returns the steps before this run
 
-    def due(self, model: str, training: bool, compiled: bool) -> Look:
-        """Returns what to measure in the pass that is about to start; call it once per pass."""
-        if training and self.continued is not None:
+    def due(self, model: str, candidate: bool, training: bool, compiled: bool) -> tuple[Look, bool]:
+        """Returns what to measure in the pass that is about to start, and whether this counts if the pass turns out to
+        be trained; call it once per pass.
+
+        candidate: whether gradients are on, so that the pass may be trained. training: the mode of the model.
+        """
+        if candidate and self.continued is not None:
             self.done, self.continued = max(self.done, self.continued()), None
-        phase: Phase = "train" if training else "eval"
+        likely: Phase = "train" if candidate and training else "eval"
+        begun, self._begun[likely, model] = self._begun[likely, model], self._begun[likely, model] + 1
+        if not self._by_optimizer:
+            counts = self._measures(begun, likely, "" if likely == "train" else model)
+            if counts and likely == "eval":
+                self._last["eval", model] = begun
+            measured = counts
+        else:
+            counts = candidate and self._measures(self.done, "train")
+            measured = counts
+            if likely == "eval" and self._measures(begun, "eval", model):
+                self._last["eval", model] = begun
+                measured = True
+        if measured:
+            return "statistics", counts
+        return ("bracket" if self._cadence.brackets and candidate and not compiled else "nothing"), candidate
+
+    def counted(self, model: str, phase: Phase) -> None:
+        """Counts a pass whose role is known."""
         self._passes[phase, model] += 1
-        now = self.done if training and self._by_optimizer else self._passes[phase, model] - 1
-        if self._measures(now, phase, "" if training else model):
-            if not training:
-                self._last["eval", model] = now
-            return "statistics"
-        return "bracket" if self._cadence.brackets and training and not compiled else "nothing"
 
     def passed(self, phase: Phase) -> int:
         """Returns the total number of passes of all models."""
         return sum(n for (of, _), n in self._passes.items() if of == phase)
+
+    @property
+    def begun(self) -> int:
+        """The number of passes of all models that have begun."""
+        return sum(self._begun.values())
 
     def rounds(self, phase: Phase) -> int:
         """Returns the smallest number of passes that any of the models has made."""

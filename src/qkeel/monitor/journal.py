@@ -28,8 +28,8 @@ from qkeel.monitor.record import Sample, pad_layers, repeat_groups
 from qkeel.monitor.recording import Recording
 from qkeel.monitor.rules import Alarm, Rule, Severity
 from qkeel.monitor.sinks import Sink
+from qkeel.patching.roles import Phase
 from qkeel.records import HEAD_FIELDS, LINEAR, NON_FINITE, TYPES_EVENT, fold_heads, layer_types
-from qkeel.sites.tap import Phase
 
 # How measurements are recorded: as samples, split by token class if there are classes, for the rules and the sinks.
 

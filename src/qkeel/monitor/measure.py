@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, Literal, TypeVar, final, get_args
+from typing import Any, Generic, Literal, TypeVar, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +55,9 @@ from qkeel.monitor.token_classes import HiddenNorms, PassTokens
 from qkeel.monitor.weight_norms import GainBounds, StepSpectra, WeightNorms
 from qkeel.patching.autograd import version_of
 from qkeel.patching.modes import Guarded, ModuleTree
+from qkeel.patching.roles import Phase
 from qkeel.sites.find import all_sites, found_sites, within
-from qkeel.sites.tap import Phase, Tap, Visitor
+from qkeel.sites.tap import Tap, Visitor
 from qkeel.spec import AttentionCall, Sink
 
 # The statistics of the attention calls in a Monitor, and their common setting: number format, kernel, size, scale.
@@ -92,29 +94,47 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Revertible(Generic[K, V]):
-    """Values collected over the passes of a step; those collected in a failed pass are dropped."""
+class PassValues(abc.ABC, Generic[K, V]):
+    """Values collected in each pass, and over the trained passes of a step."""
 
     def __init__(self) -> None:
-        self._found: dict[K, V] = {}
-        self._before: dict[K, V] = {}
+        self._of_pass: dict[K, V] = {}
+        self._of_step: dict[K, V] = {}
 
     def begin(self) -> None:
-        """Begins a pass."""
-        self._before = dict(self._found)
+        """Begins a pass; the values of a pass that has not ended are dropped."""
+        self._of_pass = {}
 
-    def drop(self) -> None:
-        """Drops the values of a pass that failed."""
-        self._found = self._before
+    def end(self) -> dict[K, V]:
+        """Ends a pass and returns its values."""
+        values, self._of_pass = self._of_pass, {}
+        return values
+
+    def keep(self, values: Mapping[K, V]) -> None:
+        """Adds the values of a pass that was trained to those of the step."""
+        for key, value in values.items():
+            self._of_step[key] = self.joined(key, self._of_step[key], value) if key in self._of_step else value
+
+    def count(self, key: K, value: V) -> None:
+        """Adds a value to those of the running pass."""
+        self._of_pass[key] = self.joined(key, self._of_pass[key], value) if key in self._of_pass else value
+
+    @abc.abstractmethod
+    def joined(self, key: K, old: V, new: V) -> V:
+        """Combines two values with the same key."""
+
+    @abc.abstractmethod
+    def read(self) -> SiteNumbers:
+        """Returns the numbers of the step so far, and forgets them."""
 
     def taken(self) -> dict[K, V]:
-        """Returns the values collected since the last call of this method."""
-        found, self._found = self._found, {}
-        return found
+        """Returns the values of the step so far, and forgets them."""
+        values, self._of_step = self._of_step, {}
+        return values
 
 
 @final
-class RowSums(Revertible[tuple[str, str], Tensor]):
+class RowSums(PassValues[tuple[str, str], Tensor]):
     """Collects, by site, the `row_moments` of the logsumexps of a step's query rows and of the gates that learned sinks
     compute from them: lse_mean, lse_std, sink_logit, gate_mean, gate_std [h]."""
 
@@ -145,8 +165,10 @@ class RowSums(Revertible[tuple[str, str], Tensor]):
         return call.params["sink"].detach().flatten().to(widest(call.q.device))[None, :, None]
 
     def _count(self, of: tuple[str, str], x: Tensor, over: Tensor) -> None:
-        new = row_moments(x, over)
-        self._found[of] = new if of not in self._found else self._found[of] + new
+        self.count(of, row_moments(x, over))
+
+    def joined(self, key: tuple[str, str], old: Tensor, new: Tensor) -> Tensor:
+        return old + new
 
     def read(self) -> SiteNumbers:
         """The numbers since the last read, once."""
@@ -161,7 +183,7 @@ class RowSums(Revertible[tuple[str, str], Tensor]):
 
 
 @final
-class IndexSums(Revertible[str, LogitStats]):
+class IndexSums(PassValues[str, LogitStats]):
     """Collects, by layer, statistics of an indexer's scores in a step, computed as if the scores went into a softmax:
     index_max_logit, index_mean_logit, index_entropy [h]."""
 
@@ -172,9 +194,10 @@ class IndexSums(Revertible[str, LogitStats]):
     @torch.no_grad()
     def add(self, layer: str, call: ScoresCall) -> None:
         """Adds the scores of one more call."""
-        new, known = statistics(self._tokens.on(call)), self._found.get(layer)
-        same = known is not None and known.max_logit.shape == new.max_logit.shape
-        self._found[layer] = merge(known, new) if same and known is not None else new
+        self.count(layer, statistics(self._tokens.on(call)))
+
+    def joined(self, key: str, old: LogitStats, new: LogitStats) -> LogitStats:
+        return merge(old, new) if old.max_logit.shape == new.max_logit.shape else new
 
     def read(self) -> SiteNumbers:
         """The numbers since the last read, once."""
@@ -188,7 +211,7 @@ class IndexSums(Revertible[str, LogitStats]):
 
 
 @final
-class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
+class ChosenKeys(PassValues[tuple[str, str], tuple[Tensor, Tensor]]):
     """Collects, by site, how much of dense attention the chosen keys of sparse attention retain in a step:
     dense_recall, dense_kl [h] and index_kl, from up to 32 query rows of each call that have a choice."""
 
@@ -239,8 +262,12 @@ class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
     def _count(self, of: tuple[str, str], x: Tensor, over: Tensor) -> None:
         total = x.to(widest(x.device)).masked_fill(~over, 0.0).sum((0, 2))
         n = over.expand(x.shape).sum((0, 2))
-        known = self._found.get(of)
-        self._found[of] = (total, n) if known is None else (total + known[0], n + known[1])
+        self.count(of, (total, n))
+
+    def joined(
+        self, key: tuple[str, str], old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        return old[0] + new[0], old[1] + new[1]
 
     def read(self) -> SiteNumbers:
         """The numbers since the last read, once."""
@@ -568,16 +595,18 @@ class StepNumbers(Visitor):
         self._updates, self._residual = "updates" in extras, "residual" in extras
         self._stream: ResidualStream | None = None  # created when the sites are known
         self._optimizer, self._guard = optimizer, guard
-        self.pass_over: Callable[[Phase], None] | None = None  # called after each measured pass
+        self.pass_over: Callable[[Phase], None] | None = None  # called when the role of a measured pass is known
+        self.counted: Callable[[Phase], None] = lambda phase: None  # called when the role of any pass is known
         self._means, self._tree = Means(), tree
-        self._collected = [x for x in (self._means, self._indexes, self._rows, self._chosen) if x is not None]
+        several: list[PassValues[Any, Any] | None] = [self._means, self._indexes, self._rows, self._chosen]
+        self._collected = [values for values in several if values is not None]
         self._hidden: HiddenNorms | None = None  # from the first measured pass on
         self._readers: tuple[WeightNorms, GainBounds] | None = None  # created when the sites are known
         self._read: SiteNumbers = {}
 
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
-        for one in self._collected:
-            one.begin()
+        for values in self._collected:
+            values.begin()
         self._tokens.begin(args, kwargs)
         if self._hidden is None:
             self._hidden = self._norms(())
@@ -593,8 +622,8 @@ class StepNumbers(Visitor):
     def _norms(self, sites: list[str] | tuple[()]) -> HiddenNorms:
         return HiddenNorms(self._sites.model, sites, self._means.add, self._guard, self._tree)
 
-    def looking(self, phase: Phase) -> Handle | None:
-        if self._hidden is None or phase == "eval":
+    def looking(self, candidate: bool) -> Handle | None:
+        if self._hidden is None or not candidate:
             return None
         norms = self._hidden.attach()
         if self._stream is None:
@@ -607,28 +636,34 @@ class StepNumbers(Visitor):
 
         return Handle(detach)
 
-    def call(self, name: str, call: Seen, phase: Phase) -> None:
+    def call(self, name: str, call: Seen, candidate: bool) -> None:
         self._sites.see(name, call)
-        if self._rows is not None and phase == "train":
+        if self._rows is not None and candidate:
             self._rows.add(name, self._tokens.on(call))
-        if self._chosen is not None and phase == "train" and self._sites.is_sparse(name):
+        if self._chosen is not None and candidate and self._sites.is_sparse(name):
             self._chosen.add(name, call)
 
-    def index(self, layer: str, call: ScoresCall, phase: Phase) -> None:
-        if phase == "train":
+    def index(self, layer: str, call: ScoresCall, candidate: bool) -> None:
+        if candidate:
             self._indexes.add(layer, call)
             if self._chosen is not None:
                 self._chosen.scored(layer, call)
 
-    def after(self, phase: Phase, output: object, seen: bool) -> None:
+    def after(self, output: object, seen: bool) -> list[dict[Any, Any]]:
         self._tokens.end()
         self._sites.pass_over()
         self._sites.report(seen)
-        if phase == "train":
-            losses = [x for x in tensors(output) if x.ndim == 0 and x.is_floating_point() and not dist.is_split(x)]
-            if len(losses) == 1:
-                self._means.add(("", "train_loss"), losses[0].detach(), 1)
-        if self.pass_over is not None:
+        losses = [x for x in tensors(output) if x.ndim == 0 and x.is_floating_point() and not dist.is_split(x)]
+        if len(losses) == 1:
+            self._means.add(("", "train_loss"), losses[0].detach(), 1)
+        return [values.end() for values in self._collected]
+
+    def settled(self, phase: Phase, collected: Any, measured: bool) -> None:
+        self.counted(phase)
+        if measured and phase == "train" and collected is not None:
+            for values, of_pass in zip(self._collected, collected):
+                values.keep(of_pass)
+        if measured and self.pass_over is not None:
             self.pass_over(phase)
 
     @property
@@ -637,8 +672,8 @@ class StepNumbers(Visitor):
         return self._sites.types
 
     def failed(self) -> None:
-        for one in self._collected:
-            one.drop()
+        for values in self._collected:
+            values.begin()
         if self._sites.pass_failed():
             self._hidden = None
 
@@ -695,9 +730,8 @@ class StepNumbers(Visitor):
     def take(self) -> SiteNumbers:
         """Returns all numbers of the step, and forgets them."""
         read, self._read = self._read, {}
-        for collected in (self._means, self._indexes, self._rows, self._chosen):
-            if collected is not None:
-                read = {**read, **collected.read()}
+        for values in self._collected:
+            read = {**read, **values.read()}
         return read
 
 
@@ -719,7 +753,7 @@ def joined(how: Reduction, known: Tensor, new: Tensor, share: float) -> Tensor:
 
 
 @final
-class Means(Revertible[NumberKey, tuple[Tensor, int]]):
+class Means(PassValues[NumberKey, tuple[Tensor, int]]):
     """Collects means on their device, each over a number of values, and combines them."""
 
     def __init__(self) -> None:
@@ -729,10 +763,11 @@ class Means(Revertible[NumberKey, tuple[Tensor, int]]):
     def add(self, of: NumberKey, mean: Tensor, n: int, how: Reduction = "mean") -> None:
         """Adds a mean over n values. how: how several means are combined."""
         self._reductions[of] = how
-        known, before = self._found.get(of, (mean, 0))
-        if before:
-            mean = joined(how, known, mean, n / (before + n))
-        self._found[of] = mean, before + n
+        self.count(of, (mean, n))
+
+    def joined(self, key: NumberKey, old: tuple[Tensor, int], new: tuple[Tensor, int]) -> tuple[Tensor, int]:
+        (mean, n), (added, more) = old, new
+        return joined(self._reductions[key], mean, added, more / max(n + more, 1)), n + more
 
     def read(self) -> SiteNumbers:
         """The means since the last read, once."""
@@ -762,9 +797,18 @@ class WatchedModels:
         self._numbers: dict[str, StepNumbers] = {}
         self._passed: dict[Phase, set[str]] = {"train": set(), "eval": set()}
 
-    def add(self, name: str, tap: Tap, numbers: StepNumbers, round_over: Callable[[Phase], None] | None) -> None:
-        """Adds a model; `round_over` ends a step, which without an optimizer is one pass of each model."""
+    def add(
+        self,
+        name: str,
+        tap: Tap,
+        numbers: StepNumbers,
+        counted: Callable[[Phase], None],
+        round_over: Callable[[Phase], None] | None,
+    ) -> None:
+        """Adds a model. counted: called when the role of one of its passes is known. round_over: ends a step, which
+        without an optimizer is one pass of each model."""
         self._taps[name], self._numbers[name], tap.visitor = tap, numbers, numbers
+        numbers.counted = counted
         if round_over is not None:
             numbers.pass_over = functools.partial(self._pass_over, name, round_over)
 
@@ -798,9 +842,21 @@ class WatchedModels:
         """The statistics of all sites since the last read."""
         if len(self._taps) == 1:
             ((name, tap),) = self._taps.items()
-            return tap.read(phase) if not name else tap.read(phase).renamed(functools.partial(within, name))
-        found = [self._taps[name].read(phase).renamed(functools.partial(within, name)) for name in self._order()]
+            return tap.take(phase) if not name else tap.take(phase).renamed(functools.partial(within, name))
+        found = [self._taps[name].take(phase).renamed(functools.partial(within, name)) for name in self._order()]
         return merged(found)
+
+    def settle(self, *, decide: bool) -> None:
+        """Sorts the passes whose role is known, or, to `decide`, all passes; see `Tap.settle`."""
+        for tap in self._taps.values():
+            tap.settle(decide=decide)
+
+    def peek(self, phase: Phase | None) -> Stats:
+        """The statistics of passes whose role is open, taken for trained if the model was in training mode."""
+        open_passes = [(name, self._taps[name].peek(phase)) for name in self._order()]
+        return merged(
+            [stats.renamed(functools.partial(within, name)) if name else stats for name, stats in open_passes]
+        )
 
     @property
     def types(self) -> Mapping[str, LayerType]:

@@ -33,14 +33,15 @@ from qkeel.monitor.measure import (
     wanted,
 )
 from qkeel.monitor.processes import Handshake, ProcessGroup
-from qkeel.monitor.record import Sample, about, coverage, sample_html, sample_table
+from qkeel.monitor.record import Sample, about, coverage, sample_html, sample_line, sample_table
 from qkeel.monitor.rules import Alarm, Rule
 from qkeel.monitor.sinks import Sink
 from qkeel.monitor.token_classes import Classes, PassTokens, QueryMaskSource
 from qkeel.patching.forward import owners, unwrapped
 from qkeel.patching.modes import FaultGuard, joined
 from qkeel.patching.optimizers import StepHooks, stepping, steps_taken
-from qkeel.sites.tap import Phase, Tap
+from qkeel.patching.roles import Phase
+from qkeel.sites.tap import Tap
 
 # The end of a step, which passes its numbers on, and the end of training, which measures the final weights.
 
@@ -48,6 +49,10 @@ NOT_SEEN = (
     "the optimizer stepped, but no forward pass of the watched model was seen. Call the model itself, model(...), "
     "rather than model.forward(...) or one of its parts, and watch the object that you call: if torch.compile returned "
     "it, pass that object to watch(); if a compiled function calls the model, compile the model instead"
+)
+NOT_TRAINED = (
+    "the optimizer stepped, but no gradient had reached what the watched model returned in any of its {:,} passes, so "
+    "none of them counts as trained. Watch the model whose output the loss is computed from"
 )
 NO_STEP = (
     "the model made training passes, but the optimizer that is watched took no step, so nothing was recorded. If "
@@ -86,12 +91,17 @@ class StepEnd:
             self._taken[phase].append(recent)
         return self._group.placed(recent)
 
+    def group_places(self, stats: Stats) -> Stats:
+        """Returns these statistics on the CPU, at this process's place in the layout."""
+        return self._group.placed(on_host(stats)) if stats else stats
+
     def pass_over(self, phase: Phase) -> None:
         """Ends a step when there is no optimizer; such a step is one forward pass of each model."""
         self._close(phase, self._steps.rounds(phase) - 1, None, alone=True)
 
     def before(self, optimizer: Optimizer) -> None:
         """Must be called before each optimizer step."""
+        self._models.settle(decide=True)
         if self._steps.step_due and not self._group.stopped:
             # The factor by which the gradients are still multiplied, because GradScaler lets a fused optimizer unscale.
             scale = vars(optimizer).get("grad_scale")
@@ -100,6 +110,7 @@ class StepEnd:
     def after(self, optimizer: Optimizer) -> None:
         """Must be called after each optimizer step. What was measured for a skipped step counts towards the next
         step."""
+        self._models.settle(decide=True)  # the passes in a closure that the step has called again
         infinite = vars(optimizer).get("found_inf")  # GradScaler calls a fused optimizer even then
         if isinstance(infinite, Tensor) and bool(infinite.any()):
             return
@@ -144,7 +155,8 @@ class StepEnd:
     def _train_step(self, rate: float | Tensor) -> None:
         if not self._steps.passed("train") and not self._warned:
             self._warned = True
-            caution(NOT_SEEN)
+            others = self._steps.passed("eval")
+            caution(NOT_TRAINED.format(others) if others else NOT_SEEN)
         if self._models.has("train"):
             self._models.after_step()
         self._close("train", self._steps.done, rate, alone=False)
@@ -223,6 +235,7 @@ class TrainingEnd:
         Raises: RefusedError; see `Monitor.measure_end`.
         """
         self.skip()
+        self._models.settle(decide=True)
         if self._steps.last is not None and self._steps.last >= self._steps.done:
             return
         if dist.world() > 1 or self._group.members is not None:
@@ -243,6 +256,7 @@ class TrainingEnd:
 
     def measure_or_tell(self, tell: Callable[[str], None]) -> None:
         """Measures the weights of the last step; if that is impossible, calls `tell` once with the reason."""
+        self._models.settle(decide=True)
         if self._optimizer is not None and not self._steps.done and self._models.has("train"):
             self.skip()
             if dist.rank() == 0:
@@ -299,8 +313,16 @@ class Monitor(Handle):
 
     With an optimizer, a measurement at step s describes the model after s optimizer steps, over all micro-batches of
     the next step. If the optimizer's state counts steps before the first watched pass, as that of a resumed run does,
-    the step numbers continue from there. Without an optimizer, each training pass is a step. Passes in eval mode are
-    recorded separately. An internal fault causes one warning and switches the monitor off.
+    the step numbers continue from there. Without an optimizer, each trained pass is a step.
+
+    What was done with a pass decides about its role, not the model's mode. A pass is *trained* if a gradient reached
+    what it returned before the optimizer stepped; its records have the phase "train", and alarms, forecasts, the
+    autopilot and step remedies read them alone. All other passes are *untrained*: references, rollouts,
+    log-probabilities, teachers, and evaluation in either mode; their records have the phase "eval" and are kept apart.
+    Several trained passes before a step are one record, and a pass that gradient checkpointing repeats counts once.
+    Without an optimizer, a pass in training mode counts as trained when it ends, if a gradient can reach its output.
+
+    An internal fault causes one warning and switches the monitor off.
 
     Data flows in one direction: the tap measures calls, the end of the step collects the numbers, the group of
     processes merges them, the journal records what arrives, and the rules and sinks read the record.
@@ -363,6 +385,7 @@ class Monitor(Handle):
             tap = Tap(
                 one,
                 due=due,
+                by_step=optimizer is not None,
                 measure=calls.call,
                 measure_rows=rows,
                 measure_plain=None if "gates" in extras else calls.plain,
@@ -374,7 +397,8 @@ class Monitor(Handle):
             numbers = StepNumbers(
                 self._steps, known, calls.tokens, changes, optimizer, guard=self._guard, tree=tap.tree, extras=extras
             )
-            self._models.add(name, tap, numbers, self._step_end.pass_over if optimizer is None else None)
+            counted = functools.partial(self._steps.counted, name)
+            self._models.add(name, tap, numbers, counted, self._step_end.pass_over if optimizer is None else None)
         self._hooks: StepHooks | None = None
         if optimizer is None:
             self._group.records_alone = True
@@ -413,6 +437,7 @@ class Monitor(Handle):
 
     @steps.setter
     def steps(self, done: int) -> None:
+        self._models.settle(decide=False)
         if done != self.steps and self._steps.step_due and self._models.has("train"):
             self._steps.besides.add(done)  # measured for a step that was skipped; it counts for this one
         self._steps.done, self._steps.continued = done, None
@@ -465,7 +490,7 @@ class Monitor(Handle):
     @property
     def passes(self) -> int:
         """The number of forward passes so far, measured or not."""
-        return self._steps.passed("train") + self._steps.passed("eval")
+        return self._steps.begun
 
     @property
     def empty_passes(self) -> int:
@@ -475,14 +500,15 @@ class Monitor(Handle):
     def read(self, phase: Phase | None = None) -> Stats:
         """Returns the statistics of all passes measured since the last read, keyed by site name, on the CPU.
 
-        Training and eval passes are kept separate. If no phase is given, the statistics of training passes are returned
-        or, if there were none, those of eval passes. If several processes train, the statistics of finished steps cover
-        all of them.
+        Those of trained passes ("train") and of others ("eval") are kept apart. If no phase is given, the statistics of
+        trained passes are returned or, if there were none, those of others. Passes whose role is not known yet are
+        returned only if there is nothing else, and again when it is known. If several processes train, the statistics
+        of finished steps cover all of them.
         """
         self._settle()
-        if phase is None:
-            phase = "train" if self._arrivals.has("train") or self._models.has("train") else "eval"
-        return merged([self._arrivals.take(phase), self._step_end.take(phase)])
+        wanted = phase or ("train" if self._arrivals.has("train") or self._models.has("train") else "eval")
+        stats = merged([self._arrivals.take(wanted), self._step_end.take(wanted)])
+        return stats or self._step_end.group_places(self._models.peek(phase))
 
     def include(self, *sites: AttentionSite) -> Self:
         """Also watches sites that were described by hand (`qkeel.sites.describe`); call it before the first pass.
@@ -524,13 +550,12 @@ class Monitor(Handle):
         return self._journal.history
 
     def table(self) -> str:
-        """Returns the numbers of the last measured step, one line per layer, and the most severe alarms."""
-        sample = self.sample
-        return (
-            "nothing measured yet"
-            if sample is None
-            else sample_table(sample, self.alarms, self._coverage, root=self._root)
-        )
+        """Returns the numbers of the last measured step, one line per layer, and the most severe alarms.
+
+        They are those of trained passes, if there were any; passes that were not trained get one line.
+        """
+        sample, note = self._shown
+        return "nothing measured yet" if sample is None else sample_table(sample, self.alarms, note, root=self._root)
 
     def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
         """Draws the history of the run with matplotlib and returns the Axes; see `History.plot`."""
@@ -545,12 +570,20 @@ class Monitor(Handle):
         )
 
     def _repr_html_(self) -> str:
-        sample = self.sample
-        return (
-            "<p>nothing measured yet</p>"
-            if sample is None
-            else sample_html(sample, self.alarms, self._coverage, root=self._root)
+        sample, note = self._shown
+        if sample is None:
+            return "<p>nothing measured yet</p>"
+        return sample_html(sample, self.alarms, note, root=self._root)
+
+    @property
+    def _shown(self) -> tuple[Sample | None, str]:
+        """The sample that a table shows, and what is said below it."""
+        latest, trained = self.sample, self._journal.before(sys.maxsize)
+        others = latest is not None and latest.phase == "eval" and trained is not None
+        line = (
+            f"passes that were not trained: {sample_line(latest, self._root)}" if others and latest is not None else ""
         )
+        return trained or latest, "; ".join(filter(None, [line, self._coverage]))
 
     @property
     def _root(self) -> str:
@@ -616,6 +649,7 @@ class Monitor(Handle):
         for tap in self._models.taps:
             self._guard(tap.remove)
         if not self._group.stopped:
+            self._guard(functools.partial(self._models.settle, decide=True))
             self._guard(self._step_end.evaluated)
             self._guard(self._settle_all)
         if self._group.members is None:
@@ -636,7 +670,12 @@ class Monitor(Handle):
 
     def _settle(self) -> None:
         if self.active:
+            self._guard(self._settle_passes)
             self._guard(self._settle_all)
+
+    def _settle_passes(self) -> None:
+        # Without an optimizer, nothing but the reading of the numbers says that a pass will not be trained any more.
+        self._models.settle(decide=self._hooks is None)
 
     def _settle_all(self) -> None:
         self._arrivals.settle(wait=True)

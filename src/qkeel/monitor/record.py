@@ -54,7 +54,8 @@ class Sample:
     values: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: values for the whole model
     layers: tuple[str, ...] = ()  #: names of the sites, constant over a run
     heads: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  #: [layers heads] each
-    phase: Literal["train", "eval"] = "train"  #: mode of the passes that were measured
+    #: the role of the passes that were measured: "train" for trained ones, "eval" for all others
+    phase: Literal["train", "eval"] = "train"
     monitor: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: on the monitor itself, see MONITOR_FIELDS
     #: type of each layer (see capture.visible_sets), including layers without logits, which are in no other field
     types: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -198,7 +199,7 @@ def sample_line(sample: Sample, root: str = "") -> str:
     >>> sample_line(Sample(step=5, values={"max_logit": 3.0}))
     'step 5, max logit 3'
     """
-    parts = [f"step {sample.step:,}" + (" (eval)" if sample.phase == "eval" else "")]
+    parts = [f"step {sample.step:,}" + (" (untrained)" if sample.phase == "eval" else "")]
     loss = sample.values.get("train_loss", math.nan)
     if not math.isnan(loss):
         parts.append(f"loss {loss:.4f}")

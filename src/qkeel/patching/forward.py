@@ -261,6 +261,7 @@ class ForwardPasses(Handle):
         self._lock, self._warned = threading.Lock(), False  # the lock guards _depth and _pass
         self._pass: _Running | None = None
         self.around = ExitStack()  # closed at the end of the current pass, even if it fails
+        self.repeated: Callable[[], None] | None = None  # called when a checkpoint repeats a call, with gradients
         # Keeps the compiler from inlining the hooks and from compiling what they call.
         run_uncompiled(_DormantHook.__call__.__code__)
         enter, leave = (_DormantHook(f, owner) for f in (self._enter, self._leave))
@@ -277,6 +278,8 @@ class ForwardPasses(Handle):
         return self._depth > 0 or bool(_EXTRA.get())
 
     def _enter(self, module: nn.Module, args: Args, kwargs: Kwargs, compiled: bool) -> None:
+        if module is self.model and self.repeated is not None and recomputing() and torch.is_grad_enabled():
+            self._guard(self.repeated)
         if module is not self.model or not self._here():
             return
         self._end_abandoned()

@@ -22,6 +22,7 @@ from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.forward import ForwardPasses
 from qkeel.patching.modes import submodules_of, unguarded
 from qkeel.patching.optimizers import in_real_steps, runs_step_hooks
+from qkeel.patching.roles import PassRole
 from qkeel.remedies.base import HeadsBySite, Remedy, Target, unconfirmed, where
 from qkeel.remedies.head_groups import WeightNorm, frobenius_norm
 from qkeel.sites.find import is_normed
@@ -187,10 +188,12 @@ def warn_without_steps(target: Target, remedy: Remedy) -> Handle:
     optimizer, model, passes = innermost(target.need_optimizer(remedy.name)), target.model, 0
     kind, modules = type(optimizer).__name__, [weakref.ref(site.module) for site in target.sites]
 
-    def passed(_: object, failed: bool) -> None:
+    def passed(output: object, failed: bool) -> None:
+        if not failed:  # references and rollouts are no training, in whatever mode
+            PassRole.of_output(model, (), output, count)
+
+    def count() -> None:
         nonlocal passes
-        if failed or not model.training or not torch.is_grad_enabled():
-            return
         passes += 1
         if passes != PASSES:
             return

@@ -67,10 +67,11 @@ class QKClip(StepRemedy):
       frozen="scale".
 
     Heads whose logits stay under τ keep their weights bit for bit. Negative, zero, missing, infinite and NaN maxima
-    never cause clipping. The maxima are taken over all passes in training mode since the last step, on all processes of
-    the run. If a GradScaler skips a step, nothing is clipped and the maxima are carried over to the next step. Float32
-    copies of low-precision weights that the optimizer updates or keeps in its state are scaled too. If `heads` is
-    given, heads that it does not name are never clipped.
+    never cause clipping. The maxima are taken over all passes since the last step whose output a gradient has reached,
+    in either mode and on all processes of the run; references, rollouts and evaluation do not count. If a GradScaler
+    skips a step, nothing is clipped and the maxima are carried over to the next step. Float32 copies of low-precision
+    weights that the optimizer updates or keeps in its state are scaled too. If `heads` is given, heads that it does not
+    name are never clipped.
 
     A clip makes the weights smaller but not the later steps, so the same steps then change the direction of the weights
     more. steps="matched" multiplies all later steps of a weight, and of its bias, by c, the product of the factors by
@@ -215,6 +216,7 @@ class _Clip:
         self.tap = Tap(
             target.model,
             when_training=True,
+            by_step=True,
             parts=True,
             measure=find_maxima,
             measure_rows=find_kernel_rows,
@@ -246,7 +248,9 @@ class _Clip:
 
     def _passes(self) -> SiteStats:
         if self._seen is None:
-            self._seen = SiteStats.of(self.tap.read())
+            self.tap.settle()  # the step has come, so a pass that no gradient has reached is not trained by it
+            self.tap.take("eval")
+            self._seen = SiteStats.of(self.tap.take("train"))
         return self._seen
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
@@ -255,8 +259,9 @@ class _Clip:
         if not seen and not self._warned and self.tap.active:
             self._warned = True
             caution(
-                "qk_clip saw no attention call in training mode between two steps of the optimizer, so nothing was "
-                "clipped. Call the model itself (not its forward), in training mode, before each step"
+                "qk_clip saw no attention call that was trained between two steps of the optimizer, so nothing was "
+                "clipped. Call the model itself (not its forward) before each step, and compute the loss from what it "
+                "returns"
             )
         # After a step the caches are cold and a torch operation takes 50 µs, so the usual case uses none.
         usual = infinite is None and not self.shared.several and self.kept is None

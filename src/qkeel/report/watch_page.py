@@ -246,7 +246,7 @@ GROWTH = Chart(
     "Largest attention logit",
     "Thin lines: the largest logit of each layer, coloured by depth. Pale band: the model's largest logit, labelled "
     "with the head that currently has it. Logarithmic axis; logits under 0.1 are drawn at its lower end. Dots are "
-    "alarms, and hollow dots are samples in evaluation mode. Vertical lines are actions of an autopilot; hover over a "
+    "alarms, and hollow dots are untrained passes. Vertical lines are actions of an autopilot; hover over a "
     "line for the reason.",
     "Line chart: largest attention logit against step, one line per layer.",
 )

@@ -57,6 +57,7 @@ from qkeel.patching.modes import (
     unguarded,
 )
 from qkeel.patching.named_calls import SDPA_BY_NAME
+from qkeel.patching.roles import PassRole, Phase, inside_checkpoint
 from qkeel.sites.run import spread
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import BandCall
@@ -229,7 +230,6 @@ def _norm_bound(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
 # The tap, which accumulates the LogitStats of every site from the calls of a model's passes.
 
 Plain = Callable[[Tensor, Tensor, float, bool], Found | None]
-Phase = Literal["train", "eval"]
 Look = Literal["statistics", "bracket", "nothing"]
 MeasureCall = Callable[[Seen], Found | LogitStats | None]
 MeasureRows = Callable[[AttentionCall, KernelRows], Found | LogitStats | None]
@@ -277,18 +277,23 @@ class Visitor:
         """Called when a pass with these arguments is about to begin; returns whether the pass should be measured."""
         return True
 
-    def looking(self, phase: Phase) -> Handle | None:
+    def looking(self, candidate: bool) -> Handle | None:
         """Called when the measured pass begins (in compiled models, the additional pass). The returned handle is
-        removed after the pass."""
+        removed after the pass. candidate: whether the pass may turn out to be trained."""
 
-    def call(self, name: str, call: Seen, phase: Phase) -> None:
+    def call(self, name: str, call: Seen, candidate: bool) -> None:
         """Called with a measured attention call of a site."""
 
-    def index(self, layer: str, call: ScoresCall, phase: Phase) -> None:
+    def index(self, layer: str, call: ScoresCall, candidate: bool) -> None:
         """Called with the scores by which an indexer chooses keys for this layer."""
 
-    def after(self, phase: Phase, output: object, seen: bool) -> None:
-        """Called after the model's own pass; `seen` is True if attention was observed in the pass."""
+    def after(self, output: object, seen: bool) -> object:
+        """Called after the model's own pass; `seen` is True if attention was observed in the pass. What it returns is
+        handed to `settled` once the role of the pass is known."""
+
+    def settled(self, phase: Phase, collected: object, measured: bool) -> None:
+        """Called when the role of a pass is known. collected: what `after` returned; measured: whether its statistics
+        count."""
 
     def failed(self) -> None:
         """Called if the model's own pass ended in an exception, so that nothing in it is counted."""
@@ -312,15 +317,22 @@ class Tap(Handle):
     another pass before the first measured one determines whether there is attention inside torch.jit.script or
     torch.func.vmap; such attention is then observed operator by operator.
 
+    The statistics of a pass are held back until its role is known (see `PassRole`): those of trained passes, and those
+    of passes that are not trained, such as references, rollouts and evaluation in either mode, are kept apart. `settle`
+    decides about passes whose role is still open, at the latest when the optimizer steps. Without an optimizer, a pass
+    in training mode counts as trained when it ends, if a gradient can reach its output.
+
     Activations that gradient checkpointing recomputes are counted once. Passes that end in an exception are not
     counted, nor are passes over a batch without sequences or tokens; `empty` is the number of the latter.
 
     Args:
         model: the model to watch.
-        when_training: whether to ignore passes in eval mode.
+        when_training: whether to ignore passes that cannot be trained, because gradients are off.
         parts: whether qkeel's own modules also report calls that are made outside a pass of the full model.
-        due: a function that is called as due(training, compiled) and returns what to measure in a pass; "bracket"
-            stands for a bound on the largest logit, see `BracketMode`.
+        due: a function that is called as due(candidate, training, compiled) and returns what to measure in a pass, and
+            whether this counts if the pass is trained. candidate: whether gradients are on; training: the model's mode.
+            "bracket" stands for a bound on the largest logit, see `BracketMode`.
+        by_step: whether an optimizer's step settles the roles.
         measure: the function that computes the statistics of a call.
         measure_rows: the function that computes the statistics from what a kernel returned for each row.
         measure_plain: the function that computes the statistics from q, k, the scale and whether the call is causal,
@@ -340,7 +352,8 @@ class Tap(Handle):
         *,
         when_training: bool = False,
         parts: bool = False,
-        due: Callable[[bool, bool], Look] | None = None,
+        due: Callable[[bool, bool, bool], tuple[Look, bool]] | None = None,
+        by_step: bool = False,
         measure: MeasureCall = find,
         measure_rows: MeasureRows | None = None,
         measure_plain: Plain | None = None,
@@ -352,8 +365,10 @@ class Tap(Handle):
         self.visitor = Visitor()
         self.sites = Sites()  # the known sites, with the information needed to observe them
         self._known: _Known | None = None
-        self.latest: LastPass | None = None  # the latest training pass
-        self._keeps = keeps
+        self._latest: LastPass | None = None  # the latest trained pass
+        self._keeps, self._by_step = keeps, by_step
+        self._held: list[_HeldPass] = []  # passes whose role is open
+        self._beginning: _HeldPass | None = None  # the pass that is running
         self.own_alone = False
         self._begun: dict[Phase, int] = {"train": 0, "eval": 0}  # the number of passes
         self._form: object = None  # the form of the current call; see `_call_form`
@@ -364,12 +379,13 @@ class Tap(Handle):
         self.empty = 0  # passes over an empty batch
         self.calls_seen: dict[Phase, int] = {"train": 0, "eval": 0}  # attention calls that were measured
         self.compiled = False  # whether any pass so far ran compiled code
-        self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
+        self._due = due or (lambda candidate, *_: ("statistics" if candidate or not when_training else "nothing", True))
         self.guard = FaultGuard(_OFF) if guard is None else guard
         self._guessed: set[str] = set()
         self._stats: dict[Phase, SiteStatistics] = {"train": SiteStatistics(), "eval": SiteStatistics()}
         self._running: _ForwardPass | BracketMode | None = None
         self._forwards = ForwardPasses(model, self._before, self._after, guard=self.guard, owner=self)
+        self._forwards.repeated = self._repeated
         self.model = self._forwards.inner
         self.tree = self._forwards.tree if model is self.model else ModuleTree(self.model)
         super().__init__(self._detach)
@@ -382,8 +398,17 @@ class Tap(Handle):
 
     @property
     def phase(self) -> Phase:
-        """The phase of a pass that would begin now."""
+        """The mode of the model, which chooses its path through its modules; the role of a pass is another matter."""
         return "train" if self.model.training else "eval"
+
+    @property
+    def latest(self) -> LastPass | None:
+        """The latest trained pass, or, before the first, the latest that may turn out to be trained."""
+        if self._latest is None:
+            for held in reversed(self._held):
+                if held.latest is not None:
+                    return held.latest
+        return self._latest
 
     def places(self, phase: Phase) -> Places | None:
         """The modules in which the next pass is searched for attention outside qkeel's modules, or None to search
@@ -420,24 +445,61 @@ class Tap(Handle):
             self._forms[phase].add(self._form)
 
     def has(self, phase: Phase) -> bool:
-        """True if there are statistics to read."""
+        """True if there are statistics of passes with this role to read."""
         return bool(self._stats[phase])
+
+    def settle(self, *, decide: bool = True) -> None:
+        """Sorts the passes that were held back by their roles.
+
+        decide: whether a pass whose role is open counts as not trained, as it does when the optimizer has stepped.
+        """
+        held, self._held = self._held, []
+        for one in held:
+            trained = one.role.trained
+            if trained is None and not decide:
+                self._held.append(one)
+            else:
+                self._sort(one, "train" if trained else "eval")
+
+    def _sort(self, held: _HeldPass, phase: Phase) -> None:
+        """Keeps the numbers of a pass whose role is known."""
+        measured = held.stats is not None and (phase == "eval" or held.counts)
+        if phase == "train" and held.latest is not None:
+            self._latest = held.latest
+        if held.stats is not None and measured:
+            self._stats[phase].update(held.stats)
+            self.calls_seen[phase] += held.calls
+        if phase == "train" and held.bound is not None:
+            self.visitor.bracket(held.bound)
+        if not held.part:
+            self.visitor.settled(phase, held.collected, measured)
 
     def read(self, phase: Phase | None = None) -> SiteStats:
         """Returns the statistics since the last read, keyed by site name; sites without a call are absent.
 
-        Statistics of training passes and of eval passes are separate. Without a phase, the statistics are those of
-        training passes or, if there were none, of eval passes. If a module computes its heads one by one, they are
-        combined into one site.
+        Statistics of trained passes ("train") and of others ("eval") are separate. Without a phase, the statistics are
+        those of trained passes or, if there were none, of the others. If a module computes its heads one by one, they
+        are combined into one site.
         """
-        if phase is None:
-            phase = "train" if self.has("train") else "eval"
+        self.settle(decide=not self._by_step)
+        return self.take(phase or ("train" if self.has("train") else "eval"))
+
+    def take(self, phase: Phase) -> SiteStats:
+        """Like `read`, but without looking for passes whose role has become known."""
         sites, self._stats[phase] = self._stats[phase], SiteStatistics()
+        return sites.joined()
+
+    def peek(self, phase: Phase | None = None) -> SiteStats:
+        """Returns the statistics of passes whose role is open, taken for trained if the model was in training mode."""
+        sites = SiteStatistics()
+        for held in self._held:
+            if held.stats is not None and phase in (None, "train" if held.training else "eval"):
+                sites.update(held.stats)
         return sites.joined()
 
     def _detach(self) -> None:
         self._forwards.remove()
-        self.latest = None
+        self._latest = None
         for module, part in self._parts:
             if part in module.observers:
                 module.observers.remove(part)
@@ -445,15 +507,20 @@ class Tap(Handle):
     def take_part(self, name: str, call: AttentionCall, training: bool, rows: KernelRows | None = None) -> None:
         """Receives a call that one of qkeel's own modules made outside a pass of the model, with the statistics of its
         rows if they are known."""
-        if self._forwards.busy or recomputing() or self._due(training, False) != "statistics":
+        if self._forwards.busy or recomputing():
+            return
+        candidate = torch.is_grad_enabled()
+        look, counts = self._due(candidate, training, False)
+        if look != "statistics":
             return
         known = self.measure_rows is not None and rows is not None
         stats = self.measure_rows(call, rows) if known else self.measure(call)  # type: ignore[misc,arg-type]
-        phase: Phase = "train" if training else "eval"
-        self.visitor.call(name, call, phase)
+        self.visitor.call(name, call, candidate)
         if stats is not None:
-            self._stats[phase].add(name, stats, None)
-            self.calls_seen[phase] += 1
+            held = _HeldPass(training=training, counts=counts, part=True, calls=1, stats=SiteStatistics())
+            held.stats.add(name, stats, None)  # type: ignore[union-attr]
+            held.role = PassRole.of_tensors([call.q, call.k])
+            self._hold(held)
 
     def calls(self, args: Args, kwargs: Kwargs) -> dict[str, Seen]:
         """Returns the first call of each site in an additional pass with these arguments. The pass runs eagerly and
@@ -474,7 +541,7 @@ class Tap(Handle):
         Raises:
             Exception: whatever the model raises.
         """
-        last, look = self.latest, _ForwardPass(self, "train")
+        last, look = self._latest, _ForwardPass(self, self.phase)
         self._form = None if last is None else _call_form(last.args, last.kwargs)
         if last is None or not self.visitor.before(last.args, last.kwargs):
             return False
@@ -483,8 +550,9 @@ class Tap(Handle):
         if look.error is not None:
             self.visitor.failed()
             raise look.error
-        self._stats["train"].update(look.sites)
-        self.visitor.after("train", output, self.has("train"))
+        held = _HeldPass(training=self.model.training, counts=True, calls=look.calls, stats=look.sites)
+        held.collected = self.visitor.after(output, bool(look.sites))
+        self._sort(held, "train")
         return True
 
     @property
@@ -528,12 +596,19 @@ class Tap(Handle):
         self._below = any(below)
 
     def _before(self, args: Args, kwargs: Kwargs, compiled: bool) -> None:
-        phase = self.phase
+        self.settle(decide=False)
+        phase, training = self.phase, self.model.training
         empty = is_empty(args, kwargs)
-        if self._keeps and phase == "train" and not empty:
+        repeats = not torch.is_grad_enabled() and inside_checkpoint()
+        candidate = torch.is_grad_enabled() or repeats
+        look, counts = self._due(candidate, training, compiled)
+        self._beginning = held = _HeldPass(training=training, counts=counts, candidate=candidate)
+        held.inputs = (args, kwargs)
+        if repeats:
+            held.role = PassRole.to_be_repeated()
+        if self._keeps and candidate and not empty:
             first = self.tree.first_parameter()
-            self.latest = LastPass("cpu" if first is None else first.device.type, args, kwargs)
-        look = self._due(self.model.training, compiled)
+            held.latest = LastPass("cpu" if first is None else first.device.type, args, kwargs, training)
         if empty:
             self.empty, look = self.empty + 1, _NOTHING
         self.compiled = self.compiled or compiled
@@ -551,7 +626,7 @@ class Tap(Handle):
                 mode.__enter__()
                 self._forwards.around.callback(leave, mode)
         if look == "statistics":
-            self._running = running = _ForwardPass(self, phase)
+            self._running = running = _ForwardPass(self, phase, candidate=candidate)
             if not self.visitor.before(args, kwargs):
                 self._running = None
                 return
@@ -578,21 +653,43 @@ class Tap(Handle):
 
     def _after(self, output: object, failed: bool) -> None:
         look, self._running = self._running, None
-        if look is None:
-            return
-        if failed:
+        held, self._beginning = self._beginning, None
+        if failed and look is not None:
             self.visitor.failed()
-        elif not self.active:
+        if held is None or not self.active:
             return
-        elif isinstance(look, BracketMode):
-            if (bound := look.bound) is not None:
-                self.visitor.bracket(bound)
-        elif look.error is not None:
-            raise look.error
-        else:
+        inputs, held.inputs = held.inputs, None
+        if failed:
+            held.latest = None
+        elif not held.role.awaited and held.candidate:
+            held.role = PassRole.of_output(self.model, inputs, output)
+        if isinstance(look, BracketMode) and not failed:
+            held.bound = look.bound if held.counts else None
+        elif isinstance(look, _ForwardPass) and not failed:
+            if look.error is not None:
+                raise look.error
             look.over()
-            self._stats[look.phase].update(look.sites)
-            self.visitor.after(look.phase, output, self.has(look.phase))
+            held.stats, held.calls = look.sites.reduced(), look.calls
+            seen = bool(held.stats) or any([self.has("train"), self.has("eval"), *(x.stats for x in self._held)])
+            held.collected = self.visitor.after(output, seen)
+        self._hold(held)
+
+    def _hold(self, held: _HeldPass) -> None:
+        """Keeps a pass until its role is known, which it may be already."""
+        trained = held.role.trained
+        if trained is None and not self._by_step and held.training:
+            trained = True
+        if trained is None:
+            self._held.append(held)
+        else:
+            self._sort(held, "train" if trained else "eval")
+
+    def _repeated(self) -> None:
+        """Called when the backward pass repeats the model's pass, the latest first."""
+        for held in reversed(self._held):
+            if held.role.awaited and held.role.trained is None:
+                held.role.arrive()
+                return
 
     def warn_of_guess(self, captured: CapturedCall) -> None:
         """Warns once for each site whose head layout was guessed."""
@@ -610,13 +707,35 @@ class Tap(Handle):
         return self
 
 
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class _HeldPass:
+    """What is known of a pass until its role is: its mode, its statistics, and what the visitor collected in it.
+
+    `counts` says whether its statistics count if it was trained, and `part` that it is a single call outside a pass.
+    """
+
+    training: bool
+    counts: bool
+    candidate: bool = True
+    part: bool = False
+    role: PassRole = dataclasses.field(default_factory=PassRole)
+    inputs: object = None
+    latest: LastPass | None = None
+    stats: SiteStatistics | None = None
+    calls: int = 0
+    bound: Tensor | None = None
+    collected: object = None
+
+
 class _ForwardPass:
     """One observed forward pass. qkeel's own modules report their calls, and a `CaptureMode` observes those of other
     code. With `kept`, the first call of each site is stored there, and nothing is measured."""
 
-    def __init__(self, tap: Tap, phase: Phase, kept: dict[str, Seen] | None = None) -> None:
+    def __init__(self, tap: Tap, phase: Phase, kept: dict[str, Seen] | None = None, *, candidate: bool = True) -> None:
         self.tap, self.kept = tap, kept
-        self.phase: Phase = phase
+        self.phase: Phase = phase  # the model's mode
+        self.candidate = candidate  # whether it may be trained
+        self.calls = 0  # attention calls that were measured
         self.sites = SiteStatistics()
         self.error: Exception | None = None
         self.watcher: CaptureMode | None = None
@@ -626,7 +745,7 @@ class _ForwardPass:
     def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
         """Observes until `around` is closed; `call` holds the arguments of the model's own call if that has already
         begun."""
-        visit = self.tap.visitor.looking(self.phase) if self.kept is None else None
+        visit = self.tap.visitor.looking(self.candidate) if self.kept is None else None
         if visit is not None:
             around.callback(visit.remove)
         own = self.tap.tree.of_kind(SpecModule)
@@ -720,7 +839,7 @@ class _ForwardPass:
         if found is None:
             return False
         self.sites.add(frame.name if ordinal == 0 else name_of(frame, ordinal), found, None)
-        self.tap.calls_seen[self.phase] += 1
+        self.calls += 1
         return True
 
     def _layer(self, frame: ModuleCall) -> str | None:
@@ -742,7 +861,7 @@ class _ForwardPass:
                 self.indexers[frame.name] = frame.module
             else:
                 self.places[""] = None
-        self.tap.visitor.index(layer, call, self.phase)
+        self.tap.visitor.index(layer, call, self.candidate)
 
     def _foreign(self, captured: CapturedCall) -> None:
         if not self.tap.active:
@@ -764,10 +883,10 @@ class _ForwardPass:
         elif self.tap.active and not _has_no_rows(call):
             stats = (measure or self.tap.measure)(call)
             if part_of is None:
-                self.tap.visitor.call(name, call, self.phase)
+                self.tap.visitor.call(name, call, self.candidate)
             if stats is not None:
                 self.sites.add(name, stats, part_of)
-                self.tap.calls_seen[self.phase] += 1
+                self.calls += 1
 
 
 class Connection:

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from qkeel import dist
 from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, fewest_keys, key_heads
+from qkeel.capture.eager import is_projected, reached
 from qkeel.capture.example import ModuleCall, ShortExample, Undo, copied, first_row, shorter, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode
-from qkeel.capture.scores import is_projected, reached
 from qkeel.capture.visible_sets import KeyOrigin, VisibleSets, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
@@ -755,7 +755,7 @@ def unseen(model: nn.Module, watcher: CaptureMode) -> str:
             f"{_BY_HAND}"
         )
     if watcher.handwritten.multiplied:
-        followed = ", ".join(watcher.handwritten.lost.ends)
+        followed = ", ".join(watcher.handwritten.ends)
         ends = f" (they were followed to {followed})" if followed else ""
         way_out = f". If the logits are just scaled products of queries and keys, {_BY_HAND}" if followed else ""
         return (

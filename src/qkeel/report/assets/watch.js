@@ -156,7 +156,7 @@
         thick(whole),
         ...layerLines(run, layers),
         ...layerNames(run, layers, y, {height: tall(width), top: 24, bottom: 36}),
-        Plot.dot(evaluated, {x: "step", y: "value", r: 3, stroke: "var(--faint)", fill: "var(--paper)", ariaDescription: "evaluation mode"}),
+        Plot.dot(evaluated, {x: "step", y: "value", r: 3, stroke: "var(--faint)", fill: "var(--paper)", ariaDescription: "not trained"}),
         Plot.dot(alarms, {x: "step", y: "value", r: 4.5, fill: severity, stroke: "var(--paper)", strokeWidth: 1.5, ariaDescription: "alarms"}),
         Plot.ruleX(run.interventions, {x: "step", stroke: "var(--series-2)", strokeDasharray: "2 3", strokeWidth: 1.4, title: "text", ariaDescription: "interventions"}),
         ...labelled(run, width).map((labels, row) => Plot.text(labels, {x: "step", text: "label", title: "text", frameAnchor: "bottom", textAnchor: "start", dx: 3, dy: -7 - 12 * row, fontSize: 10, fill: "var(--series-2)", stroke: "var(--paper)", strokeWidth: 3})),

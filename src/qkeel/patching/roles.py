@@ -1,0 +1,169 @@
+"""The role of a forward pass: whether it was trained, which its output shows and its module's mode does not.
+
+A reference model's pass runs in training mode and is not trained; a model that comes from a checkpoint in evaluation
+mode is. So a pass counts as trained once a gradient has reached what it returned. Until then its role is open, and once
+the graph behind its output is gone, no gradient can come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from qkeel.patching.modes import modules_of, running_frames, transformed_now
+
+Phase = Literal["train", "eval"]  # of passes that are trained, and of passes that are not
+
+MOST_OBJECTS = 2000  # looked through for tensors in what a pass returned
+
+
+@final
+class PassRole:
+    """Whether a gradient has reached the output of one forward pass.
+
+    `trained` is True once it has, False once none can come any more, and None in between. Gradients are observed by
+    hooks on the nodes of autograd's graph, which change no value, wait for no device, and end with the graph.
+    """
+
+    def __init__(self, reached: Callable[[], None] | None = None) -> None:
+        """Begins as the role of a pass that no gradient can reach. reached: called once if one arrives."""
+        self._trained = False
+        self._when_reached = reached
+        self._hook: weakref.ref[_GradientHook] | None = None
+        self._open = self._repeats = False
+
+    @classmethod
+    def of_output(
+        cls,
+        model: nn.Module,
+        inputs: object,
+        output: object,
+        reached: Callable[[], None] | None = None,
+    ) -> PassRole:
+        """Returns the role of a pass that has just ended.
+
+        model: the module that was called. inputs, output: its arguments and what it returned, whose tensors may lie in
+        containers, dataclasses and objects.
+        """
+        role = cls(reached)
+        if not torch.is_grad_enabled():
+            return role
+        if transformed_now():  # torch.func differentiates tensors that do not leave it, so nothing can be hooked
+            role.arrive()
+            return role
+        nodes = _graph_nodes(output, without=_graph_nodes(inputs))
+        if not nodes:  # a model may also keep its loss for itself: self.loss = ...
+            kept = [
+                vars(module) for module in modules_of(model).values() if not isinstance(module, torch.jit.ScriptModule)
+            ]
+            tensors = [x for attributes in kept for x in attributes.values() if isinstance(x, Tensor)]
+            nodes = _graph_nodes(tensors, without=_graph_nodes(inputs))
+        role.wait_for(nodes)
+        return role
+
+    @classmethod
+    def of_tensors(cls, tensors: Iterable[Tensor]) -> PassRole:
+        """Returns the role of a computation that has produced these tensors."""
+        role = cls()
+        if torch.is_grad_enabled() and not transformed_now():
+            role.wait_for(_graph_nodes(list(tensors)))
+        return role
+
+    @classmethod
+    def to_be_repeated(cls) -> PassRole:
+        """Returns the role of a pass without gradients inside a checkpoint, which the backward pass will repeat."""
+        role = cls()
+        role._open = role._repeats = True
+        return role
+
+    def wait_for(self, nodes: Iterable[torch.autograd.graph.Node]) -> None:
+        """Waits for a gradient at any of these nodes."""
+        hook = _GradientHook(self)
+        for node in nodes:
+            node.register_prehook(hook)
+            self._open = True
+            self._hook = weakref.ref(hook)
+
+    def arrive(self) -> None:
+        """Records that a gradient has arrived."""
+        if not self._trained:
+            self._trained, self._open = True, False
+            if self._when_reached is not None:
+                self._when_reached()
+
+    @property
+    def awaited(self) -> bool:
+        """True if the backward pass was to repeat the pass, as `to_be_repeated` says."""
+        return self._repeats
+
+    @property
+    def trained(self) -> bool | None:
+        """True if the pass was trained, False if it never will be, and None if that is open."""
+        if self._open and self._hook is not None and self._hook() is None:  # nothing refers to the graph any more
+            self._open = False
+        return None if self._open else self._trained
+
+
+class _GradientHook:
+    """Marks a role when a gradient arrives. Only the graph refers to it, so it lives as long as the graph does."""
+
+    def __init__(self, role: PassRole) -> None:
+        self._role = role
+
+    def __call__(self, gradients: object) -> None:
+        self._role.arrive()
+
+
+def _graph_nodes(value: object, without: Iterable[torch.autograd.graph.Node] = ()) -> list[torch.autograd.graph.Node]:
+    """Returns the nodes that computed the tensors in a value, each once, except those in `without`."""
+    before = set(map(id, without))
+    nodes: dict[int, torch.autograd.graph.Node] = {}
+    for tensor in tensors_within(value):
+        node = tensor.grad_fn if tensor.requires_grad else None
+        if node is not None and id(node) not in before:
+            nodes[id(node)] = node
+    return list(nodes.values())
+
+
+def tensors_within(value: object) -> Iterator[Tensor]:
+    """Yields the tensors in nested containers, dataclasses and plain objects; modules are not looked through."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    waiting: list[object] = [value]
+    visited: set[int] = set()
+    while waiting and len(visited) < MOST_OBJECTS:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            yield value
+            continue
+        if (
+            value is None
+            or isinstance(value, (str, bytes, int, float, complex, type, nn.Module))
+            or id(value) in visited
+        ):
+            continue
+        visited.add(id(value))
+        if isinstance(value, Mapping):
+            waiting.extend(value.values())
+        elif isinstance(value, (tuple, list, set, frozenset)):
+            waiting.extend(value)
+        elif dataclasses.is_dataclass(value):
+            waiting.extend(getattr(value, field.name, None) for field in dataclasses.fields(value))
+        elif hasattr(value, "__dict__") and not callable(value):
+            waiting.extend(vars(value).values())
+
+
+def inside_checkpoint() -> bool:
+    """True in the first run of a reentrant checkpoint, which has no gradients although it will be trained."""
+    checkpoints = sys.modules.get("torch.utils.checkpoint")
+    if checkpoints is None:
+        return False
+    first_run = checkpoints.CheckpointFunction.forward.__code__
+    return any(frame.f_code is first_run for frame in running_frames())

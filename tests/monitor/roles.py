@@ -1,0 +1,375 @@
+"""Training programs drawn by a seed, which know themselves which of their passes were trained.
+
+`python -m tests.monitor.roles SEED COUNT` runs some and prints what was drawn, what is right and what qkeel says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import qkeel
+
+WIDTH, HEADS, LAYERS = 8, 2, 2
+ABSENT = -np.inf
+
+
+@dataclasses.dataclass
+class Output:
+    """What a model of transformers returns: an object with tensors."""
+
+    logits: Tensor
+    value: Tensor | None = None
+    loss: Tensor | None = None
+
+
+class Bag:
+    """An output that is no container of torch's."""
+
+    def __init__(self, logits: Tensor, value: Tensor, loss: Tensor) -> None:
+        self.logits, self.value, self.loss = logits, value, loss
+
+
+class Block(nn.Module):
+    def __init__(self, log: list[np.ndarray]) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.log, self.factor = log, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q = q * self.factor
+        if not torch.compiler.is_compiling():
+            z = q.detach().double() @ k.detach().double().mT * (WIDTH // HEADS) ** -0.5
+            self.log.append(z.amax((0, 2, 3)).numpy())
+        return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    """Returns its numbers in one of several forms; checkpoints its blocks in one of several ways."""
+
+    def __init__(self, form: str, repeat: bool | None) -> None:
+        super().__init__()
+        self.logs: list[list[np.ndarray]] = [[] for _ in range(LAYERS)]
+        self.blocks = nn.ModuleList([Block(log) for log in self.logs])
+        self.policy, self.critic = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.form, self.repeat = form, repeat  # repeat: None for no checkpoints, else whether they are reentrant
+        self.loss: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x) if self.repeat is None else checkpoint(block, x, use_reentrant=self.repeat)
+        logits, value = self.policy(x), self.critic(x)
+        loss = (logits - 1).square().mean() + value.square().mean()
+        self.loss = None
+        match self.form:
+            case "tensor":
+                return logits
+            case "tuple":
+                return logits, value
+            case "dict":
+                return {"logits": logits, "more": [value]}
+            case "loss":
+                return loss
+            case "dataclass":
+                return Output(logits, value, loss)
+            case "object":
+                return Bag(logits, value, loss)
+            case _:
+                self.loss = loss
+                return logits.detach()
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+def losses(model: Model, output: Any) -> list[Tensor]:
+    """The losses that can be computed from an output, each of them enough for a gradient."""
+    match model.form:
+        case "tensor":
+            return [output.square().mean()]
+        case "tuple":
+            return [output[0].square().mean(), output[1].square().mean()]
+        case "dict":
+            return [output["logits"].square().mean(), output["more"][0].square().mean()]
+        case "loss":
+            return [output]
+        case "dataclass" | "object":
+            return [output.loss, output.value.square().mean()]
+        case _:
+            assert model.loss is not None
+            return [model.loss]
+
+
+class Program:
+    """One drawn program: `run` trains some steps and returns, for each, the largest logits [layers heads] of the passes
+    that were trained before it and of those that were not."""
+
+    FORMS = ("tensor", "tuple", "dict", "loss", "dataclass", "object", "itself")
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        torch.manual_seed(seed)
+        pick = self.draw.choice
+        self.compiled = self.draw.random() < 0.15
+        self.repeat = None if self.compiled else pick([None, None, False, True])
+        self.model = Model("tensor" if self.compiled else pick(self.FORMS), self.repeat)
+        self.wrapped = pick([False, False, True]) and not self.compiled
+        self.called: Any = Wrapper(self.model) if self.wrapped else self.model
+        self.around = None if self.compiled else pick([None, None, None, False, True])  # a checkpoint around the model
+        if self.model.form == "itself" or (self.around and self.model.form not in ("tensor", "tuple", "loss")):
+            self.around = None  # a reentrant checkpoint has gradients for tensors alone
+        if self.compiled:
+            self.called = torch.compile(self.model, backend="eager")
+        self.watched = pick([self.called, self.model]) if self.wrapped else self.called
+        self.model.train(pick([True, True, False]))
+        self.frozen = pick([False, False, True])
+        if self.frozen:
+            for block in self.model.blocks:
+                block.requires_grad_(False)
+            if self.repeat is True:  # a reentrant checkpoint of frozen blocks needs an input with gradients
+                self.frozen = False
+                self.model.requires_grad_(True)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        heads = len([*self.model.policy.parameters(), *self.model.critic.parameters()])
+        self.two = pick([False, False, True])
+        self.closure = not self.two and pick([False, False, True])
+        if self.two:
+            self.optimizers = [
+                torch.optim.SGD(part, 0.0) for part in (trained[:-heads] or trained[:1], trained[-heads + 1 :])
+            ]
+        else:
+            self.optimizers = [torch.optim.SGD(trained, 0.0)]
+        self.trained, self.others = self.nothing(), self.nothing()
+        self.right: list[tuple[np.ndarray, np.ndarray]] = []
+        self.said: list[str] = []
+
+    def nothing(self) -> np.ndarray:
+        return np.full((LAYERS, HEADS), ABSENT)
+
+    def batch(self) -> Tensor:
+        size = self.draw.choice([0.3, 1.0, 3.0, 8.0])
+        return torch.randn(self.draw.choice([1, 2]), self.draw.choice([4, 6]), WIDTH) * size
+
+    def forward(self, x: Tensor, *, trained: bool, factor: float = 1.0) -> Any:
+        """Runs the model and notes its logits under its role."""
+        for log in self.model.logs:
+            log.clear()
+        for block in self.model.blocks:
+            block.factor = factor  # type: ignore[assignment]
+        if self.around is not None and torch.is_grad_enabled():
+            out = checkpoint(self.called, x.requires_grad_(), use_reentrant=self.around)
+        else:
+            out = self.called(x)
+        if self.compiled:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"), unhooked(self.called), unhooked(self.model):
+                self.model(x)
+        for block in self.model.blocks:
+            block.factor = 1.0  # type: ignore[assignment]
+        top = np.stack([log[0] for log in self.model.logs])
+        if trained:
+            self.trained = np.maximum(self.trained, top)
+        else:
+            self.others = np.maximum(self.others, top)
+        return out
+
+    def train(self) -> None:
+        """Passes that are trained."""
+        way = self.draw.choice(["one", "accumulate", "together", "two losses", "one of two", "grad"])
+        self.said.append(way)
+        if self.around is True and way in ("two losses", "grad"):
+            way = "one"  # torch refuses
+        if self.repeat is True and way == "grad":
+            way = "one"
+        if self.model.form == "itself" and way == "together":
+            way = "accumulate"
+        if way == "together":
+            outputs = [self.forward(self.batch(), trained=True) for _ in range(2)]
+            sum(losses(self.model, out)[0] for out in outputs).backward()  # type: ignore[union-attr]
+            return
+        for _ in range(3 if way == "accumulate" else 1):
+            found = losses(self.model, self.forward(self.batch(), trained=True))
+            if way == "two losses":
+                found[0].backward(retain_graph=True)
+                found[-1].backward()
+            elif way == "grad":
+                weights = [p for p in self.model.parameters() if p.requires_grad]
+                grads = torch.autograd.grad(found[0], weights, allow_unused=True)
+                for p, gradient in zip(weights, grads):
+                    p.grad = gradient
+            else:
+                found[-1 if way == "one of two" else 0].backward()
+            if self.draw.random() < 0.3:
+                self.disturb()
+
+    def disturb(self) -> None:
+        """Passes that are not trained, in the modes in which programs run them."""
+        kind = self.draw.choice(["reference", "rollouts", "dropped", "kept", "detached", "evaluation", "inference"])
+        self.said.append(kind)
+        big = self.draw.choice([1.0, 5.0, 50.0])
+        if kind in ("reference", "rollouts"):
+            with torch.no_grad():
+                for _ in range(1 if kind == "reference" else 3):
+                    self.forward(self.batch(), trained=False, factor=big)
+        elif kind == "inference":
+            with torch.inference_mode():
+                self.forward(self.batch(), trained=False, factor=big)
+        elif kind == "evaluation":
+            mode = self.model.training
+            self.called.eval()
+            with torch.no_grad() if self.draw.random() < 0.5 else contextlib.nullcontext():
+                self.forward(self.batch(), trained=False, factor=big)
+            self.called.train(mode)
+        else:
+            out = self.forward(self.batch(), trained=False, factor=big)
+            if kind == "kept":
+                self.kept = out
+            elif kind == "detached":
+                self.kept = [loss.detach() for loss in losses(self.model, out)]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        if self.closure:
+            self.said.append("closure")
+            if self.draw.random() < 0.5:
+                self.disturb()
+
+            def again() -> float:
+                self.train()
+                return 0.0
+
+            self.optimizers[0].step(again)
+        else:
+            for _ in range(self.draw.choice([0, 0, 1, 2])):
+                self.disturb()
+            self.train()
+            for _ in range(self.draw.choice([0, 0, 1])):
+                self.disturb()
+            if self.draw.random() < 0.1:  # as a GradScaler does after an overflow
+                self.said.append("skipped")
+                return self.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
+        self.right.append((self.trained, self.others))
+        self.trained, self.others = self.nothing(), self.nothing()
+        return None
+
+    def run(self, steps: int = 3) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def __str__(self) -> str:
+        facts = f"form {self.model.form}, checkpoints {self.repeat}, around {self.around}, compiled {self.compiled}"
+        mode = f"training {self.model.training}, frozen {self.frozen}, two optimizers {self.two}"
+        return f"{facts}, wrapped {self.wrapped}, {mode}: {self.said}"
+
+
+@contextlib.contextmanager
+def unhooked(model: nn.Module) -> Iterator[None]:
+    """A context in which no hook of a model runs."""
+    tables = [model._forward_pre_hooks, model._forward_hooks]
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, kept):
+            table.update(hooks)
+
+
+class Samples(qkeel.monitor.Sink):
+    """Keeps every sample."""
+
+    def __init__(self) -> None:
+        self.samples: list[Any] = []
+
+    def open(self, about: Any) -> None:
+        pass
+
+    def write(self, sample: Any) -> None:
+        self.samples.append(sample)
+
+    def alarm(self, alarm: Any) -> None:
+        pass
+
+    def close(self, complete: bool) -> None:
+        pass
+
+
+def watch_differences(seed: int) -> list[str]:
+    """What the records of a watched program say that is not so, each in a sentence."""
+    program, kept = Program(seed), Samples()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer: Any = program.optimizers if program.two else program.optimizers[0]
+        with qkeel.watch(program.watched, optimizer, sinks=kept, rules=()):
+            program.run()
+    wrong = []
+    for phase, which in (("train", 0), ("eval", 1)):
+        samples = {int(s.step): s.heads["max_logit"] for s in kept.samples if s.phase == phase}
+        for step, tops in enumerate(program.right):
+            top = tops[which]
+            if (top == ABSENT).all():
+                if step in samples:
+                    wrong.append(f"step {step}: a record of {phase}, where no pass was")
+            elif step not in samples:
+                wrong.append(f"step {step}: no record of {phase}")
+            elif not np.allclose(samples[step], top, rtol=1e-4, atol=1e-6):
+                wrong.append(f"step {step}, {phase}: right {top.tolist()}, qkeel {samples[step].tolist()}")
+    return [f"seed {seed}, {program}: {text}" for text in wrong]
+
+
+def clip_differences(seed: int) -> list[str]:
+    """What qk_clip did in a program that is not what its trained passes ask for."""
+    program, threshold = Program(seed), 1.5
+    if program.frozen or program.compiled:
+        return []
+    model = program.model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer: Any = program.optimizers if program.two else program.optimizers[0]
+        x = torch.randn(1, 4, WIDTH)
+        qkeel.apply(program.watched, "qk_clip", optimizer, batch=x, threshold=threshold, groups="group")
+        wrong = []
+        for step in range(3):
+            weights = [[f.weight.detach().clone() for f in (block.q, block.k)] for block in model.blocks]
+            program.step()
+            top = program.right[-1][0]
+            for i, block in enumerate(model.blocks):
+                gamma = torch.tensor(np.where(top[i] > threshold, threshold / top[i], 1.0))
+                for old, layer in zip(weights[i], (block.q, block.k)):
+                    right = old.double().unflatten(0, (HEADS, -1)) * gamma.sqrt()[:, None, None]
+                    if not torch.allclose(layer.weight.double(), right.flatten(0, 1), rtol=1e-4):
+                        wrong.append(f"step {step}, layer {i}: factors {gamma.sqrt().tolist()} were not applied")
+    return [f"seed {seed}, {program}: {text}" for text in wrong]
+
+
+def main(first: int, count: int) -> int:
+    checks: list[Callable[[int], list[str]]] = [watch_differences, clip_differences]
+    wrong = [text for seed in range(first, first + count) for check in checks for text in check(seed)]
+    print("\n".join(wrong))
+    print(f"{count} programs from seed {first}: {len(wrong)} wrong numbers")
+    return len(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main(int(sys.argv[1]), int(sys.argv[2]))))
