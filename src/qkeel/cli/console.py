@@ -141,6 +141,8 @@ def ranking(table: Sequence[Row]) -> Table:
             top = max((row["max_logit"] for row in here), default=None)
             right = [row["val_accuracy"] for row in here if row.get("val_accuracy") is not None]
             share = f", {100 * sum(right) / len(right):.1f} % correct" if right else ""
+            bleu = [row["val_bleu"] for row in here if row.get("val_bleu") is not None]
+            share += f", BLEU {sum(bleu) / len(bleu):.1f}" if bleu else ""
             cells.append(f"{mean:.3f}{share} ({number(top)})" if mean is not None else "–")
         shown.add_row(escape(remedy), *cells)
     return shown

@@ -94,8 +94,8 @@ def attend(
         cap = NoCap() if more.get("softcap") is None else Softcap(more["softcap"])
         spec = AttentionSpec(scale=scale, cap=cap, normalizer=Softmax() if sinks is None else Sink())
         params = None if sinks is None else {"sink": sinks.view(-1, 1, 1)}
-        how = {"causal": causal, "mask": attention_mask, "dropout": dropout}
-        out = attention(query, key, value, spec=spec, params=params, **how)
+        options = {"causal": causal, "mask": attention_mask, "dropout": dropout}
+        out = attention(query, key, value, spec=spec, params=params, **options)
         return out.transpose(1, 2).contiguous(), None
     share = query.shape[1] // key.shape[1]
     if share > 1 and attention_mask is not None and not query.is_cpu:  # fused GPU kernels take a mask or GQA, not both
@@ -255,9 +255,9 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Saves the autopilot's state with the checkpoint."""
-        place = _saved(args, state)
-        if self.pilot is not None and state.is_world_process_zero and place.parent.is_dir():
-            write_bytes(place, safetensors.torch.save(self.pilot.state_dict()))
+        checkpoint = _saved(args, state)
+        if self.pilot is not None and state.is_world_process_zero and checkpoint.parent.is_dir():
+            write_bytes(checkpoint, safetensors.torch.save(self.pilot.state_dict()))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -292,17 +292,17 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
 
     def _send(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         for sample in self._queue.take():
-            found = sample.summaries(None if self._per_layer else ())
+            summaries = sample.summaries(None if self._per_layer else ())
             if not self._per_layer:
-                found = {key: v for key, v in found.items() if key.rpartition("/")[2] in layer_fields()}
+                summaries = {key: v for key, v in summaries.items() if key.rpartition("/")[2] in layer_fields()}
             then = copy.copy(state)
             then.global_step = sample.step
-            state.log_history.append({**found, "step": sample.step})
+            state.log_history.append({**summaries, "step": sample.step})
             if self._handler is not None:
                 terminal, reporters = _split(self._handler)
                 # Logging resets the control's requests, and the Trainer has not acted on them yet.
-                reporters.on_log(args, then, copy.copy(control), found)
-                terminal.on_log(args, then, copy.copy(control), {k: found[k] for k in _PRINTED if k in found})
+                reporters.on_log(args, then, copy.copy(control), summaries)
+                terminal.on_log(args, then, copy.copy(control), {k: summaries[k] for k in _PRINTED if k in summaries})
 
 
 # The numbers of a sample that the Trainer prints. Its trackers get all of them: hundreds if a model has many layers.

@@ -68,8 +68,10 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
         """Starts watching with the optimizer that trains the module; by now, a checkpoint has been loaded."""
         self.close(complete=False)
         model = self._watched(pl_module)
-        own = {id(p) for p in model.parameters()}
-        held = [o for o in trainer.optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
+        parameter_ids = {id(p) for p in model.parameters()}
+        held = [
+            o for o in trainer.optimizers if any(id(p) in parameter_ids for g in o.param_groups for p in g["params"])
+        ]
         monitor = self._begin(model, held[0] if held else None, _step(trainer))
         self._last = -1
         with contextlib.suppress(MisconfigurationException):  # the number of accumulated batches varies
@@ -91,13 +93,13 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Logs the numbers that have arrived from the device so far."""
-        found: dict[str, float] = {}
+        summaries: dict[str, float] = {}
         for sample in self._queue.take():
-            found = sample.summaries()
+            summaries = sample.summaries()
             for logger in trainer.loggers:
-                logger.log_metrics(found, step=sample.step)
-        if found:
-            pl_module.log_dict(found, logger=False, rank_zero_only=True)
+                logger.log_metrics(summaries, step=sample.step)
+        if summaries:
+            pl_module.log_dict(summaries, logger=False, rank_zero_only=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measures the end of training if its last step was not known in advance, and logs the rest."""
@@ -126,13 +128,13 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
 
     def _watched(self, module: nn.Module) -> nn.Module:
         if self._module is not None:
-            found = dict(module.named_modules()).get(self._module)
-            if found is None:
+            watched = dict(module.named_modules()).get(self._module)
+            if watched is None:
                 names = ", ".join(name for name, _ in module.named_children())
                 raise InvalidValueError(
                     f"{type(module).__name__} has no module {self._module!r}; its children: {names}"
                 )
-            return found
+            return watched
         children = [child for child in module.children() if any(True for _ in child.parameters())]
         return children[0] if len(children) == 1 else module
 

@@ -247,16 +247,16 @@ class MLflowSink(_LibrarySink):
         """Starts a run in the requested experiment without changing the program's active experiment."""
         if not self.experiment:
             return self._mlflow.start_run(run_name=self.name)
-        known = self._client.get_experiment_by_name(self.experiment)
-        number = self._client.create_experiment(self.experiment) if known is None else known.experiment_id
+        experiment = self._client.get_experiment_by_name(self.experiment)
+        number = self._client.create_experiment(self.experiment) if experiment is None else experiment.experiment_id
         return self._mlflow.start_run(run_name=self.name, experiment_id=number)
 
     def write(self, sample: Sample) -> None:
         """Logs all summaries, 1,000 per call, which is MLflow's limit."""
-        found = list(sample.summaries().items())
-        for begin in range(0, len(found), 1000):
-            some = dict(found[begin : begin + 1000])
-            self._mlflow.log_metrics(some, step=sample.step, run_id=self._run_id)
+        metrics = list(sample.summaries().items())
+        for begin in range(0, len(metrics), 1000):
+            chunk = dict(metrics[begin : begin + 1000])
+            self._mlflow.log_metrics(chunk, step=sample.step, run_id=self._run_id)
 
     def alarm(self, alarm: Alarm) -> None:
         """Sets a tag named after the rule."""

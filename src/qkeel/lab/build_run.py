@@ -69,27 +69,27 @@ class Muon(torch.optim.Optimizer):
             weights = [p for p in group["params"] if p.grad is not None]
             # A remedy may add its own scale or gain, which is not a matrix, to any group.
             matrices = [p for p in weights if group["muon"] and p.ndim == 2]
-            others = [p for p in weights if not group["muon"] or p.ndim != 2]
+            vectors = [p for p in weights if not group["muon"] or p.ndim != 2]
             if matrices:
                 self._orthogonal(matrices, group)
-            if others:
-                self._adamw(others, group)
+            if vectors:
+                self._adamw(vectors, group)
         return loss
 
     def _orthogonal(self, weights: list[Tensor], group: Group) -> None:
         shapes: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
         for weight in weights:
             shapes[weight.shape, weight.dtype].append(weight)
-        for alike in shapes.values():
-            grads = [p.grad for p in alike if p.grad is not None]
-            means = [self._buffer(p, "momentum") for p in alike]
+        for of_one_shape in shapes.values():
+            grads = [p.grad for p in of_one_shape if p.grad is not None]
+            means = [self._buffer(p, "momentum") for p in of_one_shape]
             lerp_all_in_place(means, grads, 1 - group["momentum"])
             ahead = lerp_all(grads, means, group["momentum"])
             update = newton_schulz(torch.stack(ahead)).unbind()
-            size = group["lr"] * RMS_MATCH * max(alike[0].shape) ** 0.5
+            size = group["lr"] * RMS_MATCH * max(of_one_shape[0].shape) ** 0.5
             if group["weight_decay"]:
-                multiply_all(alike, 1 - group["lr"] * group["weight_decay"])
-            add_to_all(alike, list(update), alpha=-size)
+                multiply_all(of_one_shape, 1 - group["lr"] * group["weight_decay"])
+            add_to_all(of_one_shape, list(update), alpha=-size)
 
     def _adamw(self, weights: list[Tensor], group: Group) -> None:
         grads: list[Tensor] = [p.grad for p in weights if p.grad is not None]
@@ -226,8 +226,8 @@ def canonical(text: str) -> str:
     """
     if not _is_autopilot(text):
         return remedies.canonical(text)
-    term, *others = parse(text)
-    if others:
+    term, *more_terms = parse(text)
+    if more_terms:
         raise InvalidValueError(
             f"expected autopilot without other remedies, because the autopilot chooses the remedies, got {text!r}"
         )

@@ -72,10 +72,12 @@ def check_alike(path: Path, before: Json, now: Json) -> None:
         before, now = ({**about, "corpus SHA-256": text.get("sha256")} for about, text in zip((before, now), texts))
         unlike.append("corpus SHA-256")
     if unlike:
-        how = "; ".join(f"{name}: {before.get(name, 'not recorded')} there, {now.get(name)} here" for name in unlike)
+        differences = "; ".join(
+            f"{name}: {before.get(name, 'not recorded')} there, {now.get(name)} here" for name in unlike
+        )
         raise RunDirectoryError(
-            f"{path} was computed differently ({how}), and runs with different rounding or a different text must not "
-            "be mixed. Restore the old environment (QKEEL_NATIVE=0 switches compiled kernels off), or choose another "
+            f"{path} was computed differently ({differences}), and runs with different rounding or a different text must "
+            "not be mixed. Restore the old environment (QKEEL_NATIVE=0 switches compiled kernels off), or choose another "
             "directory; nothing was changed."
         )
 
@@ -227,9 +229,9 @@ def save(directory: RunDirectory, run: RunState, progress: RunProgress) -> None:
         tensors[_SCALING] = torch.tensor(scaling, dtype=torch.float64)
     tensors.update(_random_state())
     about = {**dataclasses.asdict(progress), "optimizer": numbers}
-    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     make_directory(directory.checkpoint.parent, parents=False)
-    write_bytes(directory.checkpoint, safetensors.torch.save(plain, {"qkeel": json.dumps(about)}))
+    write_bytes(directory.checkpoint, safetensors.torch.save(on_cpu, {"qkeel": json.dumps(about)}))
 
 
 def load(directory: RunDirectory, run: RunState) -> RunProgress:

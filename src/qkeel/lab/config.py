@@ -240,10 +240,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         settle(self)
-        for part, kind in zip((self.model, self.data, self.optim, self.images), _PARTS, strict=True):
-            if not isinstance(part, kind):
+        for section, kind in zip((self.model, self.data, self.optim, self.images), _PARTS, strict=True):
+            if not isinstance(section, kind):
                 name = kind.__name__.removesuffix("Config").lower()
-                raise InvalidTypeError(f"expected a {kind.__name__} as {name}, got {part!r}")
+                raise InvalidTypeError(f"expected a {kind.__name__} as {name}, got {section!r}")
         _check_multiple("batch", self.data.batch, "accumulate", self.accumulate)
         _check_multiple("eval_every", self.eval_every, "log_every", self.log_every)
         if self.model.parametrisation == "mup":

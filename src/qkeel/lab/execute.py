@@ -338,11 +338,11 @@ def _row(directory: RunDirectory, entry: Json) -> Json:
     blank = dict.fromkeys(TABLE_COLUMNS)
     named = {name: entry[name] for name in ("remedy", "lr", "seed", "run_id")}
     status = directory.status
-    results = directory.summary() if status is RunStatus.DONE else {}
-    optional = {"mix": entry["role"]} if any("/" in name for name in results) else {}
+    summary = directory.summary() if status is RunStatus.DONE else {}
+    optional = {"mix": entry["role"]} if any("/" in name for name in summary) else {}
     optional |= {"part": entry["part"]} if entry.get("part") else {}
     optional |= {"primary": entry["primary"]} if "primary" in entry else {}
-    return {**blank, **optional, **results, **named, "status": str(status)}
+    return {**blank, **optional, **summary, **named, "status": str(status)}
 
 
 def write_table(out: Path, table: Sequence[Json], names: Sequence[str] = ()) -> None:
@@ -446,13 +446,14 @@ def _joined_contexts(old: Json | None, new: Json) -> Json:
     """Joins the methods and lengths; the numbers of sequences and steps must be equal."""
     if old is None:
         return dict(new)
-    for name, what in (
+    for name, sentence in (
         ("sequences", "measures on {} held-out sequences"),
         ("continue_steps", "continues training for {} steps"),
     ):
         if old[name] != new[name]:
             raise RunDirectoryError(
-                f"this study {what.format(old[name])}, not {new[name]}; choose another directory; nothing was changed."
+                f"this study {sentence.format(old[name])}, not {new[name]}; choose another directory; nothing was "
+                "changed."
             )
     return {
         **new,

@@ -74,9 +74,9 @@ def parse_executor(text: str) -> Term:
         UnknownNameError: there is no such executor.
         InvalidValueError: more than one is named, or an executor other than slurm has options.
     """
-    term, *others = parse(text)
+    term, *more_terms = parse(text)
     lookup("executor", EXECUTORS, term.name)
-    if others or (term.options and term.name != "slurm"):
+    if more_terms or (term.options and term.name != "slurm"):
         raise InvalidValueError(
             f"expected one executor of {', '.join(EXECUTORS)}, options for slurm alone; got {text!r}"
         )
@@ -144,18 +144,18 @@ def _by_joblib(jobs: Sequence[Job], workers: int, backend: str) -> Iterator[Outc
         pool = joblib.Parallel(**settings)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*still being processed by the workers have been cancelled")
-            results: Any = iter(())
+            outcomes: Any = iter(())
             try:
-                results = iter(pool(joblib.delayed(work)(job) for job in jobs))
-                for outcome in results:
+                outcomes = iter(pool(joblib.delayed(work)(job) for job in jobs))
+                for outcome in outcomes:
                     del unfinished[outcome.directory]
                     yield outcome
             except Exception as error:  # `work` raises none, so a worker died; loky then ends its pool
                 for directory in unfinished:
                     yield Outcome(directory, _died(error))
             finally:
-                if isinstance(results, Generator):  # stops the jobs that have not ended
-                    results.close()
+                if isinstance(outcomes, Generator):  # stops the jobs that have not ended
+                    outcomes.close()
 
 
 @contextlib.contextmanager

@@ -44,8 +44,8 @@ class Pictures:
     def sha256(self) -> str:
         """The SHA-256 of the pixels, captions, classes and the split."""
         digest = hashlib.sha256(json.dumps([list(self.captions), list(self.classes)]).encode())
-        for part in (self.pixels, self.labels, self.held):
-            digest.update(np.ascontiguousarray(part).tobytes())
+        for array in (self.pixels, self.labels, self.held):
+            digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
 
@@ -88,11 +88,11 @@ def _held_out(pixels: np.ndarray, labels: np.ndarray, classes: Sequence[str]) ->
     digests = [hashlib.sha256(np.ascontiguousarray(image).tobytes()).digest() for image in pixels]
     held: set[bytes] = set()
     for label in range(len(classes) or 1):
-        mine = sorted({digest for digest, other in zip(digests, labels) if other == label})
+        mine = sorted({digest for digest, label_of_digest in zip(digests, labels) if label_of_digest == label})
         if len(mine) < 2:
-            what = f"class {classes[label]!r} has" if classes else "there are"
+            subject = f"class {classes[label]!r} has" if classes else "there are"
             raise DataError(
-                f"{what} {len(mine)} different images; expected at least 2: one to train on and one to hold out"
+                f"{subject} {len(mine)} different images; expected at least 2: one to train on and one to hold out"
             )
         held.update(mine[: max(1, round(HELD_OUT * len(mine)))])
     return np.array([digest in held for digest in digests])
@@ -126,11 +126,13 @@ BUILT_IN: dict[str, Callable[[], ImageTable]] = {"digits": _digits, "photos": _p
 
 def _captioned(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
     images, captions = [], []
-    for where, row in json_rows(path):
+    for position, row in json_rows(path):
         if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("path", "text")):
-            raise DataError(f'{where}: expected {{"path": "a.png", "text": "its caption"}}, got {json.dumps(row)[:80]}')
+            raise DataError(
+                f'{position}: expected {{"path": "a.png", "text": "its caption"}}, got {json.dumps(row)[:80]}'
+            )
         if not row["text"].strip():
-            raise DataError(f"{where}: the caption of {row['path']} is empty; write a caption, or omit the image")
+            raise DataError(f"{position}: the caption of {row['path']} is empty; write a caption, or omit the image")
         images.append(_read(path.parent / row["path"], size))
         captions.append(row["text"].strip())
     return _stack(images, str(path)), captions

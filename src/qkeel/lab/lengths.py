@@ -262,10 +262,10 @@ def measure(config: RunConfig, directory: RunDirectory, contexts: LongContexts, 
                 if done < config.steps:
                     raise RefusedError(f"training ended at step {done} of {config.steps}")
                 baselines[length] = baselines.get(length) or _AsTrained(run, length, contexts.sequences)
-                result = _at(run, baselines[length], Method.parse(text), contexts.continue_steps)
+                measured = _at(run, baselines[length], Method.parse(text), contexts.continue_steps)
             except RefusedError as refusal:
-                result = {"refused": str(refusal)}
-            append_line(directory.path / FILE, {"posthoc": text, "test_length": length, **result})
+                measured = {"refused": str(refusal)}
+            append_line(directory.path / FILE, {"posthoc": text, "test_length": length, **measured})
         sync([directory.path / FILE])
 
 
@@ -318,15 +318,15 @@ def _at(run: RunState, baseline: _AsTrained, method: Method, steps: int) -> Json
         model = run.model
         changing = changed(model, method, short, windows.shape[1] - 1)
     with measuring(model), autocast(config), changing:
-        result = _measured(model, windows, short, baseline.ranges)
+        measured = _measured(model, windows, short, baseline.ranges)
         if run.task.corpus.needles:
-            result |= retrieved(model, windows, run.task.corpus.needles)
+            measured |= retrieved(model, windows, run.task.corpus.needles)
     trained = _share(baseline.short.hit)
     return {
         "accuracy_train": trained,
-        "kept_nonrepeat": result["accuracy_nonrepeat"] / trained if trained else None,
+        "kept_nonrepeat": measured["accuracy_nonrepeat"] / trained if trained else None,
         "loss_train": float(baseline.short.loss.cpu().double().mean()),
-        **result,
+        **measured,
     }
 
 

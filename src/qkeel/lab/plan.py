@@ -63,9 +63,9 @@ class Grid:
                 raise InvalidValueError(f"expected at least one of {name}, got none")
         object.__setattr__(self, "lrs", tuple(sorted({float(lr) for lr in self.lrs})))
         object.__setattr__(self, "seeds", tuple(sorted(self.seeds)))
-        if both := sorted(set(self.seeds).intersection(self.tuning_seeds)):
+        if overlap := sorted(set(self.seeds).intersection(self.tuning_seeds)):
             raise InvalidValueError(
-                f"expected tuning seeds that no compared run has, got {both} in both. A rate chosen on the compared "
+                f"expected tuning seeds that no compared run has, got {overlap} in both. A rate chosen on the compared "
                 "seeds makes its remedy look better than it is; give other --tuning-seeds"
             )
 
@@ -284,8 +284,8 @@ class Study:
         runs = []
         for part, variant in variants(base or self.base or RunConfig(), grid.settings()):
             for run in self.runs(variant, grid):
-                both = (*((run.role,) if run.role != "grid" else ()), *((part,) if part else ()))
-                runs.append(dataclasses.replace(run, role=", ".join(both) or "grid", part=part))
+                names = (*((run.role,) if run.role != "grid" else ()), *((part,) if part else ()))
+                runs.append(dataclasses.replace(run, role=", ".join(names) or "grid", part=part))
         return Plan(name=self.name, grid=grid, runs=runs, contexts=contexts, primary=self._primary(runs, base))
 
     def _primary(self, runs: Sequence[PlannedRun], base: RunConfig | None) -> Primary | None:
@@ -364,8 +364,8 @@ class Method:
         """
         if not isinstance(text, str):
             raise InvalidTypeError(f"expected a post-hoc method like 'rerope:window=16', got {type(text).__name__}")
-        form, _, rest = text.rpartition("/")
-        name, at, length = rest.partition("@")
+        form, _, method = text.rpartition("/")
+        name, at, length = method.partition("@")
         if at and not (length.isdigit() and int(length) > 0):
             raise InvalidValueError(f"expected a length in tokens after the @, as in pi@256, got {text!r}")
         return cls(terms=parse(name), form=form, trained_at=int(length) if at else 0)
@@ -451,10 +451,10 @@ def in_words(choice: Json) -> str:
     >>> in_words({"role": "grid", "remedy": "none", "lr": 0.1, "border": "highest", "seeds": [7]})
     'none: rate 0.1, chosen on seeds 7; the highest rate of the grid, so a better rate may lie outside'
     """
-    part = "" if choice["role"] == "grid" else f"{choice['role']}, "
+    role = "" if choice["role"] == "grid" else f"{choice['role']}, "
     edge = f"; the {choice['border']} rate of the grid, so a better rate may lie outside" if choice["border"] else ""
     seeds = " ".join(map(str, choice["seeds"]))
-    return f"{part}{choice['remedy']}: rate {choice['lr']:g}, chosen on seeds {seeds}{edge}"
+    return f"{role}{choice['remedy']}: rate {choice['lr']:g}, chosen on seeds {seeds}{edge}"
 
 
 def check_choices(old: Sequence[Json], new: Sequence[Json], out: object) -> None:

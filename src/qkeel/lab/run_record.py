@@ -93,20 +93,22 @@ def heldout_numbers(model: nn.Module, examples: Examples, count: int, task: Task
             losses.append(token_loss(logits, chunk.targets).to(kind) * len(chunk.inputs))
             hits.append((logits.argmax(-1) == chunk.targets).to(kind).mean() * len(chunk.inputs))
             if chunk.kinds is not None:
-                each = F.cross_entropy(logits.flatten(0, -2).float(), chunk.targets.flatten(), reduction="none")
-                kinds.append(torch.stack([chunk.kinds.flatten().to(kind), each.to(kind)]))
+                losses_of_targets = F.cross_entropy(
+                    logits.flatten(0, -2).float(), chunk.targets.flatten(), reduction="none"
+                )
+                kinds.append(torch.stack([chunk.kinds.flatten().to(kind), losses_of_targets.to(kind)]))
     loss, accuracy = (float(torch.stack(values).sum() / len(examples.inputs)) for values in (losses, hits))
     by_kind = _by_kind(torch.cat(kinds, 1).cpu(), task) if kinds else {"val_loss": loss}
     return {**by_kind, **({"val_accuracy": accuracy} if task.classifies else {})}
 
 
-def _by_kind(each: Tensor, task: Task) -> dict[str, float]:
+def _by_kind(kinds_and_losses: Tensor, task: Task) -> dict[str, float]:
     """Returns val_loss/KIND for each kind, computed from kinds and losses [2 n].
 
     val_loss is the mean over the kinds used in training.
     """
-    kinds = each[0].long()
-    sums, counts = torch.bincount(kinds, weights=each[1]).tolist(), torch.bincount(kinds).tolist()
+    kinds = kinds_and_losses[0].long()
+    sums, counts = torch.bincount(kinds, weights=kinds_and_losses[1]).tolist(), torch.bincount(kinds).tolist()
     present = {name: (loss, n) for name, loss, n in zip(task.kinds, sums, counts) if n}
     total, count = (sum(present[name][i] for name in task.trained if name in present) for i in (0, 1))
     means = {f"val_loss/{name}": loss / n for name, (loss, n) in present.items()}
@@ -424,8 +426,8 @@ class RunRecord:
             self._check_alike(environment_here)
         if not has_checkpoint:
             return None
-        found = read_checkpoint(directory)
-        step, sizes = found.progress.step, found.progress.sizes
+        checkpoint = read_checkpoint(directory)
+        step, sizes = checkpoint.progress.step, checkpoint.progress.sizes
         directory.cut_to(sizes or {})
         directory.events(sizes)
         check_recorded(directory, sizes)
@@ -439,7 +441,7 @@ class RunRecord:
                     f"{directory.path / name} lacks records from before the checkpoint of step {step}, so it was "
                     "damaged."
                 )
-        return found
+        return checkpoint
 
     def _ends(self, numbers: Sequence[float]) -> bool:
         """True if training must stop after these values. With a loss scale, individual steps may fail."""

@@ -96,7 +96,8 @@ TRANSLATION = Study(
     name="translation",
     line="An encoder–decoder on a few text pairs: remedies on self- and cross-attention × learning rates × seeds.",
     help="The default remedies are none, frozen_qk, the norm of the first QK-norm paper, qk_norm and lalr:tau=0.1, "
-    "at learning rates of 0.003, 0.01, 0.03 and 0.1, on 1000 pairs of 48 bytes. Finished runs are kept, interrupted "
+    "at learning rates of 0.003, 0.01, 0.03 and 0.1, on 1000 pairs of 48 bytes. If sacrebleu is installed, the BLEU of "
+    "greedy decoding is reported beside the loss. Finished runs are kept, interrupted "
     "runs resume, and more runs can be added later.",
     grid=TRANSLATION_GRID,
     runs=parts,
@@ -229,9 +230,9 @@ def request(base: RunConfig, default: Grid, given: StudyOptions) -> Request:
         blocks=given.get("blocks") or default.blocks,
         **{axis: given.get(axis) or values for axis, values in default.settings().items()},
     )
-    more = continued(given["continue_at"]) if "continue_at" in given else []
+    continued_methods = continued(given["continue_at"]) if "continue_at" in given else []
     contexts = LongContexts(
-        posthoc=[*given.get("posthoc", CONTEXTS.posthoc), *more],
+        posthoc=[*given.get("posthoc", CONTEXTS.posthoc), *continued_methods],
         continue_steps=given.get("continue_steps", CONTEXTS.continue_steps),
         test_lengths=given.get("test_lengths", (8 * length,)),
         sequences=given.get("test_sequences", CONTEXTS.sequences),

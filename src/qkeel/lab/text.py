@@ -110,12 +110,12 @@ def _missing(source: str) -> DataError:
 def json_rows(path: Path) -> Iterator[tuple[str, object]]:
     """Yields the location and value of each line of a .jsonl file; raises DataError for a line that is not JSON."""
     for number, line in enumerate(read_bytes(path).splitlines(), start=1):
-        where = f"{path}, line {number}"
+        position = f"{path}, line {number}"
         try:
             if line.strip():
-                yield where, json.loads(line)
+                yield position, json.loads(line)
         except ValueError as error:
-            raise DataError(f"{where} is not JSON ({error}); expected one object per line") from error
+            raise DataError(f"{position} is not JSON ({error}); expected one object per line") from error
 
 
 # Needles are tokens that encode a key and a value, inserted into text. Questions name a key and ask for its value.
@@ -193,16 +193,16 @@ def ask(windows: np.ndarray, needles: Needles, rng: np.random.Generator) -> Need
 
     For a model that knows only which tokens are answers, the accuracy is 1/VALUES by chance.
     """
-    asked, keys = windows.copy(), needles.keys
+    with_needles, keys = windows.copy(), needles.keys
     end = windows.shape[1] - 2 * keys
     places = ((np.arange(keys) + 0.5) / keys * end).astype(np.int64)
     questions = np.empty((len(windows), keys), dtype=np.int64)
-    for text, at in zip(asked, questions, strict=True):
+    for text, at in zip(with_needles, questions, strict=True):
         named, values = rng.permutation(keys), rng.integers(VALUES, size=keys)
         at[:] = end + 2 * rng.permutation(keys)
         text[places] = needles.needle(named, values)
         text[at], text[at + 1] = needles.question(named), needles.value(values)
-    return NeedleQuestion(asked, places, questions)
+    return NeedleQuestion(with_needles, places, questions)
 
 
 # A synthetic second language: the words of each clause in reverse order, with their letters substituted.
@@ -281,10 +281,10 @@ def load(config: DataConfig) -> Corpus:
     """
     # The stamp is part of the cache key, so a changed file is read again.
     corpus = _load(config.source, config.vocab_size, stamp(config.source))
-    for part, tokens in (("training", corpus.train), ("held-out", corpus.heldout)):
+    for side, tokens in (("training", corpus.train), ("held-out", corpus.heldout)):
         if len(tokens) <= config.context:
             raise DataError(
-                f"the {part} part of {config.source} has {len(tokens)} {corpus.loss_unit}s; expected more than the "
+                f"the {side} part of {config.source} has {len(tokens)} {corpus.loss_unit}s; expected more than the "
                 f"context, {config.context}. Give more text or a shorter context."
             )
     if not config.needle:
@@ -422,17 +422,17 @@ def _load(source: str, vocab_size: int | None, stamp: tuple[tuple[str, int, int]
     train, held = split(documents.texts)
     if not train:
         raise DataError(f"{source} is empty; expected text")
-    parts = [np.frombuffer(b"".join(part), dtype=np.uint8) for part in (train, held)]
+    parts = [np.frombuffer(b"".join(texts), dtype=np.uint8) for texts in (train, held)]
     return _corpus(documents.name, "byte", parts, vocab_size or 256, [len(text) for text in held])
 
 
 def _tokens(path: Path, kind: str, vocab_size: int | None) -> Corpus:
     """Reads token files: train.bin with val.bin, as nanoGPT writes them, or one file whose last tenth is held out."""
     path = path / "train.bin" if path.is_dir() else path
-    other = path.with_name("val.bin")
+    validation = path.with_name("val.bin")
     tokens = _read_bin(path, kind)
-    if path.name == "train.bin" and other.is_file():
-        parts = [tokens, _read_bin(other, kind)]
+    if path.name == "train.bin" and validation.is_file():
+        parts = [tokens, _read_bin(validation, kind)]
     else:
         cut = len(tokens) - round(HELD_OUT * len(tokens))
         parts = [tokens[:cut], tokens[cut:]]
@@ -463,15 +463,15 @@ def _corpus(
     vocab_size: int,
     lengths: Sequence[int] | None = None,
 ) -> Corpus:
-    largest = max(int(part.max(initial=0)) for part in parts)
+    largest = max(int(tokens.max(initial=0)) for tokens in parts)
     if largest >= vocab_size:
         raise DataError(
             f"{name} has token {largest}; expected tokens below the vocabulary size, {vocab_size}. "
             f"Set vocab_size to at least {largest + 1}, or use the right file."
         )
     digest = hashlib.sha256(f"{unit} {len(parts[0])} {len(parts[1])}\n".encode())
-    for part in parts:
-        digest.update(memoryview(np.ascontiguousarray(part)))  # type: ignore[arg-type]
+    for tokens in parts:
+        digest.update(memoryview(np.ascontiguousarray(tokens)))  # type: ignore[arg-type]
     train, held = parts
     return Corpus(
         name=name,

@@ -255,8 +255,8 @@ class SpecModule(nn.Module):
         returns [b t h·e]."""
         q, k, v = qkv
         if cache is None:
-            seen = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
-            return self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=seen)
+            visibility = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
+            return self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=visibility)
         if not isinstance(cache, KVCache):
             raise InvalidTypeError(f"expected a qkeel.nn.KVCache, got {type(cache).__name__}; new_cache() creates one")
         cache.check_positions(pos, mask)
@@ -267,9 +267,9 @@ class SpecModule(nn.Module):
             v = spec.values(v, params)
             spec, params = spec.core(params)
         k, v = cache.append(k, v, pos=None if pos is None else at)
-        own = None if cache.pos is None else at
-        seen = Visibility(causal=causal, mask=mask, pos_q=own, pos_k=cache.pos)
-        return self.attend(q, k, v, spec=spec, params=params, seen=seen)
+        positions = None if cache.pos is None else at
+        visibility = Visibility(causal=causal, mask=mask, pos_q=positions, pos_k=cache.pos)
+        return self.attend(q, k, v, spec=spec, params=params, seen=visibility)
 
     def extra_repr(self) -> str:
         """Shows heads, norm and position in print(model)."""
@@ -402,8 +402,8 @@ class Attention(SpecModule):
             stats: whether to return LogitStats as well.
         """
         if stats:
-            found: list[LogitStats] = []
-            note = lambda call: found.append(logit_stats(call))  # noqa: E731
+            stats_of_calls: list[LogitStats] = []
+            note = lambda call: stats_of_calls.append(logit_stats(call))  # noqa: E731
             self.observers.append(note)
             try:
                 out = self.forward(
@@ -411,7 +411,7 @@ class Attention(SpecModule):
                 )
             finally:
                 self.observers.remove(note)
-            return out, found[-1]
+            return out, stats_of_calls[-1]
         check_input(x, self.d_model, self.q_proj)
         if context is not None:
             if cache is not None:
@@ -427,8 +427,8 @@ class Attention(SpecModule):
         causal = context is None if causal is None else causal
         if context is None:
             return self.o_proj(self.attend_self(cache, (q, k, v), causal=causal, mask=mask, pos=pos))
-        seen = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos_context)
-        return self.o_proj(self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=seen))
+        visibility = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos_context)
+        return self.o_proj(self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=visibility))
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
@@ -503,8 +503,8 @@ class GAU(SpecModule):
         impl: str = "auto",
     ) -> None:
         width = 2 * d_model if hidden is None else hidden
-        given = f"d_model={d_model}, hidden={width}, size={size}"
-        check(min(d_model, width, size) >= 1, "sizes of at least 1", given)
+        sizes = f"d_model={d_model}, hidden={width}, size={size}"
+        check(min(d_model, width, size) >= 1, "sizes of at least 1", sizes)
         spec = preset("baseline") if spec is None else spec
         spec.position.check(size)
         super().__init__(spec, (1, 1, size), dropout, impl)

@@ -322,8 +322,8 @@ class FusedEmbedding(nn.Embedding):
     def forward(self, input: Int[Tensor, "b t"]) -> Float[Tensor, "b t m"]:
         """Maps tokens [b t] to embeddings [b t m]."""
         code = input - self.first
-        seen = self.patch(self.pixels[code.clamp_min(0)])  # type: ignore[index]
-        return torch.where((code >= 0)[..., None], seen, super().forward(input))
+        embedded_patches = self.patch(self.pixels[code.clamp_min(0)])  # type: ignore[index]
+        return torch.where((code >= 0)[..., None], embedded_patches, super().forward(input))
 
 
 @final

@@ -388,6 +388,7 @@ MONITOR_EXTREMES: dict[str, Field] = {
 TASK_FIELDS: dict[str, Field] = {
     "val_loss": Field("nats/token", "loss on held-out targets of one kind; null if it was not evaluated"),
     "val_accuracy": Field("share", "share of held-out images whose class has the largest logit"),
+    "val_bleu": Field("BLEU", "sacrebleu's BLEU of greedy decoding on held-out texts, after training"),
     "query_norm": Field(
         "1", "mean L2 norm of the class's queries as they enter the dot product, over heads and layers"
     ),

@@ -89,11 +89,11 @@ class Cell:
 def cells(study: StudyData) -> list[Cell]:
     """Returns every remedy at every rate with a finished run, part by part, in the study's order."""
     table = []
-    for name, part in study.parts().items():
+    for name, part_of_study in study.parts().items():
         for remedy in study.remedies:
-            for lr in part.lrs():
-                runs = [run for run in part.finished if run.remedy == remedy and run.lr == lr]
-                same_rate = [run for run in part.finished if run.remedy == study.baseline and run.lr == lr]
+            for lr in part_of_study.lrs():
+                runs = [run for run in part_of_study.finished if run.remedy == remedy and run.lr == lr]
+                same_rate = [run for run in part_of_study.finished if run.remedy == study.baseline and run.lr == lr]
                 baseline = Cell(part=name, remedy=study.baseline, lr=lr, runs=same_rate).values("val_loss")
                 if runs:
                     cell = Cell(part=name, remedy=remedy, lr=lr, runs=runs)
@@ -120,8 +120,8 @@ def primary_cell(study: StudyData) -> tuple[Cell, Cell] | None:
         rates = sorted(below, key=lambda lr: _mean_loss(below[lr]))
     for lr in rates:
         for cell in table:
-            wanted = cell.remedy == named["remedy"] if named else cell.remedy != baseline
-            if wanted and cell.lr == lr and lr in below:
+            is_compared = cell.remedy == named["remedy"] if named else cell.remedy != baseline
+            if is_compared and cell.lr == lr and lr in below:
                 gain = difference(below[lr].values("val_loss"), cell.values("val_loss"))
                 if gain is not None:
                     return dataclasses.replace(cell, gain=gain), below[lr]
@@ -159,10 +159,10 @@ class LongCell:
 def long_cells(study: StudyData) -> list[LongCell]:
     """Returns every form, method and length that was measured, part by part, in the study's order."""
     table = []
-    for name, part in study.parts().items():
+    for name, part_of_study in study.parts().items():
         measured: dict[tuple[str, str, int], dict[str, dict[int, float]]] = {}
         for form in study.remedies:
-            for run in part.runs:
+            for run in part_of_study.runs:
                 for line in run.long if run.remedy == form else ():
                     if line.get("kept_nonrepeat") is not None:  # else the form refused the method
                         key = (form, str(line["posthoc"]), int(line["test_length"]))

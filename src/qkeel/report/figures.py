@@ -70,28 +70,32 @@ def figures(
         InvalidValueError: the width is out of range.
         RunDirectoryError: nothing has been recorded, or the files cannot be read.
     """
-    for one in formats:
-        check_known("format of figures", one, FORMATS)
+    for file_format in formats:
+        check_known("format of figures", file_format, FORMATS)
     if not 0.5 <= width <= 50:
         raise InvalidValueError(f"expected a width from 0.5 to 50 inches, got {width:g}")
     with needed("figures", "'qkeel[plot]'"):
         from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-    (given,) = as_paths(path)
-    drawn = _of_watched(read_watched([given])[0]) if is_watched(given) else _of_study(read_study(given, baseline))
+    (directory,) = as_paths(path)
+    drawn = (
+        _of_watched(read_watched([directory])[0])
+        if is_watched(directory)
+        else _of_study(read_study(directory, baseline))
+    )
     written = []
     with rc_context(_STYLE):
         for name, draw in drawn:
             figure = Figure(figsize=(width, _RATIO * width), layout="constrained")
             draw(figure.subplots())
             make_directory(Path(out))
-            for one in formats:
-                target = Path(out) / f"{name}.{one}"
-                figure.savefig(target, dpi=300, metadata=_UNDATED[one])
+            for file_format in formats:
+                target = Path(out) / f"{name}.{file_format}"
+                figure.savefig(target, dpi=300, metadata=_UNDATED[file_format])
                 written.append(target)
     if not written:
         raise RunDirectoryError(
-            f"{given} has no records to draw; wait until the run has recorded something, or give another directory"
+            f"{directory} has no records to draw; wait until the run has recorded something, or give another directory"
         )
     return written
 
@@ -144,12 +148,14 @@ def _heads(ax: Foreign, values: np.ndarray, names: Sequence[str], step: int) -> 
     from matplotlib import colors  # pyright: ignore[reportMissingImports]
 
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    both = low < 0 < high
+    crosses_zero = low < 0 < high
     most = max(-low, high, 1.0)
-    norm = colors.SymLogNorm(1.0, vmin=-most, vmax=most) if both else colors.Normalize(low, high)
-    if not both and low > 0 and high > 10 * low:
+    norm = colors.SymLogNorm(1.0, vmin=-most, vmax=most) if crosses_zero else colors.Normalize(low, high)
+    if not crosses_zero and low > 0 and high > 10 * low:
         norm = colors.LogNorm(low, high)
-    image = ax.imshow(values, aspect="auto", cmap="RdBu_r" if both else "viridis", norm=norm, interpolation="nearest")
+    image = ax.imshow(
+        values, aspect="auto", cmap="RdBu_r" if crosses_zero else "viridis", norm=norm, interpolation="nearest"
+    )
     ax.figure.colorbar(image, ax=ax, label=f"largest logit at step {step:,}")
     if len(names) <= 24:
         ax.set_yticks(range(len(names)), names)
@@ -159,14 +165,14 @@ def _heads(ax: Foreign, values: np.ndarray, names: Sequence[str], step: int) -> 
 
 def _of_study(study: StudyData) -> Drawing:
     """Yields the figures of a study or, if it has parts, of its first part."""
-    part = next(iter(study.parts().values()))
-    table = cells(part)
-    if len(part.lrs()) > 1:
+    first_part = next(iter(study.parts().values()))
+    table = cells(first_part)
+    if len(first_part.lrs()) > 1:
         loss = f"held-out loss ({study.loss_unit()})"
         yield "val_loss_by_lr", lambda ax: _by_rate(ax, study, table, "val_loss", loss, log=False)
         yield "max_logit_by_lr", lambda ax: _by_rate(ax, study, table, "max_logit", "largest logit (nats)", log=True)
-    for lr in sorted({run.lr for run in part.runs if run.metrics and run.role != DRIFT}):
-        yield f"max_logit_lr_{rate(lr).replace(chr(0x2212), '-')}", lambda ax, lr=lr: _courses(ax, part, lr)
+    for lr in sorted({run.lr for run in first_part.runs if run.metrics and run.role != DRIFT}):
+        yield f"max_logit_lr_{rate(lr).replace(chr(0x2212), '-')}", lambda ax, lr=lr: _courses(ax, first_part, lr)
     judged = [cell for cell in table if cell.gain is not None and cell.gain.effect is not None]
     if judged:
         yield "gains", lambda ax: _gains(ax, study, judged)

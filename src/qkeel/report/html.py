@@ -293,11 +293,11 @@ def details(title: str, content: Markup, *, shown: bool = False) -> Markup:
     return tag("details", {"open": None} if shown else {}, tag("summary", {}, title), content)
 
 
-def facts(found: Mapping[str, str | Sequence[str]], *, code: bool = False) -> Markup:
+def facts(values_of_name: Mapping[str, str | Sequence[str]], *, code: bool = False) -> Markup:
     """Returns a list of names, each with a sentence or several values; with `code`, names are formatted as code."""
     lines: list[Markup] = []
-    for name, value in found.items():
-        values = [value] if isinstance(value, str) else [tag("span", {"class": "value"}, one) for one in value]
+    for name, value in values_of_name.items():
+        values = [value] if isinstance(value, str) else [tag("span", {"class": "value"}, text) for text in value]
         lines += [tag("dt", {}, tag("code", {}, name) if code else name), tag("dd", {}, join(values, " "))]
     return tag("dl", {"class": "facts"}, *lines) if lines else Markup("")
 

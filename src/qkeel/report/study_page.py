@@ -28,10 +28,16 @@ def study_page(study: StudyData) -> Page:
     """Returns the page about a study or about runs of the lab."""
     # charts.js draws one part at a time, so a study in parts shows only charts for which every part has data.
     parts = study.parts()
-    drawn = {name: part for name, part in parts.items() if charts(part)} or {"": study}
-    present = [chart for chart in charts(study) if all(chart in charts(part) for part in drawn.values())]
+    drawn = {name: part_of_study for name, part_of_study in parts.items() if charts(part_of_study)} or {"": study}
+    present = [
+        chart for chart in charts(study) if all(chart in charts(part_of_study) for part_of_study in drawn.values())
+    ]
     several = len(drawn) > 1
-    data = {"parts": {name: chart_data(part) for name, part in drawn.items()}} if several else chart_data(study)
+    data = (
+        {"parts": {name: chart_data(part_of_study) for name, part_of_study in drawn.items()}}
+        if several
+        else chart_data(study)
+    )
     versions = sorted({str(run.env["qkeel"]) for run in study.runs if run.env.get("qkeel")})
     return Page(
         title=heading(study),
@@ -76,9 +82,9 @@ def _meta(study: StudyData) -> str:
 
 
 def _lead(study: StudyData) -> str:
-    both = primary_cell(study)
+    compared = primary_cell(study)
     unit = study.loss_unit()
-    if both is None:
+    if compared is None:
         if len(study.runs) != 1 or study.runs[0].row is None:
             return ""
         row = study.runs[0].row
@@ -86,13 +92,13 @@ def _lead(study: StudyData) -> str:
             f"Held-out loss {h.loss(row['val_loss'])} {unit}; it was {h.loss(row['init_loss'])} before training. "
             f"The largest attention logit was {h.number(row['max_logit'])}."
         )
-    cell, baseline = both
+    cell, baseline = compared
     assert cell.gain is not None
     side, interval = _less(cell.gain)
     several = len(study.parts()) > 1
-    where = f"{cell.part}, LR {h.rate(cell.lr)}: the" if several else f"At LR {h.rate(cell.lr)}, the"
+    setting = f"{cell.part}, LR {h.rate(cell.lr)}: the" if several else f"At LR {h.rate(cell.lr)}, the"
     return (
-        f"{where} largest attention logit is {h.number(cell.max_logit)} with {cell.remedy} and "
+        f"{setting} largest attention logit is {h.number(cell.max_logit)} with {cell.remedy} and "
         f"{h.number(baseline.max_logit)} with {baseline.remedy}; held-out loss is {h.loss(abs(cell.gain.mean))} {unit} "
         f"{side} with {cell.remedy} ({interval})."
     )
@@ -298,6 +304,7 @@ def _ratio_at_end(above: str, below: str) -> Read:
 # Columns that only some tasks have: accuracy of images, and numbers by modality.
 _TASK_COLUMNS: Mapping[str, Read] = {
     "Held-out accuracy": lambda run: (run.row or {}).get("val_accuracy"),
+    "BLEU": lambda run: (run.row or {}).get("val_bleu"),
     "Image loss": _at_end("val_loss/image"),
     "Caption loss": _at_end("val_loss/caption"),
     "Text loss": _at_end("val_loss/text"),
@@ -418,22 +425,22 @@ _WAITING = {
 
 def _without_result(study: StudyData) -> Markup:
     """Returns the failed, unfinished and missing runs with what is known about them; empty if there are none."""
-    items = []
+    list_entries = []
     for run in study.runs:
         if run.status is RunStatus.FAILED:
             lines = [line for line in run.error.strip().splitlines() if line.strip()]
             title = h.join([_run_name(study, run), ": ", h.tag("strong", {}, f"failed{_reached(run)}")])
             last = h.tag("p", {"class": "error"}, h.tag("code", {}, lines[-1] if lines else "no message was written"))
             trace = h.details("Traceback", h.tag("pre", {}, run.error.strip())) if len(lines) > 1 else ""
-            items.append(h.tag("li", {}, title, last, trace))
+            list_entries.append(h.tag("li", {}, title, last, trace))
     for status, (word, hint) in _WAITING.items():
         runs = [run for run in study.runs if run.status is status]
         if runs:
             names = [h.tag("span", {"class": "run"}, _run_name(study, run), _reached(run)) for run in runs]
             head = h.tag("strong", {}, f"{h.count(len(runs), 'run')} {word}")
             below = h.tag("p", {"class": "runs"}, *names)
-            items.append(h.tag("li", {"class": "waiting"}, head, h.tag("p", {}, hint), below))
-    return h.tag("ul", {"class": "failures"}, *items) if items else Markup("")
+            list_entries.append(h.tag("li", {"class": "waiting"}, head, h.tag("p", {}, hint), below))
+    return h.tag("ul", {"class": "failures"}, *list_entries) if list_entries else Markup("")
 
 
 def _run_name(study: StudyData, run: RunData) -> Markup:
@@ -447,8 +454,8 @@ def _reached(run: RunData) -> str:
 
 def _nothing(study: StudyData) -> Markup:
     text = f"None of the {h.count(len(study.runs), 'run')} has written a record." if study.runs else "No run is listed."
-    again = " Run the command below again: finished runs are kept, and all others resume." if study.command else ""
-    return h.empty_note(f"{text}{again} Then create this page again.")
+    advice = " Run the command below again: finished runs are kept, and all others resume." if study.command else ""
+    return h.empty_note(f"{text}{advice} Then create this page again.")
 
 
 # Formulas and sources of remedies, and provenance.
@@ -458,7 +465,7 @@ ARXIV = re.compile(r"\b(\d{4}\.\d{4,5})\b")
 
 
 def _formulas(study: StudyData) -> Markup:
-    items = []
+    sections = []
     for remedy in study.remedies:
         runs = [run for run in study.runs if run.remedy == remedy and run.env.get("formula")]
         if not runs:
@@ -473,16 +480,16 @@ def _formulas(study: StudyData) -> Markup:
             h.tag("pre", {}, str(env["formula"]).strip("\n")),
             h.tag("p", {"class": "source"}, "Source: ", _linked(source)) if source else "",
         ]
-        items.append(h.tag("section", {"class": "remedy"}, *parts))
-    return h.tag("div", {"class": "remedies"}, *items) if items else Markup("")
+        sections.append(h.tag("section", {"class": "remedy"}, *parts))
+    return h.tag("div", {"class": "remedies"}, *sections) if sections else Markup("")
 
 
 def _linked(source: str) -> Markup:
     """Turns arXiv numbers in a source into links."""
     parts: list[str] = []
-    for i, part in enumerate(ARXIV.split(source)):
-        link = h.tag("a", {"href": f"https://arxiv.org/abs/{part}", "rel": "noreferrer"}, part)
-        parts.append(link if i % 2 else part)
+    for i, piece in enumerate(ARXIV.split(source)):
+        link = h.tag("a", {"href": f"https://arxiv.org/abs/{piece}", "rel": "noreferrer"}, piece)
+        parts.append(link if i % 2 else piece)
     return h.join(parts)
 
 
@@ -540,15 +547,15 @@ def _text(value: object) -> str:
 
 def _chosen(choice: Row) -> str:
     """Returns the rate of a remedy, and whether it is at the border of the grid."""
-    part = "" if choice.get("role") == GRID else f"{choice.get('role')}: "
+    role = "" if choice.get("role") == GRID else f"{choice.get('role')}: "
     edge = f", the {choice['border']} of the grid" if choice.get("border") else ""
-    return f"{part}{choice.get('remedy')} {choice.get('lr')}{edge}"
+    return f"{role}{choice.get('remedy')} {choice.get('lr')}{edge}"
 
 
 def _unlike(study: StudyData) -> str:
     """Returns the facts in which runs of one part differ, so that their losses are not comparable; "" if none."""
     names = [name for name in _ALIKE if not (name == "Model" and any(run.long for run in study.runs))]
     differing = []
-    for part in study.parts().values():
-        differing += [name for name in names if len({str(_FACTS[name](run)) for run in part.finished}) > 1]
+    for part_of_study in study.parts().values():
+        differing += [name for name in names if len({str(_FACTS[name](run)) for run in part_of_study.finished}) > 1]
     return h.listing([name if name == "torch" else name.lower() for name in dict.fromkeys(differing)])

@@ -152,10 +152,10 @@ def _open(path: Path) -> StudyData:
         )
     directory = RunDirectory(path)
     if directory.status is RunStatus.MISSING:
-        there = "a file" if path.is_file() else "a directory with neither" if path.is_dir() else "no such directory"
+        got = "a file" if path.is_file() else "a directory with neither" if path.is_dir() else "no such directory"
         raise RunDirectoryError(
             f"cannot read {path}: expected the directory of a study or of a run, with study.json or config.json, "
-            f"got {there}. Give the directory that `qkeel study` or `qkeel run` printed; if it is a folder of runs, "
+            f"got {got}. Give the directory that `qkeel study` or `qkeel run` printed; if it is a folder of runs, "
             "give each run."
         )
     run = _run(directory, {}, path.name)
@@ -234,8 +234,8 @@ def _distinct(runs: Sequence[RunData]) -> list[RunData]:
         return run.remedy, run.lr, run.seed, run.role
 
     times = Counter(map(cell, runs))
-    alike = [run for run in runs if times[cell(run)] > 1]
-    settings = dict(zip([run.path for run in alike], differences([run.config for run in alike])))
+    ambiguous = [run for run in runs if times[cell(run)] > 1]
+    settings = dict(zip([run.path for run in ambiguous], differences([run.config for run in ambiguous])))
     labels = (lambda run: settings.get(run.path, ""), lambda run: run.source, lambda run: run.run_id)
     for label in labels:  # each is applied only to runs that are still ambiguous after the previous one
         times = Counter(map(cell, runs))

@@ -70,7 +70,7 @@ def _meta(runs: Sequence[Watched]) -> str:
         h.count(len(run.records), "sample"),
         f"run {run.name}",
     ]
-    return " · ".join(part for part in parts if part)
+    return " · ".join(phrase for phrase in parts if phrase)
 
 
 # The verdict, and the fix of the most severe alarm.
@@ -93,22 +93,22 @@ def verdict(run: Watched) -> tuple[str, str]:
     if not run.records:
         return "none", "Nothing is recorded yet."
     logits = run.overall("max_logit")
-    now = float(logits[-1])
+    last = float(logits[-1])
     grave = _grave(run)
-    if grave and not (run.acted and now <= ALARM_THRESHOLD):
+    if grave and not (run.acted and last <= ALARM_THRESHOLD):
         first, leader = grave[0], run.leader()
         cause = str(first.get("cause") or CAUSE)
         text = f"{cause[0].upper()}{cause[1:]} since step {first['step']:,}: {first.get('meaning')}{_place(first)}."
         if leader is not None:
-            text += f" The largest is now {h.number(now)} ({leader.name}, head {leader.head})."
+            text += f" The largest is now {h.number(last)} ({leader.name}, head {leader.head})."
         return "bad", text
     # Under an autopilot, what counts is what the remedies left.
     sample = len(logits) - 1
     if not run.acted and not np.isnan(logits).all():
         sample = int(np.nanargmax(logits))
     leader = run.leader(sample)
-    where = "" if leader is None else f"{leader.name} head {leader.head}"
-    status, text = judged(float(logits[sample]), where)
+    leading_head = "" if leader is None else f"{leader.name} head {leader.head}"
+    status, text = judged(float(logits[sample]), leading_head)
     if status is Status.HEALTHY:
         return "large" if logits[sample] > ALARM_THRESHOLD else "good", f"{text[0].upper()}{text[1:]}."
     return "bad" if status is Status.NOT_HEALTHY else "none", f"{text[0].upper()}{text[1:]}."
@@ -185,13 +185,13 @@ _GRAVITY = ("notice", "alarm", "critical")
 
 def _alarms(runs: Sequence[Watched]) -> Markup:
     """Returns one card per cause: since when it has existed, what was observed at which step, and the fix."""
-    items = []
+    entries = []
     for run in runs:
         causes: dict[str, list[Row]] = {}
         for alarm in run.alarms:
             causes.setdefault(str(alarm.get("cause") or CAUSE), []).append(alarm)
-        items += [_card(run, cause, alarms, run.name if len(runs) > 1 else "") for cause, alarms in causes.items()]
-    return h.tag("ul", {"class": "alarms"}, *items) if items else Markup("")
+        entries += [_card(run, cause, alarms, run.name if len(runs) > 1 else "") for cause, alarms in causes.items()]
+    return h.tag("ul", {"class": "alarms"}, *entries) if entries else Markup("")
 
 
 def _card(run: Watched, cause: str, alarms: Sequence[Row], name: str) -> Markup:
@@ -209,28 +209,28 @@ def _card(run: Watched, cause: str, alarms: Sequence[Row], name: str) -> Markup:
         fixes = [h.tag("p", {"class": "source"}, "The autopilot responds to this alarm; its actions are listed below.")]
     sources = dict.fromkeys(str(alarm["source"]) for alarm in alarms if alarm.get("source"))
     about = h.tag("ul", {}, *(h.tag("li", {"class": "source"}, source) for source in sources))
-    more = h.details("Where the thresholds come from", about) if sources else ""
-    body = (h.tag("p", {}, *title), h.tag("ol", {"class": "course"}, *course), *fixes, more)
+    thresholds = h.details("Where the thresholds come from", about) if sources else ""
+    body = (h.tag("p", {}, *title), h.tag("ol", {"class": "course"}, *course), *fixes, thresholds)
     return h.tag("li", {"class": f"alarm-{gravest}"}, *body)
 
 
 def _interventions(runs: Sequence[Watched]) -> Markup:
     """Returns each decision, refusal and effect; equal decisions at several sites share one entry."""
-    items = []
+    entries = []
     for run in runs:
-        alike: dict[object, list[Row]] = {}
+        by_action: dict[object, list[Row]] = {}
         for event in run.interventions:
             key = tuple(event.get(name) for name in ("event", "step", "action", "release", "reason"))
-            alike.setdefault(key, []).append(event)
-        for events in alike.values():
+            by_action.setdefault(key, []).append(event)
+        for events in by_action.values():
             first = events[0]
             kind = "release" if first.get("release") else str(first.get("action") or first.get("event"))
             strong = h.tag("strong", {"class": "severity"}, kind.replace("_", " "))
-            others = [h.tag("p", {"class": "source"}, str(event.get("text"))) for event in events[1:]]
-            more = [h.details(f"at {h.count(len(others), 'more site')}", h.join(others))] if others else []
+            sentences = [h.tag("p", {"class": "source"}, str(event.get("text"))) for event in events[1:]]
+            folded = [h.details(f"at {h.count(len(sentences), 'more site')}", h.join(sentences))] if sentences else []
             text = h.tag("p", {}, strong, f" {first.get('text')}")
-            items.append(h.tag("li", {"class": "alarm-notice"}, text, *more))
-    return h.tag("ul", {"class": "alarms"}, *items) if items else Markup("")
+            entries.append(h.tag("li", {"class": "alarm-notice"}, text, *folded))
+    return h.tag("ul", {"class": "alarms"}, *entries) if entries else Markup("")
 
 
 # The charts and their data; assets/watch.js draws them. Long runs are thinned by omitting records, not by averaging.
@@ -382,12 +382,12 @@ def short_names(layers: Sequence[str]) -> list[str]:
         return list(layers)
     shortest = min(map(len, parts))
     front = 0
-    while front < shortest and len({part[front] for part in parts}) == 1:
+    while front < shortest and len({words[front] for words in parts}) == 1:
         front += 1
     back = 0
-    while back < shortest - front and len({part[-1 - back] for part in parts}) == 1:
+    while back < shortest - front and len({words[-1 - back] for words in parts}) == 1:
         back += 1
-    short = [".".join(part[front : len(part) - back]) for part in parts]
+    short = [".".join(words[front : len(words) - back]) for words in parts]
     # Fall back to the full names if shortening makes them empty or ambiguous.
     return short if all(short) and len(set(short)) == len(short) else list(layers)
 

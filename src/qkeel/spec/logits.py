@@ -374,7 +374,7 @@ class Softmax(Normalizer):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sink(Normalizer):
+class AttentionSink(Normalizer):
     """Weights exp(z) / (exp(s) + Σ exp(z)), where s is learned per head (gpt-oss) or constant (0 for "off by
     one")."""
 
@@ -395,6 +395,9 @@ class Sink(Normalizer):
 
     def formula(self) -> str:
         return f"exp(z)/(exp({'s_h' if self.learned else f'{self.init:g}'}) + Σ exp(z))"
+
+
+Sink = AttentionSink  # the name until 0.1, which `qkeel.monitor.Sink` also has
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

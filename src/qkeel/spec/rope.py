@@ -165,8 +165,8 @@ class YaRN(Stretch):
         return f.yarn_magnitude(self.factor) if self.attention_factor is None else self.attention_factor
 
     def formula(self) -> str:
-        more = f"{self.ramp} ramp, cos and sin ×{self.magnitude:.4g}"
-        return f"YaRN ×{self.factor:g} from {self.train_length} tokens, {more}"
+        details = f"{self.ramp} ramp, cos and sin ×{self.magnitude:.4g}"
+        return f"YaRN ×{self.factor:g} from {self.train_length} tokens, {details}"
 
 
 @final
