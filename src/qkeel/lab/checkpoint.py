@@ -76,9 +76,9 @@ def check_alike(path: Path, before: Json, now: Json) -> None:
             f"{name}: {before.get(name, 'not recorded')} there, {now.get(name)} here" for name in unlike
         )
         raise RunDirectoryError(
-            f"{path} was computed differently ({differences}), and runs with different rounding or a different text must "
-            "not be mixed. Restore the old environment (QKEEL_NATIVE=0 switches compiled kernels off), or choose another "
-            "directory; nothing was changed."
+            f"{path} was computed differently ({differences}), and runs with different rounding or a different text "
+            "must not be mixed. Restore the old environment (QKEEL_NATIVE=0 switches compiled kernels off), or choose "
+            "another directory; nothing was changed."
         )
 
 
