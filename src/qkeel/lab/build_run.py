@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import final
 
@@ -24,7 +23,6 @@ from qkeel.monitor import PlannedRates
 from qkeel.monitor.watch import watch
 from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder, ViT
 from qkeel.options import Term, parse
-from qkeel.patching.modes import add_to_all, lerp_all, lerp_all_in_place, multiply_all
 from qkeel.patching.optimizers import Group
 from qkeel.remedies import Note
 from qkeel.spec import AttentionSpec, layer_specs
@@ -41,7 +39,7 @@ class Muon(torch.optim.Optimizer):
 
     Groups with `muon=True` contain matrices; every other group, including groups added later, uses AdamW. The same
     learning rate suits both, thanks to the factor 0.2·√max(m, n). Newton-Schulz runs in float32 on CPUs, where bfloat16
-    is emulated, and processes matrices of equal shape as one batch. The step is linear in the rate.
+    is emulated. The step is linear in the rate.
 
     Source: Jordan 2024; Liu et al. 2025, arXiv 2502.16982, equation 4 (they iterate in bfloat16).
     """
@@ -77,19 +75,13 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _orthogonal(self, weights: list[Tensor], group: Group) -> None:
-        shapes: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
         for weight in weights:
-            shapes[weight.shape, weight.dtype].append(weight)
-        for of_one_shape in shapes.values():
-            grads = [p.grad for p in of_one_shape if p.grad is not None]
-            means = [self._buffer(p, "momentum") for p in of_one_shape]
-            lerp_all_in_place(means, grads, 1 - group["momentum"])
-            ahead = lerp_all(grads, means, group["momentum"])
-            update = newton_schulz(torch.stack(ahead)).unbind()
-            size = group["lr"] * RMS_MATCH * max(of_one_shape[0].shape) ** 0.5
-            if group["weight_decay"]:
-                multiply_all(of_one_shape, 1 - group["lr"] * group["weight_decay"])
-            add_to_all(of_one_shape, list(update), alpha=-size)
+            assert weight.grad is not None
+            momentum = self._buffer(weight, "momentum")
+            momentum.lerp_(weight.grad, 1 - group["momentum"])
+            update = newton_schulz(weight.grad.lerp(momentum, group["momentum"]))
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            weight.add_(update, alpha=-group["lr"] * RMS_MATCH * max(weight.shape) ** 0.5)
 
     def _adamw(self, weights: list[Tensor], group: Group) -> None:
         grads: list[Tensor] = [p.grad for p in weights if p.grad is not None]

@@ -190,8 +190,6 @@ def _nudge(model: nn.Module, ulps: int) -> None:
 # The checkpoint of a run: one safetensors file, replaced atomically. Nothing is pickled.
 
 _SCALING = "loss_scale.numbers"  # scale, sound steps since it changed, skipped steps
-# The state per parameter of AdamW, SGD and Muon.
-_STATES = (frozenset(["step", "exp_avg", "exp_avg_sq"]), frozenset(["momentum_buffer"]), frozenset(["momentum"]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -321,28 +319,8 @@ def _load_optimizer(
         index, _, key = name.partition(".")
         if not index.isdecimal() or int(index) >= len(parameters):
             raise ValueError(f"state {name} belongs to no parameter; the model has {len(parameters)} parameters")
-        if not isinstance(value, (Tensor, int, float)):
-            raise ValueError(f"state {name} is {value!r}, expected a number")
         state.setdefault(int(index), {})[key] = value
-    for index, entries in state.items():
-        _check_state(index, entries, parameters[index])
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _check_state(index: int, entries: Mapping[str, object], parameter: Tensor) -> None:
-    """Raises ValueError unless `entries` are a valid optimizer state of the parameter."""
-    if frozenset(entries) not in _STATES:
-        raise ValueError(
-            f"parameter {index} has the state {', '.join(sorted(entries))}, which no supported optimizer uses"
-        )
-    for key, value in entries.items():
-        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-        if shape != (() if key == "step" else tuple(parameter.shape)):
-            raise ValueError(
-                f"state {index}.{key} has shape {shape}, but its parameter has shape {tuple(parameter.shape)}"
-            )
-        if isinstance(value, Tensor) and not value.is_floating_point():
-            raise ValueError(f"state {index}.{key} is {value.dtype}, expected floating-point numbers")
 
 
 def _random_state() -> dict[str, Tensor]:

@@ -91,17 +91,11 @@ class DataConfig:
     """Predict text, text and images in one sequence, the class of an image, or a translation."""
     windows: Literal["drawn", "once"] = "drawn"
     """Text: whether to draw training windows at random, so that text may repeat, or to use each window once."""
-    needle: Share = 0.0
-    """Share of training sequences with needles (tokens that store a value under a key) and questions about them."""
     pairs: Count = 1000
     """Translation: number of pairs of a text and its translation to train on."""
-    needle_keys: Count = 4
-    """Number of needles per text, one for each key; ignored if there are no needles."""
 
     def __post_init__(self) -> None:
         settle(self)
-        if self.needle and self.task != "text":
-            raise InvalidValueError(f"needles need task=text, got needle={self.needle} and task={self.task}")
         if self.windows == "once" and self.task != "text":
             raise InvalidValueError(f"windows=once needs task=text, got task={self.task}")
         if not self.source:
@@ -114,7 +108,7 @@ class ImagesConfig:
     """The images and how the model reads them; used only by tasks with images."""
 
     images: str = "digits"
-    """digits, photos, a folder with one subfolder per class, or a .jsonl file with the fields path and text."""
+    """digits, or a folder with one subfolder per class."""
     image_size: Count = 8
     """Height and width of an image in pixels; images of a different size are rejected."""
     patch: Count = 2
@@ -186,7 +180,7 @@ _CADENCE = ("checkpoint_every",)
 # Fields that were added later are left out if they have their default values, so that the run_id of older runs does not
 # change.
 _NEWER = {
-    "data": {"needle": 0.0, "windows": "drawn"},
+    "data": {"windows": "drawn"},
     "model": {"position": "", "deepnorm": False, "mlp_ratio": 4.0, "parametrisation": "standard"},
     "optim": {"decay": "coupled"},
     "": {"accumulate": 1, "nudge": 0},
@@ -195,6 +189,8 @@ _NEWER = {
 # the other values. The field is ignored if it has this value.
 _RETIRED: dict[tuple[str, str], tuple[object, str]] = {
     ("data", "tokens"): ("bytes", "write the tokens of another tokenizer to a .bin file and give it as the source"),
+    ("data", "needle"): (0.0, "train on texts without needles"),
+    ("data", "needle_keys"): (4, "train on texts without needles"),
 }
 
 
@@ -265,8 +261,6 @@ class RunConfig:
             for name, nothing in names.items():
                 if table[name] == nothing:
                     del table[name]
-        if not self.data.needle:
-            del values["data"]["needle_keys"]
         if self.model.parametrisation == "standard":
             del values["model"]["base_width"], values["model"]["base_head_dim"]
         if self.data.task != "translation":

@@ -1,4 +1,4 @@
-"""Image data: handwritten digits, two photos cut into tiles, folders of classes, and lists with captions.
+"""Image data: handwritten digits, and folders of classes.
 
 Shapes: [n height width channels].
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from qkeel.errors import DataError, needed
-from qkeel.lab.text import HELD_OUT, json_rows, read_bytes, stamp
+from qkeel.lab.text import HELD_OUT, read_bytes, stamp
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".webp")
 _MODES = ("L", "RGB")
@@ -65,20 +65,16 @@ def _load(source: str, size: int, stamped: object) -> Pictures:
         name, pixels, captions, classes = BUILT_IN[source]()
         if size != pixels.shape[1]:
             raise DataError(f"the images of {source} are 8 × 8 pixels; expected image_size 8, got {size}")
-    elif path.suffix == ".jsonl" and path.is_file():
-        name, (pixels, captions), classes = path.name, _captioned(path, size), ()
     elif path.is_dir():
         name, (pixels, captions) = path.name, _class_folders(path, size)
         classes = tuple(dict.fromkeys(captions))
     else:
         raise DataError(
-            f"cannot find images {source!r}: there is no such folder or .jsonl file. Expected {', '.join(BUILT_IN)}, a "
-            "folder with one subfolder per class, or a .jsonl file with the fields path and text."
+            f"cannot find images {source!r}: there is no such folder. Expected {', '.join(BUILT_IN)}, or a folder with "
+            "one subfolder per class."
         )
     index_of_class = {name: i for i, name in enumerate(classes)}
     labels = np.array([index_of_class.get(caption, 0) for caption in captions])
-    if source == "photos":
-        labels = np.array([index_of_class[caption.split()[0]] for caption in captions])
     held = _held_out(pixels, labels, classes)
     return Pictures(name=name, pixels=pixels, captions=captions, labels=labels, classes=classes, held=held)
 
@@ -108,34 +104,7 @@ def _digits() -> ImageTable:
     return "digits", pixels, [_WORDS[int(label)] for label in rows[:, 64]], _WORDS
 
 
-def _photos() -> ImageTable:
-    """Returns tiles of 8 × 8 pixels; each caption is the photo's name with the row and column of the tile."""
-    with np.load(io.BytesIO(files("qkeel.lab").joinpath("pictures", "photos.npz").read_bytes())) as stored:
-        photos = {name: stored[name] for name in stored.files}
-    tiles, captions = [], []
-    for name, photo in photos.items():
-        rows, columns = photo.shape[0] // 8, photo.shape[1] // 8
-        cut = photo.reshape(rows, 8, columns, 8).transpose(0, 2, 1, 3)
-        tiles.append(cut.reshape(-1, 8, 8, 1).astype(np.float32) / 255)
-        captions += [f"{name} {row} {column}" for row in range(rows) for column in range(columns)]
-    return "photos", np.concatenate(tiles), captions, tuple(photos)
-
-
-BUILT_IN: dict[str, Callable[[], ImageTable]] = {"digits": _digits, "photos": _photos}
-
-
-def _captioned(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
-    images, captions = [], []
-    for position, row in json_rows(path):
-        if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("path", "text")):
-            raise DataError(
-                f'{position}: expected {{"path": "a.png", "text": "its caption"}}, got {json.dumps(row)[:80]}'
-            )
-        if not row["text"].strip():
-            raise DataError(f"{position}: the caption of {row['path']} is empty; write a caption, or omit the image")
-        images.append(_read(path.parent / row["path"], size))
-        captions.append(row["text"].strip())
-    return _stack(images, str(path)), captions
+BUILT_IN: dict[str, Callable[[], ImageTable]] = {"digits": _digits}
 
 
 def _class_folders(path: Path, size: int) -> tuple[np.ndarray, list[str]]:

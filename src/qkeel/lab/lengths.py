@@ -1,6 +1,6 @@
-"""Tests trained models on longer texts than in training: accuracy by position, retrieval, angles between q and k.
+"""Tests trained models on longer texts than in training: accuracy by position, angles between q and k.
 
-Shapes: n texts, b sequences, h heads, t tokens, s keys, i needles.
+Shapes: n texts, b sequences, h heads, t tokens, s keys.
 """
 
 from __future__ import annotations
@@ -11,21 +11,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkeel.errors import DamagedFileError, RefusedError, caution
-from qkeel.functional.bounds import dilution_bound
-from qkeel.functional.norms import widest
 from qkeel.lab.build_run import autocast, layers, resolve, threads
 from qkeel.lab.checkpoint import RunState, load
 from qkeel.lab.claims import claimed
 from qkeel.lab.config import RunConfig, with_values
 from qkeel.lab.plan import LongContexts, Method
 from qkeel.lab.run_record import measuring
-from qkeel.lab.text import Needles, ask, batch, long_texts
+from qkeel.lab.text import batch, long_texts
 from qkeel.lab.text import load as load_corpus
 from qkeel.lab.train import train_step
 from qkeel.nn.attention import SpecModule
@@ -53,23 +50,15 @@ class Range:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outside:
-    """The number of pairs, how many lie outside the range, and a bound on the logit, per head of all layers [layers h].
-
-    largest_logit: the scale at the last position · the largest norm of a query · the largest norm of a key.
-    """
+    """The number of pairs and how many of them lie outside the range, per head of all layers [layers h]."""
 
     pairs: Tensor
     outside: Tensor
-    largest_logit: Tensor
 
     @property
     def share(self) -> float:
         """The share of pairs outside the range, over all heads."""
         return float(self.outside.sum() / self.pairs.sum())
-
-    def dilution(self, n: int) -> Tensor:
-        """Returns functional.bounds.dilution_bound of each head's largest logit among n keys, [layers h]."""
-        return dilution_bound(self.largest_logit, n)
 
 
 def cosine_ranges(model: nn.Module, texts: Iterable[Tensor]) -> list[Range]:
@@ -91,14 +80,13 @@ def cosine_ranges(model: nn.Module, texts: Iterable[Tensor]) -> list[Range]:
 def outside(model: nn.Module, texts: Iterable[Tensor], ranges: Sequence[Range]) -> Outside:
     """Counts the pairs of texts [b t] that lie outside the ranges."""
     counts = torch.zeros(len(ranges), len(ranges[0].low), dtype=torch.float64)
-    counted = Outside(counts, counts.clone(), torch.zeros_like(counts))
+    counted = Outside(counts, counts.clone())
 
     def count(layer: int, call: AttentionCall) -> None:
         low, high = (x[:, None, None] for x in (ranges[layer].low, ranges[layer].high))
         for cos, visible in _cosines(call):
             counted.pairs[layer] += visible.expand(cos.shape).sum((0, 2, 3)).cpu()
             counted.outside[layer] += (((cos < low) | (cos > high)) & visible).sum((0, 2, 3)).cpu()
-        counted.largest_logit[layer] = counted.largest_logit[layer].maximum(largest_logit(call).cpu())
 
     with observed(model, count):
         for tokens in texts:
@@ -139,69 +127,9 @@ def _cosines(call: AttentionCall) -> Iterator[tuple[Tensor, Tensor]]:
         yield cos, torch.ones_like(cos, dtype=torch.bool) if visible is None else visible
 
 
-def largest_logit(call: AttentionCall) -> Tensor:
-    """Returns Outside.largest_logit per head [h]."""
-    q, k = (x.norm(dim=-1).amax((0, 2)) for x in call.encoded())
-    factor = call.spec.scale.factor(call.pos_q[:, -1:], call.q.shape[-1], call.params)
-    largest = (q * k.repeat_interleave(len(q) // len(k))).to(widest(q.device))
-    per_head = largest[:, None, None] * torch.as_tensor(factor).to(largest).abs()  # for one query and one batch row
-    return per_head.reshape(len(q))
-
-
-# Retrieval of needles, and the attention weight on them.
-
-_TOKENS = 8192  # tokens per forward pass
-
-
-def retrieved(model: nn.Module, windows: Tensor, needles: Needles) -> Json:
-    """Asks for needles in held-out windows [n, length + 1] and returns the share found and the attention on needles.
-
-    The share found is also given by depth. needle_weight is the mean attention weight from a question to its needle,
-    and needle_bound is the largest weight that one key can get (the `dilution_bound` of the largest logit that the
-    norms allow), both for the head with the largest needle_weight. Both are also given by head.
-    """
-    questioned = ask(windows.cpu().numpy(), needles, np.random.default_rng(0))
-    parts = (questioned.windows, questioned.questions, questioned.places)
-    tokens, questions, places = (torch.from_numpy(chunk).to(windows.device) for chunk in parts)
-    hits: list[Tensor] = []
-    weights: dict[int, list[Tensor]] = {}
-    largest: dict[int, list[Tensor]] = {}
-    count = max(1, _TOKENS // (tokens.shape[1] - 1))
-    for chunk, at in zip(tokens.split(count), questions.split(count), strict=True):
-
-        def see(layer: int, call: AttentionCall, at: Tensor = at) -> None:
-            weights.setdefault(layer, []).append(_weights(call, at, places))
-            largest.setdefault(layer, []).append(largest_logit(call))
-
-        with observed(model, see):
-            predicted = model(chunk[:, :-1]).argmax(-1)
-        hits.append(predicted.gather(1, at) == chunk.gather(1, at + 1))
-    by_depth = torch.cat(hits).cpu().double().mean(0)
-    weight_by_head = torch.stack([torch.cat(weights[layer]).cpu().double().mean((0, 2)) for layer in sorted(weights)])
-    bound = dilution_bound(torch.stack([torch.stack(largest[i]).amax(0) for i in sorted(largest)]), tokens.shape[1] - 1)
-    return {
-        "needle": float(by_depth.mean()),
-        "needle_by_depth": by_depth.tolist(),
-        "needle_weight": float(weight_by_head.max()),
-        "needle_weight_by_head": weight_by_head.tolist(),
-        "needle_bound": float(bound.flatten()[weight_by_head.argmax()]),
-        "needle_bound_by_head": bound.tolist(),
-    }
-
-
-def _weights(call: AttentionCall, questions: Tensor, places: Tensor) -> Tensor:
-    """Returns the weight [b h i] from question i to the key at places[i]; questions [b i], places [i]."""
-    q, k = call.encoded()
-    rows, keys = slice(int(questions.min()), q.shape[2]), slice(0, k.shape[2])
-    logits = call.spec.cap.apply(call.scores(q[:, :, rows], k, rows, keys))
-    weights = call.spec.normalizer.weights(logits, call.visible(rows, keys), call.params)
-    needle_weights = weights[..., places].transpose(2, 3)  # [b h i row]
-    at = (questions - rows.start)[:, None, :, None].expand(*needle_weights.shape[:3], 1)
-    return needle_weights.gather(3, at)[..., 0]
-
-
 # A trained run at other lengths: accuracy on held-out text, with attention as trained and with post-hoc changes.
 
+_TOKENS = 8192  # tokens per forward pass
 FILE = "extrapolation.jsonl"
 _ANGLED = 16  # number of texts for the angles, with about two million pairs per head at 512 tokens
 
@@ -319,8 +247,6 @@ def _at(run: RunState, baseline: _AsTrained, method: Method, steps: int) -> Json
         changing = changed(model, method, short, windows.shape[1] - 1)
     with measuring(model), autocast(config), changing:
         measured = _measured(model, windows, short, baseline.ranges)
-        if run.task.corpus.needles:
-            measured |= retrieved(model, windows, run.task.corpus.needles)
     trained = _share(baseline.short.hit)
     return {
         "accuracy_train": trained,
@@ -350,8 +276,6 @@ def _measured(model: nn.Module, windows: Tensor, short: int, ranges: Sequence[Ra
         "sequences": len(windows),
         "cos_outside": angles.share,
         "cos_outside_by_head": (angles.outside / angles.pairs).tolist(),
-        "dilution": float(angles.dilution(length).min()),
-        "dilution_by_head": angles.dilution(length).tolist(),
     }
 
 

@@ -131,24 +131,16 @@ class Primary:
     """The primary comparison of a study, which is named before its runs: two remedies by held-out loss, paired by seed.
 
     Only this comparison is judged, by one 95 % interval. All other comparisons are secondary, and the page gives their
-    intervals without a verdict. The number of seeds was chosen from `expected` and `spread`, which were measured on
-    seeds outside the study and apply only to its own configuration.
+    intervals without a verdict.
     """
 
     remedy: str  #: spec string of the remedy
     baseline: str = "none"  #: spec string of the remedy with which it is compared
     lr: float  #: learning rate of both
-    expected: float | None = None  #: expected difference, in nats
-    spread: float | None = None  #: standard deviation of the differences between pairs, in nats
-    source: str = ""  #: the runs on which both values were measured
 
     def holds(self, run: PlannedRun) -> bool:
         """True if a run is part of the comparison."""
         return run.role == "grid" and run.name in (self.remedy, self.baseline) and run.config.optim.lr == self.lr
-
-    def without_power(self) -> Self:
-        """Returns the same comparison for a different configuration, for which the spread is unknown."""
-        return dataclasses.replace(self, expected=None, spread=None, source="")
 
 
 @final
@@ -286,14 +278,14 @@ class Study:
             for run in self.runs(variant, grid):
                 names = (*((run.role,) if run.role != "grid" else ()), *((part,) if part else ()))
                 runs.append(dataclasses.replace(run, role=", ".join(names) or "grid", part=part))
-        return Plan(name=self.name, grid=grid, runs=runs, contexts=contexts, primary=self._primary(runs, base))
+        return Plan(name=self.name, grid=grid, runs=runs, contexts=contexts, primary=self._primary(runs))
 
-    def _primary(self, runs: Sequence[PlannedRun], base: RunConfig | None) -> Primary | None:
+    def _primary(self, runs: Sequence[PlannedRun]) -> Primary | None:
         """Returns the primary comparison if the runs include both of its sides."""
         named = self.primary
         if named is None or {run.name for run in runs if named.holds(run)} != {named.remedy, named.baseline}:
             return None
-        return named if base in (None, self.base or RunConfig()) else named.without_power()
+        return named
 
 
 def _settle_lists(of: object, names: Sequence[str]) -> None:

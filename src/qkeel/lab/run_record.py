@@ -43,7 +43,6 @@ from qkeel.monitor.measure import change_between, frozen
 from qkeel.options import Json
 from qkeel.patching.modes import is_compiled
 from qkeel.records import STEP_FIELDS, HeadRecorder, RunDirectory, append_line, write_json, write_text
-from qkeel.records.run_directory import FileSizes
 from qkeel.sites import Tap
 from qkeel.sites.tap import MeasureCall
 
@@ -273,9 +272,6 @@ def largest(values: Iterable[float]) -> float:
     return max((value for value in values if not math.isnan(value)), default=math.nan)
 
 
-_SUMMED = ("step", "max_logit", "max_abs_logit", "capped_max_logit", "entropy")  # never null in metrics.jsonl
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Watcher:
     """Callbacks that follow a run while it trains.
@@ -294,18 +290,6 @@ def mark_failed(directory: RunDirectory) -> None:
     """Writes the traceback of the current error into the directory."""
     with contextlib.suppress(RunDirectoryError):  # e.g. a full disk; the original error is reported anyway
         write_text(directory.path / "FAILED", traceback.format_exc())
-
-
-def check_recorded(directory: RunDirectory, sizes: FileSizes | None = None) -> None:
-    """Raises DamagedFileError unless every line of metrics.jsonl has the fields that the summary needs."""
-    for number, record in enumerate(directory.metrics(sizes), start=1):
-        lost = [name for name in _SUMMED if record.get(name) is None]
-        lost += ["train_loss"] if "train_loss" not in record else []
-        lost += ["val_loss"] if record.get("val_loss") is None and (number == 1 or "val_loss" not in record) else []
-        if lost:
-            raise DamagedFileError(
-                f"{directory.path / 'metrics.jsonl'}, line {number} lacks {', '.join(lost)}, so the file was damaged."
-            )
 
 
 @final
@@ -430,7 +414,6 @@ class RunRecord:
         step, sizes = checkpoint.progress.step, checkpoint.progress.sizes
         directory.cut_to(sizes or {})
         directory.events(sizes)
-        check_recorded(directory, sizes)
         logged_steps = [step for step in range(step + 1) if self.is_logged(step)]
         for name, steps in (
             ("metrics.jsonl", [record["step"] for record in directory.metrics(sizes)]),

@@ -102,7 +102,7 @@ class VisionTask(Task):
         if len(pictures.classes) < 2:
             raise DataError(
                 f"{config.images.images} has {len(pictures.classes)} classes; vision expects at least 2: a folder "
-                "with one subfolder per class, digits or photos"
+                "with one subfolder per class, or digits"
             )
         train = pictures.pixels[~pictures.held]
         deviation = float(train.std()) or 1.0
@@ -370,10 +370,10 @@ _MOST_COUNTED = 1 << 22  # tokens; counting more takes seconds
 def counted_bigrams(config: RunConfig) -> float | None:
     """Returns the held-out loss of bigrams counted on the text that a run reads, in the unit of the run's losses.
 
-    Returns None if the task is not text without needles, or if the run is long.
+    Returns None if the task is not text, or if the run is long.
     """
     size = config.steps * config.data.batch * config.data.context
-    if config.data.task != "text" or config.data.needle or size > _MOST_COUNTED:
+    if config.data.task != "text" or size > _MOST_COUNTED:
         return None
     text_only = RunConfig(data=config.data, seed=config.seed, steps=config.steps, eval_sequences=config.eval_sequences)
     return _counted_bigrams(text_only)

@@ -1,4 +1,4 @@
-"""Text data: sources, synthetic needles, a synthetic second language, and batches.
+"""Text data: sources, a synthetic second language, and batches.
 
 Shapes: n windows, t tokens per window.
 """
@@ -10,17 +10,16 @@ import difflib
 import functools
 import glob
 import hashlib
-import json
 import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, final
+from typing import Literal
 
 import numpy as np
 
-from qkeel.errors import DataError, InvalidValueError, reported
+from qkeel.errors import DataError, reported
 from qkeel.lab.config import DataConfig
 from qkeel.options import lookup
 from qkeel.records.disk import read_file
@@ -107,104 +106,6 @@ def _missing(source: str) -> DataError:
     )
 
 
-def json_rows(path: Path) -> Iterator[tuple[str, object]]:
-    """Yields the location and value of each line of a .jsonl file; raises DataError for a line that is not JSON."""
-    for number, line in enumerate(read_bytes(path).splitlines(), start=1):
-        position = f"{path}, line {number}"
-        try:
-            if line.strip():
-                yield position, json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{position} is not JSON ({error}); expected one object per line") from error
-
-
-# Needles are tokens that encode a key and a value, inserted into text. Questions name a key and ask for its value.
-#
-# One lookup by content answers a question, because its token attends to the only needle with its key, whatever the
-# value. All other needles and the text are distractors.
-
-VALUES = 8
-_TIMES = 3  # questions per needle in a training text
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Needles:
-    """Token ids that follow those of the text: one needle per key and value, one question per key, and the values."""
-
-    first: int  #: vocabulary size of the text
-    keys: int  #: number of keys, each of which occurs once per text
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens, including text, needles, questions and values."""
-        return int(self.value(VALUES))
-
-    def needle(self, key: np.ndarray | int, value: np.ndarray | int) -> np.ndarray | int:
-        """Returns the token that stores a value under a key."""
-        return self.first + key * VALUES + value
-
-    def question(self, key: np.ndarray | int) -> np.ndarray | int:
-        """Returns the token that asks for the value of a key."""
-        return self.needle(self.keys, 0) + key
-
-    def value(self, value: np.ndarray | int) -> np.ndarray | int:
-        """Returns the token that answers a question."""
-        return self.question(self.keys) + value
-
-    def check(self, context: int) -> None:
-        """Raises InvalidValueError unless the needles and questions fit into a training text."""
-        least = 2 * self.keys * (1 + _TIMES) - 1
-        if context < least:
-            raise InvalidValueError(
-                f"{self.keys} needles with {_TIMES} questions each need a context of at least {least} tokens, got "
-                f"{context}; give a longer context, fewer needle_keys, or needle 0"
-            )
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class NeedleQuestion:
-    """Windows [n, context + 1] that end in questions, one per needle, each followed by its value.
-
-    In every window, the i-th needle from the start is at places[i]; in window n, its question is at questions[n, i].
-    """
-
-    windows: np.ndarray
-    places: np.ndarray
-    questions: np.ndarray
-
-
-def insert_needles(windows: np.ndarray, needles: Needles, rng: np.random.Generator) -> np.ndarray:
-    """Returns windows [n, context + 1] with needles inserted, each followed by several questions for it."""
-    changed = windows.copy()
-    for text in changed:
-        drawn = rng.choice(windows.shape[1] // 2, (needles.keys, 1 + _TIMES), replace=False)
-        values = rng.integers(VALUES, size=needles.keys)
-        for key, (position, *questions) in enumerate(2 * np.sort(drawn, axis=1)):
-            text[position] = needles.needle(key, values[key])
-            for at in questions:
-                text[at : at + 2] = needles.question(key), needles.value(values[key])
-    return changed
-
-
-def ask(windows: np.ndarray, needles: Needles, rng: np.random.Generator) -> NeedleQuestion:
-    """Returns windows [n, context + 1] with one evenly spaced needle per key and all questions at the end.
-
-    For a model that knows only which tokens are answers, the accuracy is 1/VALUES by chance.
-    """
-    with_needles, keys = windows.copy(), needles.keys
-    end = windows.shape[1] - 2 * keys
-    places = ((np.arange(keys) + 0.5) / keys * end).astype(np.int64)
-    questions = np.empty((len(windows), keys), dtype=np.int64)
-    for text, at in zip(with_needles, questions, strict=True):
-        named, values = rng.permutation(keys), rng.integers(VALUES, size=keys)
-        at[:] = end + 2 * rng.permutation(keys)
-        text[places] = needles.needle(named, values)
-        text[at], text[at + 1] = needles.question(named), needles.value(values)
-    return NeedleQuestion(with_needles, places, questions)
-
-
 # A synthetic second language: the words of each clause in reverse order, with their letters substituted.
 #
 # The translation is a function of the text alone, so every corpus yields any number of pairs. The substitution depends
@@ -259,8 +160,7 @@ _TOKEN_KINDS = {"uint8": "u1", "uint16": "<u2"}
 class Corpus:
     """Training and held-out tokens; `sha256` covers both parts and where they are separated.
 
-    `ends` are the ends of the held-out documents; a .bin file counts as one document. `vocab_size` includes needles, if
-    there are any.
+    `ends` are the ends of the held-out documents; a .bin file counts as one document.
     """
 
     name: str
@@ -270,7 +170,6 @@ class Corpus:
     train: np.ndarray
     heldout: np.ndarray
     ends: np.ndarray
-    needles: Needles | None = None
 
 
 def load(config: DataConfig) -> Corpus:
@@ -287,11 +186,7 @@ def load(config: DataConfig) -> Corpus:
                 f"the {side} part of {config.source} has {len(tokens)} {corpus.loss_unit}s; expected more than the "
                 f"context, {config.context}. Give more text or a shorter context."
             )
-    if not config.needle:
-        return corpus
-    needles = Needles(first=corpus.vocab_size, keys=config.needle_keys)
-    needles.check(config.context)
-    return dataclasses.replace(corpus, vocab_size=needles.vocab_size, needles=needles)
+    return corpus
 
 
 def batch(corpus: Corpus, config: DataConfig, seed: int, step: int) -> np.ndarray:
@@ -307,11 +202,7 @@ def batch(corpus: Corpus, config: DataConfig, seed: int, step: int) -> np.ndarra
             raise _too_few(corpus, config, step + 1)
     else:
         starts = np.random.default_rng((seed, step)).integers(0, len(corpus.train) - config.context, config.batch)
-    windows = _windows(corpus.train, starts, config.context)
-    if corpus.needles:
-        several = round(config.needle * config.batch)
-        windows[:several] = insert_needles(windows[:several], corpus.needles, np.random.default_rng((seed, step, 1)))
-    return windows
+    return _windows(corpus.train, starts, config.context)
 
 
 def places(corpus: Corpus, config: DataConfig) -> int:

@@ -475,10 +475,6 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
     "cos_outside": Field(
         "share", "share of visible pairs whose cos(q, k) lies outside the range observed for their head in training"
     ),
-    "dilution": Field("share", "largest weight that one of test_length keys can get, in the head where it is smallest"),
-    "needle": Field("share", "share of needle values predicted correctly; empty if there were no needles in training"),
-    "needle_weight": Field("share", "mean weight from a question to its needle, in the head where it is largest"),
-    "needle_bound": Field("share", "largest weight that one of test_length keys can get in the head of needle_weight"),
 }
 
 

@@ -368,7 +368,6 @@ _LONG_COLUMNS = {
     "accuracy_last": "Last part",
     "accuracy_last_short": "That part alone",
     "accuracy_repeat": "Repeated text",
-    "needle": "Needles found",
 }
 
 
