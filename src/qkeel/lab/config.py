@@ -89,15 +89,11 @@ class DataConfig:
     """Number of token ids; by default 256 for text, whose tokens are bytes, and the largest token id + 1 for .bin."""
     task: Literal["text", "multimodal", "vision", "translation"] = "text"
     """Predict text, text and images in one sequence, the class of an image, or a translation."""
-    windows: Literal["drawn", "once"] = "drawn"
-    """Text: whether to draw training windows at random, so that text may repeat, or to use each window once."""
     pairs: Count = 1000
     """Translation: number of pairs of a text and its translation to train on."""
 
     def __post_init__(self) -> None:
         settle(self)
-        if self.windows == "once" and self.task != "text":
-            raise InvalidValueError(f"windows=once needs task=text, got task={self.task}")
         if not self.source:
             raise InvalidValueError("expected the name or path of a corpus as data source, got an empty string")
 
@@ -180,7 +176,6 @@ _CADENCE = ("checkpoint_every",)
 # Fields that were added later are left out if they have their default values, so that the run_id of older runs does not
 # change.
 _NEWER = {
-    "data": {"windows": "drawn"},
     "model": {"position": "", "deepnorm": False, "mlp_ratio": 4.0, "parametrisation": "standard"},
     "optim": {"decay": "coupled"},
     "": {"accumulate": 1, "nudge": 0},
@@ -189,6 +184,7 @@ _NEWER = {
 # the other values. The field is ignored if it has this value.
 _RETIRED: dict[tuple[str, str], tuple[object, str]] = {
     ("data", "tokens"): ("bytes", "write the tokens of another tokenizer to a .bin file and give it as the source"),
+    ("data", "windows"): ("drawn", "training windows are drawn at random"),
     ("data", "needle"): (0.0, "train on texts without needles"),
     ("data", "needle_keys"): (4, "train on texts without needles"),
 }

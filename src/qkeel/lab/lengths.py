@@ -262,17 +262,13 @@ def _measured(model: nn.Module, windows: Tensor, short: int, ranges: Sequence[Ra
     repeated = windows[:, :short].repeat(1, length // short + 1)[:, : length + 1]
     long, repeat = predict(model, tokens, targets), predict(model, repeated[:, :-1], repeated[:, 1:])
     cut = predict(model, *_pieces(windows, short))
-    last = {context: _last(model, windows, context, short) for context in _growing(short, length)}
     angles = outside(model, tokens[:_ANGLED].split(4), ranges)
     return {
         "accuracy_nonrepeat": _share(long.hit),
         "accuracy_repeat": _share(repeat.hit),
-        "accuracy_last": last[length],
-        "accuracy_last_short": last[short],
         "loss_nonrepeat": float(long.loss.cpu().double().mean()),
         "accuracy_train_posthoc": _share(cut.hit),
         "segments": long.hit.unflatten(1, (-1, short)).cpu().double().mean((0, 2)).tolist(),
-        "last": {str(context): share for context, share in last.items()},
         "sequences": len(windows),
         "cos_outside": angles.share,
         "cos_outside_by_head": (angles.outside / angles.pairs).tolist(),
@@ -282,20 +278,6 @@ def _measured(model: nn.Module, windows: Tensor, short: int, ranges: Sequence[Ra
 def _pieces(windows: Tensor, short: int) -> tuple[Tensor, Tensor]:
     """Cuts the tokens and targets of windows [n, length + 1] into pieces of length `short`."""
     return windows[:, :-1].reshape(-1, short), windows[:, 1:].reshape(-1, short)
-
-
-def _growing(short: int, length: int) -> list[int]:
-    """Returns the training length, its doublings and the full length, e.g. 64, 128, 256, 512."""
-    lengths = [short]
-    while 2 * lengths[-1] < length:
-        lengths.append(2 * lengths[-1])
-    return [*lengths, length] if length > short else lengths
-
-
-def _last(model: nn.Module, windows: Tensor, context: int, short: int) -> float:
-    """Returns the accuracy on the last `short` tokens of each text if the model sees only its last `context` tokens."""
-    visible = windows[:, -context - 1 :]
-    return _share(predict(model, visible[:, :-1], visible[:, 1:]).hit[:, -short:])
 
 
 def _seen(run: RunState) -> Iterator[Tensor]:

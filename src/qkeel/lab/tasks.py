@@ -21,7 +21,7 @@ from qkeel.errors import DataError, InvalidValueError
 from qkeel.lab.build_run import build_decoder, build_translator, build_vit
 from qkeel.lab.config import ImagesConfig, RunConfig
 from qkeel.lab.images import Pictures, grey, load_pictures, patches
-from qkeel.lab.text import Corpus, batch, bigram_loss, check_enough, heldout, load, spread, translated
+from qkeel.lab.text import Corpus, batch, bigram_loss, heldout, load, spread, translated
 from qkeel.nn import FusedEmbedding
 
 # The interface of tasks.
@@ -345,7 +345,6 @@ class TextTask(Task):
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.corpus = load(config.data)
-        check_enough(self.corpus, config.data, config.steps)
 
     def batch(self, seed: int, step: int) -> Examples:
         return _next_tokens(batch(self.corpus, self.config.data, seed, step))

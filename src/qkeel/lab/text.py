@@ -190,43 +190,9 @@ def load(config: DataConfig) -> Corpus:
 
 
 def batch(corpus: Corpus, config: DataConfig, seed: int, step: int) -> np.ndarray:
-    """Returns the training windows of a step, int64 [batch, context + 1], as a function of (seed, step) alone.
-
-    With windows "once", the windows are adjacent in the text and are visited in an order that is given by the seed. The
-    last token of a window is the first token of the next, so each token is an input once and a target once.
-    """
-    if config.windows == "once":
-        order = _order(seed, places(corpus, config))
-        starts = order[step * config.batch : (step + 1) * config.batch] * config.context
-        if len(starts) < config.batch:
-            raise _too_few(corpus, config, step + 1)
-    else:
-        starts = np.random.default_rng((seed, step)).integers(0, len(corpus.train) - config.context, config.batch)
+    """Returns the training windows of a step, int64 [batch, context + 1], as a function of (seed, step) alone."""
+    starts = np.random.default_rng((seed, step)).integers(0, len(corpus.train) - config.context, config.batch)
     return _windows(corpus.train, starts, config.context)
-
-
-def places(corpus: Corpus, config: DataConfig) -> int:
-    """Returns the number of adjacent windows in the training part."""
-    return (len(corpus.train) - 1) // config.context
-
-
-def check_enough(corpus: Corpus, config: DataConfig, steps: int) -> None:
-    """Raises DataError if the steps need more "once" windows than the text has."""
-    if config.windows == "once" and steps * config.batch > places(corpus, config):
-        raise _too_few(corpus, config, steps)
-
-
-def _too_few(corpus: Corpus, config: DataConfig, steps: int) -> DataError:
-    return DataError(
-        f"{corpus.name} has {places(corpus, config):,} training windows of {config.context} {corpus.loss_unit}s, and "
-        f"{steps:,} steps of {config.batch} need {steps * config.batch:,} with windows=once; use fewer steps, more "
-        "text, or windows=drawn"
-    )
-
-
-@functools.lru_cache(maxsize=16)
-def _order(seed: int, count: int) -> np.ndarray:
-    return np.random.default_rng((seed, count)).permutation(count)
 
 
 def heldout(corpus: Corpus, context: int, sequences: int) -> np.ndarray:

@@ -460,7 +460,6 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
     "accuracy_repeat": Field(
         "share", "share of next tokens predicted on text of the training length repeated up to the test length"
     ),
-    "accuracy_last": Field("share", "share of next tokens predicted in the last part of the text, one training length"),
     "kept_nonrepeat": Field("1", "accuracy_nonrepeat / accuracy_train"),
     "loss_train": Field(
         "nats/token", "loss of the model as trained, on the test text cut into pieces of the training length"
@@ -469,9 +468,6 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
     "max_logit": Field("nats", "largest max_logit over training"),
     "run_id": Field("name", "hash of the canonical configuration"),
     "accuracy_train_posthoc": Field("share", "accuracy_train with the post-hoc method"),
-    "accuracy_last_short": Field(
-        "share", "accuracy on the tokens of accuracy_last, predicted from only one training length of text"
-    ),
     "cos_outside": Field(
         "share", "share of visible pairs whose cos(q, k) lies outside the range observed for their head in training"
     ),

@@ -365,8 +365,6 @@ def _gain_cell(gain: Difference | None, *, collapsed: bool = False) -> Markup:
 _LONG_COLUMNS = {
     "accuracy_train": "At the training length",
     "accuracy_nonrepeat": "At this length",
-    "accuracy_last": "Last part",
-    "accuracy_last_short": "That part alone",
     "accuracy_repeat": "Repeated text",
 }
 
@@ -384,7 +382,7 @@ def _long_table(study: StudyData) -> Markup:
     text = (
         "Share of next tokens predicted, in %, as means over seeds. Kept: accuracy at this length divided by that at "
         "the training length, as trained; with the difference from the first form, paired by seed, and its 95 % "
-        "interval. Last part: the last training length of a text, with all the text before it and alone."
+        "interval."
     )
     return h.join([h.note(text), h.table("Every form and length", head, body, sortable=True)])
 
