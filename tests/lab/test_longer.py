@@ -15,9 +15,10 @@ import torch
 from qkeel import reference
 from qkeel.errors import DataError, InvalidValueError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import Execution, Grid, LongContexts, Plan, RunConfig, make_plan, run_plan
+from qkeel.lab.angles import Range, cosine_ranges, outside
 from qkeel.lab.build_run import layers
 from qkeel.lab.checkpoint import RunState
-from qkeel.lab.lengths import Range, changed, cosine_ranges, measure, missing, outside, stretched, trained_on
+from qkeel.lab.lengths import changed, measure, missing, stretched, trained_on
 from qkeel.lab.plan import Method
 from qkeel.lab.studies import CONTEXTS, EXTRAPOLATION_BASE, EXTRAPOLATION_GRID, by_position, continued
 from qkeel.lab.text import Corpus, long_texts
