@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Prints the tables."""
     bench = Bench(
         "attention", __doc__, arguments,
-        needs=[operator.ready, operator.backward_ready],
+        needs=[operator.ready],
         flags={"--dtype": {"choices": ["float32", "bfloat16"], "default": "float32"}},
     )  # fmt: skip
     print(f"torch.mm of 512 x 512 numbers: {speed_of_mm(bench.rounds):.0f} GFLOP/s")

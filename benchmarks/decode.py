@@ -19,7 +19,6 @@ import qkeel
 from benchmarks.measure import Bench, Case, Cases, by_native
 from qkeel.kernels import compiled_attention as decode
 from qkeel.kernels.encode import encoded
-from qkeel.kernels.native import operators
 from qkeel.nn import MLA, Attention, KVCache, LatentCache, LatentSizes
 from qkeel.nn.mla import attend_latents
 from qkeel.spec import AttentionSpec, NoNorm, RMSNorm, Rope
@@ -48,12 +47,9 @@ def token_cases() -> Cases:
     spec = qkeel.preset("qwen3")
     q, k, params = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 1, 64), spec.init_params(8, 2, 64)
     gain, cos, sin = torch.ones(64), torch.rand(1, 1, 1, 32), torch.rand(1, 1, 1, 32)
-    op, found = torch.ops.qkeel_native.norm_rope_two, operators.functions()
-    cases: Cases = {EMPTY: lambda: torch.neg(number)}
-    if found is not None:
-        encode = found.encode
-        cases["q and k, no dispatcher"] = lambda: encode(q, k, gain, gain, cos, sin, 1, 1, 1e-6)
-    return cases | {
+    op = torch.ops.qkeel_native.norm_rope_two.default
+    return {
+        EMPTY: lambda: torch.neg(number),
         "q and k, one operator": lambda: op(q, k, gain, gain, cos, sin, 1, 1, 1e-6),
         "spec to q and k, compiled C++": by_native("1", lambda: encoded(spec, q, k, pos, pos, params)),
         "spec to q and k, torch": by_native("0", lambda: spec.encode(q, k, pos, pos, params)),
@@ -207,9 +203,7 @@ def tables(toy: bool) -> Iterator[tuple[str, str, Callable[[], Cases], int]]:
 def main(arguments: list[str] | None = None) -> None:
     """Prints the tables."""
     flags = {"--only": {"choices": ["token", "attention", "latents", "module"]}}
-    bench = Bench(
-        "decode", __doc__, arguments, rounds=25, needs=[operators.norm_rope_ready, decode.decode_ready], flags=flags
-    )
+    bench = Bench("decode", __doc__, arguments, rounds=25, needs=[decode.ready], flags=flags)
     for kind, title, make, calls in tables(bench.toy):
         if bench.options.only in (None, kind):
             bench.table(title, make(), calls=calls)

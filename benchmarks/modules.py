@@ -211,7 +211,7 @@ def activation_memory(dim: int, heads: int, batch: int, length: int) -> dict[str
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the tables."""
-    bench = Bench("modules", __doc__, arguments, needs=[native.ready, native.backward_ready], peer="the compiled peers")
+    bench = Bench("modules", __doc__, arguments, needs=[native.ready], peer="the compiled peers")
     tables(bench, **(TOY if bench.toy else FULL))
 
 

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from benchmarks.measure import Bench, Case, Cases
 from qkeel.functional.rope import rope_frequencies, rope_table
-from qkeel.kernels.native import operators
+from qkeel.kernels import native
+from qkeel.kernels.native.operators import norm_rope
 
 # batch, tokens, query heads, key heads, head_dim
 SHAPES = [(4, 256, 8, 8, 64), (4, 1024, 8, 8, 64), (4, 2048, 8, 8, 64), (4, 1024, 16, 4, 128)]
@@ -25,9 +26,7 @@ Pass = Callable[[Tensor, Tensor], Tensor]
 Own = Callable[[Tensor, Tensor, tuple[Tensor, Tensor]], Tensor]  # x, gain, and cos and sin
 Shape = tuple[int, int, int, int, int]
 To = tuple[str, torch.dtype]
-COMPILED: dict[str, Own] = {
-    "qkeel, compiled C++": lambda x, gain, table: operators.norm_rope(x, gain, table, 1, 1e-6, False)
-}
+COMPILED: dict[str, Own] = {"qkeel, compiled C++": lambda x, gain, table: norm_rope(x, gain, table, 1, 1e-6, False)}
 
 
 class Passes:
@@ -97,7 +96,7 @@ def token_cases() -> Cases:
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the tables."""
-    bench = Bench("native", __doc__, arguments, rounds=25, needs=[operators.norm_rope_ready], peer="inductor")
+    bench = Bench("native", __doc__, arguments, rounds=25, needs=[native.ready], peer="inductor")
     for shape in [(2, 16, 2, 1, 64)] if bench.toy else SHAPES:
         for kind, cases in pass_cases(Passes(shape, bench.compiled)).items():
             title = f"norm + rope, {kind}, batch tokens heads key-heads dim = {shape}"

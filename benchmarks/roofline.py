@@ -28,7 +28,7 @@ from benchmarks.measure import Bench, BenchRow, Cases, take_turns
 from benchmarks.measure import Case as Call
 from benchmarks.native import Passes
 from benchmarks.steps import adamw_step
-from qkeel.kernels.native import norm_rope_ready
+from qkeel.kernels.native import ready as kernels_ready
 from qkeel.kernels.statistics import logit_stats
 from qkeel.ops import KERNELS
 from qkeel.spec.call import make_call
@@ -98,7 +98,7 @@ def operators(sizes: Sizes, compiled: bool) -> Iterator[Operator]:
     passes = Passes((sizes.batch, sizes.tokens, sizes.heads, sizes.heads, sizes.head_dim), compiled)
     for way_name, way in passes.ways.items():
         name = WAYS.get(way_name, way_name)
-        if name.startswith("qkeel") and not norm_rope_ready():
+        if name.startswith("qkeel") and not kernels_ready():
             print(f"  left out: {name} (not compiled here)")
             continue
         # Forward: read x, write y; 2 operations to sum squares, 2 to scale, 3 to rotate. Backward: read y and dy, write
@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None) -> None:
         warnings.simplefilter("ignore")
         found = measure(sizes, bench.rounds, bench.compiled)
     show(found)
-    bench.write("roofline", about={"compiled_kernels": norm_rope_ready(), "sizes": dataclasses.asdict(sizes)}, **found)
+    bench.write("roofline", about={"compiled_kernels": kernels_ready(), "sizes": dataclasses.asdict(sizes)}, **found)
 
 
 if __name__ == "__main__":

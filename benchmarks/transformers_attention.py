@@ -49,7 +49,7 @@ def step(config: transformers.PretrainedConfig, implementation: str, tokens: int
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark."""
-    needs = (compiled_attention.ready, compiled_attention.backward_ready)
+    needs = (compiled_attention.ready,)
     bench = Bench("transformers_attention", __doc__, arguments, rounds=7, needs=needs, writes=True)
     transformers.logging.set_verbosity_error()
     name = register_attention()

@@ -14,7 +14,6 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import beartype._check.code.codemain as generated_checks
@@ -83,16 +82,13 @@ def _arithmetic() -> dict[str, object]:
     }
 
 
-def _compiled_kernels() -> tuple[str, ...]:
-    """The sources of compiled kernels that this process computes with, of those that are compiled before the tests."""
+def _compiled_kernels() -> bool:
+    """Whether this process computes with the compiled kernels, which are compiled before the tests."""
     if os.environ.get("QKEEL_NATIVE") == "0":
-        return ()
-    from qkeel.kernels import compiled_attention
-    from qkeel.kernels.native import logit_pass, operators
+        return False
+    from qkeel.kernels import native
 
-    sources = [compiled_attention.OPERATORS, compiled_attention.BACKWARD, compiled_attention.DECODE_OPERATORS]
-    sources += [logit_pass.OPERATORS, operators.NORM_ROPE_OPERATORS]
-    return tuple(source.name for source in sources if source.ready())
+    return native.ready()
 
 
 @pytest.fixture(autouse=True)
@@ -179,15 +175,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not _can_be_written(build.cache_folder()):
         os.environ["QKEEL_NATIVE_CACHE"] = str(Path(tempfile.gettempdir()) / f"qkeel-native-{os.getuid()}")
 
-    def compiled(name: str) -> bool:
-        with contextlib.suppress(OSError, build.BuildError):  # told by the tests of the kernels themselves
-            build.compiled(name)
-            return True
-        return False
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = list(pool.map(compiled, sorted(source.stem for source in build.FOLDER.glob("*.cpp"))))
-    if not all(made):
+    try:
+        build.compiled()
+    except (OSError, build.BuildError):  # told by the tests of the kernels themselves
         os.environ.setdefault("QKEEL_NATIVE", "0")
 
 

@@ -8,7 +8,10 @@ import qkeel
 
 def main() -> int:
     """Runs the command line and returns the exit code. The list of commands and the version do not need any library."""
+    from qkeel.cli.output import open_output
+
     words = sys.argv[1:]
+    open_output()
     if words in ([], ["--help"], ["-h"], ["--version"]):
         from qkeel.cli.commands import overview
 

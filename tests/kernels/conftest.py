@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 
-from qkeel.kernels.native import build, norm_rope_ready
+from qkeel.kernels.native import build, ready
 
 # Where tests are run for the registers of another processor: more options of the compiler, so other libraries.
 build.FLAGS = (*build.FLAGS, *os.environ.get("QKEEL_TEST_FLAGS", "").split())  # type: ignore[misc]
@@ -36,9 +36,9 @@ def _on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def library(_compiler: None) -> Path:
-    """The compiled kernels are on; the library of one, loaded."""
-    assert norm_rope_ready()
-    return build.compiled("norm_rope")
+    """The compiled kernels are on; their library, loaded."""
+    assert ready()
+    return build.compiled()
 
 
 def _why_no_triton() -> str | None:

@@ -2,7 +2,7 @@
 
 from qkeel.audit.check import check
 from qkeel.audit.explain import explain
-from qkeel.audit.explain_responses import Explanation, NormRecipe, Rotation, SiteRecipe
+from qkeel.audit.recipes import Explanation, NormRecipe, Rotation, SiteRecipe
 from qkeel.audit.scan import Scan, SiteReport, TensorReport, as_json, scan, table
 from qkeel.audit.tensor_heads import Geometry, Unknown
 from qkeel.deprecation import earlier_name

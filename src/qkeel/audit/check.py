@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from qkeel.audit.scan import Scan, ScanProgress, scan
+from qkeel.audit.scan import Scan, ScanProgress, largest_bounds, scan
 from qkeel.audit.tensor_heads import Geometry
+from qkeel.audit.visible_keys import doubts
+from qkeel.capture.calls import Seen
 from qkeel.capture.example import arguments, copied, undisturbed
+from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
 from qkeel.functional.statistics import LogitStats
@@ -19,8 +23,10 @@ from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import FaultGuard
 from qkeel.records import NON_FINITE, Heads, RunDirectory, fold_heads
+from qkeel.sites import Sites
 from qkeel.sites.find import found_sites, site_label
 from qkeel.sites.tap import Tap
+from qkeel.sites.trace import forward
 
 
 @accepts_earlier_calls()
@@ -100,12 +106,28 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
             entropy, lowest = mean, label
         rows.append((label, _text(top), str(head), _text(mean)))
     status, sentence = judged(largest, where, entropy=entropy, lowest=lowest, broken=broken, threshold=threshold)
+    for doubt in _doubts(inner, sites, args, kwargs):
+        sentence += f"; {doubt}"
     if sites.missed:
         sentence += f"; {len(sites.missed)} of {len(found) + len(sites.missed)} attention layers are not understood"
     columns = ("layer", "max logit", "head", "entropy")
     return Health(
         status=status, sentence=sentence, largest=largest, threshold=threshold, columns=columns, rows=tuple(rows)
     )
+
+
+def _doubts(model: nn.Module, sites: Sites, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[str]:
+    """Returns what looks wrong in the masks of the attention calls, from one more pass."""
+    calls: dict[str, Seen] = {}
+
+    def keep(captured: CapturedCall) -> None:
+        calls.setdefault(captured.name, captured.call)
+
+    layouts = {site.name: site.layout for site in sites if site.layout is not None}
+    watcher = CaptureMode(model, keep, layouts=layouts)
+    with undisturbed(model):
+        forward(model, watcher, copied(args), copied(dict(kwargs)), graph=False)
+    return doubts(calls, kwargs)
 
 
 def _numbers(stats: LogitStats) -> tuple[float, int, float, bool]:
@@ -170,7 +192,7 @@ def of_scan(found: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
     """Judges a checkpoint by its weights, which imply an upper bound on the logits if there are norms."""
     rows, bounds = [], []
     for site in found.sites:
-        both = [g if math.isfinite(g) else b for g, b in zip(site.gain_bound, site.logit_bound)]
+        both = largest_bounds(site)
         known = [x for x in both if math.isfinite(x)]
         bound = max(known) if len(known) == len(both) else math.nan
         bounds.append((bound, site.name))

@@ -1,336 +1,49 @@
-"""Finds by experiment which QK-norm, scale and cap a model really applies, and compares them with its config."""
+"""Explains which norm, rotation, scale, cap and mask each attention layer applies, from one traced pass."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
 
-from qkeel.audit.explain_experiment import (
-    Observation,
-    Observations,
-    ParameterEffect,
-    SiteExperiments,
-    products,
-    random_vector,
-    scale_of,
-    scaled,
-    seen,
-    sinks_of,
-)
-from qkeel.audit.explain_responses import (
-    Answers,
-    Explanation,
-    NormRecipe,
-    Rotation,
-    SiteRecipe,
-    close,
-    compress,
-    eps_of,
-    even,
-    gains,
-    moving,
-    odd_part,
-    reach,
-    response,
-    rotation,
-    scale_text,
-    shape_of,
-    subtracts_mean,
-)
-from qkeel.audit.tensor_heads import ConfigMapping, section
+from qkeel.audit.config_differences import differences
+from qkeel.audit.norm_evidence import NormFit, fit_norm, gain_candidates, rotation_of, unknown_norm
+from qkeel.audit.one_pass import OnePass, joined
+from qkeel.audit.recipes import Explanation, NormRecipe, SiteRecipe
+from qkeel.audit.visible_keys import describe_visible, visible_pairs
+from qkeel.capture.calls import ScoresCall
 from qkeel.capture.example import Arguments, arguments, undisturbed
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import owners, unwrapped
-from qkeel.sites import AttentionSite, HeadSlice
+from qkeel.sites import AttentionSite
 from qkeel.sites.find import found_sites
 from qkeel.sites.tap import Tap
+from qkeel.spec import AttentionCall
+from qkeel.spec.call import of_key
 
-# One side of one site: its norm and rotation, read from its responses to the experiments.
-
-
-@final
-class QueryOrKey:
-    """The queries or the keys of one site, with their responses and the norm and rotation that explain these."""
-
-    def __init__(self, experiment: SiteExperiments, site: AttentionSite, side: Literal["q", "k"]) -> None:
-        self.site, self.side = site, side
-        self.slices = [(t.query if side == "q" else t.key)[-1] for t in site.terms]
-        self.effects = [e for e in experiment.effects.get(site.name, []) if side in e.changes]
-        self.model = experiment.model
-        name = site.name
-
-        def of(readings: Observations) -> Tensor:
-            return self._of(readings[name])
-
-        alone = len(self.slices) == 1 and self.slices[0].index.shape == of(experiment.base).shape[::2]
-        self.answers = Answers(
-            base=of(experiment.base),
-            **{key: of(readings) for key, readings in experiment.passes.items()},
-            small=tuple(of(readings) for readings in experiment.small),
-            x=self._given(self.slices[0], 0) if alone else None,
-            other=self._given(self.slices[0], 1) if alone else None,
-            tolerance=max(2e-4, 8 * experiment.base[name].rounding),
-        )
-        self.fine = experiment.base[name].rounding < 1e-5
-
-    def _of(self, reading: Observation) -> Tensor:
-        return reading.q if self.side == "q" else reading.k
-
-    def _given(self, part: HeadSlice, salt: int) -> Tensor:
-        size = self.model.get_parameter(part.parameter).shape[part.axis]
-        like = torch.empty(1, size, dtype=torch.float64)
-        return scaled(1.0, salt)(random_vector(part.parameter, size), like)[0][part.index.cpu()]
-
-    def norm(self) -> NormRecipe:
-        """Returns the norm that is applied, or the factor if q or k is not normed."""
-        a = self.answers
-        how = response(a)
-        if how == "linear":
-            return self._linear()
-        if how != "normed":
-            why = {"partly normed": f"only some of the {a.base.shape[-1]} dimensions are normed"}.get(
-                how, "it neither grows with its projection nor stays the same"
-            )
-            return NormRecipe(kind="unknown", why=why)
-        over = reach(a)
-        if over in ("", "some tokens"):
-            why = "one token affects others through a convolution or pooling"
-            return NormRecipe(kind="unknown", why=why if over else "its projection does not affect it")
-        if over not in ("head", "layer"):
-            return NormRecipe(kind="RMS" if not subtracts_mean(a) else "layer", over=over, gain="unknown")
-        kind = "layer" if subtracts_mean(a) else "RMS"
-        gain = gains(a, kind, over)
-        eps, floor = eps_of(a, kind, over)
-        shape, bias, names = self._gain(gain, kind, over)
-        width = a.base.shape[-1] * (len(a.base) if over == "layer" else 1)
-        scalar = float(gain.median()) if gain is not None and shape.startswith("scalar") else math.nan
-        if kind == "RMS" and abs(scalar * math.sqrt(width) - 1) < 1e-3:  # every vector has length 1
-            kind, shape = "L2", "none"
-        elif floor and kind == "RMS":
-            kind = "L2"
-            shape = shape_of(gain * width**0.5, a.tolerance) if gain is not None else shape
-        order = "" if self.rotation() is None else self._order(gain, shape, kind)
-        return NormRecipe(kind=kind, over=over, eps=eps, gain=shape, bias=bias, parameters=names, order=order)
-
-    def _linear(self) -> NormRecipe:
-        first = odd_part(self.answers)[:, 0]
-        given = sum(self._given(s, 0).square().sum(-1).expand(len(first)) for s in self.slices)
-        ratio = first.norm(dim=-1) / torch.as_tensor(given).sqrt()
-        if not close(ratio, ratio[:1].expand_as(ratio), 1e-2):
-            return NormRecipe(why="its factor differs by head")
-        if reach(self.answers) == "some tokens":
-            return NormRecipe(why="one token affects others through a convolution or pooling")
-        value = float(ratio.median())
-        return NormRecipe(factor=1.0 if abs(value - 1) < 1e-3 else value)
-
-    def _gain(self, gain: Tensor | None, kind: str, over: str) -> tuple[str, bool, tuple[str, ...]]:
-        """Returns the gain's shape, whether a bias follows it, and the parameters of both."""
-        a = self.answers
-        tolerance = a.tolerance
-        bias = not close(even(a)[:, 0] + a.base[:, 0], a.base[:, 0], 10 * tolerance)
-        shape = "unknown" if gain is None else shape_of(gain, tolerance)
-        names = []
-        for effect in self.effects:
-            names.append(effect.name)
-            odd = (self._of(effect.plus) - self._of(effect.minus)) / 2
-            old = odd_part(a)
-            if close(odd, old, tolerance):
-                bias = True
-            elif gain is not None:
-                now = gain * (odd[:, 0] / old[:, 0])
-                shape = shape_of(now, tolerance)
-                shape += ", 1 + w" if _one_plus(effect, now / gain) else ""
-        return shape, bias, tuple(names)
-
-    def rotation(self) -> Rotation | None:
-        """Returns how the vectors rotate with the position; None if they do not."""
-        a = self.answers
-        if a.base.shape[1] < 3:
-            return Rotation(dims=0, of=a.base.shape[-1], why="the example has fewer than three tokens")
-        y = odd_part(a) if response(a) != "other" else a.base
-        found = rotation(y, a.tolerance if self.fine else 0.5)
-        if found is None or found.pairing or response(a) != "normed":
-            return found
-        gain = gains(a, "layer" if subtracts_mean(a) else "RMS", reach(a))
-        return found if gain is None else rotation(y / gain[:, None], a.tolerance)
-
-    def _order(self, gain: Tensor | None, shape: str, kind: str) -> str:
-        """Returns whether the norm precedes the rotation, judged by the lengths of pairs under a varying gain."""
-        y = odd_part(self.answers)
-        if gain is not None:
-            for effect in self.effects:
-                odd = (self._of(effect.plus) - self._of(effect.minus)) / 2
-                if not close(odd, y, self.answers.tolerance):
-                    gain, y = gain * (odd[:, 0] / y[:, 0]), odd
-                    break
-        among = moving(odd_part(self.answers), self.answers.tolerance)
-        turned = rotation(y, self.answers.tolerance, among)
-        before = turned is not None and bool(turned.pairing)
-        if gain is None:
-            return "before RoPE" if before and shape != "none" else "order with RoPE unknown"
-        divided = rotation(y / gain[:, None], self.answers.tolerance, among)
-        after = divided is not None and bool(divided.pairing)
-        if before and after:
-            return "before RoPE" if kind == "layer" else "before or after RoPE (equivalent without a gain per dim)"
-        return "before RoPE" if before else "after RoPE" if after else "order with RoPE unknown"
-
-
-def _one_plus(effect: ParameterEffect, ratio: Tensor) -> bool:
-    """True if the gain is 1 + w of the parameter, judged by its response to a change."""
-    old, new = effect.before.double().cpu().flatten(), effect.after.double().cpu().flatten()
-    if old.numel() not in (ratio.shape[-1], ratio.numel()):
-        return False
-    expected = ((1 + new) / (1 + old)).view(-1, ratio.shape[-1]).expand_as(ratio)
-    return close(expected, ratio, 1e-3)
-
-
-# Contradictions between a model's config and its observed behaviour.
-
-_NORM = ("use_qk_norm", "qk_layernorm", "qk_norm", "use_qk_layernorm", "query_key_norm")
-_CAP = ("attn_logit_softcapping", "attn_logit_softcap", "attention_logit_cap")
-
-Check = Callable[[ConfigMapping, SiteRecipe], str]
-
-
-def differences(model: nn.Module, recipes: Sequence[SiteRecipe]) -> tuple[str, ...]:
-    """Returns one sentence per contradiction, with the attention layers it concerns; empty if there is no config."""
-    where: dict[str, list[str]] = {}
-    for recipe in recipes:
-        part = _config(model, recipe.name)
-        for check in _CHECKS:
-            text = check(part, recipe)
-            if text:
-                where.setdefault(text, []).append(recipe.name)
-    whole = len(recipes)
-    return tuple(f"{text} ({'everywhere' if len(n) == whole else compress(n)})" for text, n in where.items())
-
-
-def _config(model: nn.Module, name: str) -> ConfigMapping:
-    """Returns the config of the innermost module around a site that has one, as a mapping."""
-    path = name.split("#")[0].split(".")
-    for end in range(len(path), -1, -1):
-        config = getattr(model.get_submodule(".".join(path[:end])), "config", None)
-        to_dict = getattr(config, "to_dict", None)
-        values = to_dict() if callable(to_dict) else config
-        if isinstance(values, Mapping):
-            return section(values, name)
-    return {}
-
-
-def _named(config: ConfigMapping, word: str) -> list[float]:
-    """Returns all numbers of a config, at any depth, whose key contains the word."""
-    found = []
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            found += _named(value, word)
-        elif word in str(key) and isinstance(value, (int, float)) and not isinstance(value, bool):
-            found.append(float(value))
-    return found
-
-
-def _norm(config: ConfigMapping, recipe: SiteRecipe) -> str:
-    key = next((k for k in _NORM if isinstance(config.get(k), bool)), None)
-    if key is None or "unknown" in (recipe.query.kind, recipe.key.kind):
-        return ""
-    acting = [side for side, norm in (("q", recipe.query), ("k", recipe.key)) if norm.acts]
-    if config[key] and len(acting) < 2:
-        return (
-            f"config.{key} is true, but no norm is applied to "
-            f"{'q or k' if not acting else 'q' if 'k' in acting else 'k'}"
-        )
-    if not config[key] and acting:
-        return f"config.{key} is false, but a norm is applied to {' and '.join(acting)}"
-    return ""
-
-
-def _scale(config: ConfigMapping, recipe: SiteRecipe) -> str:
-    value = config.get("query_pre_attn_scalar")
-    if value is not None:
-        said, name = float(value) ** -0.5, f"config.query_pre_attn_scalar {value:g}"
-    elif isinstance(value := config.get("attention_multiplier"), (int, float)):
-        said, name = float(value), f"config.attention_multiplier {value:g}"
-    else:
-        return ""
-    got = recipe.total_scale
-    if math.isnan(got) or abs(got / said - 1) < 2e-3:
-        return ""
-    return f"{name} means logits {said:.4g} · q·k, but the observed scale is {scale_text((got,), recipe.head_dim)}"
-
-
-def _cap(config: ConfigMapping, recipe: SiteRecipe) -> str:
-    key = next((k for k in _CAP if k in config), None)
-    if key is None:
-        return ""
-    said, got = config[key], recipe.softcap
-    if (said or None) == got or (said and got and abs(got / said - 1) < 1e-3):
-        return ""
-    return f"config.{key} is {said}, but the observed cap is {'none' if got is None else f'{got:g}'}"
-
-
-def _window(config: ConfigMapping, recipe: SiteRecipe) -> str:
-    said = config.get("sliding_window")
-    if recipe.window is None or config.get("use_sliding_window") is False:
-        used = recipe.window is not None
-        return f"config says no sliding window, but queries see only {recipe.window} keys" if used else ""
-    if said is None:
-        return f"config.sliding_window is none, but queries see only {recipe.window} keys"
-    near = isinstance(said, int) and abs(said - recipe.window) <= 1
-    return "" if near else f"config.sliding_window is {said}, but queries see only {recipe.window} keys"
-
-
-def _heads(config: ConfigMapping, recipe: SiteRecipe) -> str:
-    if recipe.latent:
-        return ""
-    for key, word, got in (
-        ("num_attention_heads", "attention_heads", recipe.n_heads),
-        ("head_dim", "head_dim", recipe.head_dim),
-    ):
-        said = config.get(key)
-        if isinstance(said, int) and got not in _named(config, word):
-            return f"config.{key} is {said}, observed: {got}"
-    return ""
-
-
-def _base(config: ConfigMapping, recipe: SiteRecipe) -> str:
-    got = None if recipe.rotation is None else recipe.rotation.base
-    whole = None if recipe.rotation is None else recipe.rotation.whole_base
-    said = [*_named(config, "theta"), *_named(config, "base_freq")]
-    if not said or got is None or whole is None:
-        return ""
-    if any(abs(g / value - 1) < 0.05 for value in said for g in (got, whole)):
-        return ""
-    return f"the rotary base is {', '.join(f'{v:,.6g}' for v in said)} in config, but the observed one is {got:,.6g}"
-
-
-_CHECKS: tuple[Check, ...] = (_norm, _scale, _cap, _window, _heads, _base)
-
-
-# Assembling the recipe of each attention layer.
+Letter = Literal["q", "k"]
 
 
 def explain(model: nn.Module, batch: object = None) -> Explanation:
-    """Determines by forward passes what each attention layer of a model does to q, k and their product.
+    """Determines from one forward pass what each attention layer of a model does to q, k and their product.
 
-    Names and types are not trusted. Instead, the projections of every site are made to output chosen values (twice as
-    large, tiny, with one value larger, equal at every token, …), and the q and k that arrive at attention are compared.
-    Nearby parameters are changed one by one to see their effect. This takes a few dozen forward passes and leaves the
-    model bit for bit unchanged.
+    What the projections output is compared with the q and k that arrive at attention: lengths show the norm, angles
+    the rotation, and logits the scale. Names only decide where numbers leave a choice, as between gains that are all 1.
+    The model stays in the mode that it is in, and bit for bit unchanged; compiled models run eagerly.
 
     Args:
-        model: any PyTorch model whose attention `find_sites` finds. Compiled models run eagerly.
-        batch: input of a forward pass: a tensor, a tuple of arguments, or a mapping of keyword arguments. Finding
-            positions requires three tokens or more, and details that bfloat16 rounds away require float32. The default
-            is the last training batch, if `qkeel.watch` has watched the model during training.
+        model: any PyTorch model whose attention `find_sites` finds.
+        batch: input of a forward pass: a tensor, a tuple of arguments, or a mapping of keyword arguments. Positions
+            require three tokens or more, and details that bfloat16 rounds away require float32. The default is the
+            last training batch, if `qkeel.watch` has watched the model during training.
 
     Returns:
         An Explanation, which can be printed; its fields include `sites` and `differences` (contradictions to
-        `model.config`, if there is one).
+        `model.config`, which may be a mapping, a dataclass or a namespace).
 
     Raises:
         RefusedError: no attention can be analysed.
@@ -344,108 +57,239 @@ def explain(model: nn.Module, batch: object = None) -> Explanation:
     model = unwrapped(model)
     args, kwargs = _last_batch(model) if batch is None else arguments(batch, "batch")
     with undisturbed(model):
-        model.eval()
-        found, _ = found_sites(model, args, kwargs)
-        sites = [s for s in found if not isinstance(s.module, SpecModule)]
-        if not sites:
+        sites, _ = found_sites(model, args, kwargs)
+        foreign = [site for site in sites if not isinstance(site.module, SpecModule)]
+        if not foreign:
             raise RefusedError(
                 f"all attention in this {type(model).__name__} is qkeel's own and follows its spec; to see it, call "
                 "print(module.spec.explain()) on an attention module"
             )
-        with torch.inference_mode(False), torch.no_grad():
-            experiment = SiteExperiments(model, args, kwargs, sites)
-            recipes = [_recipe(experiment, site) for site in sites]
+        trace = OnePass(model, foreign)
+        trace.run(args, kwargs)
+        recipes = [SiteEvidence(trace, site).recipe() for site in foreign]
     return Explanation(
         model=type(model).__name__,
         sites=tuple(recipes),
         differences=differences(model, recipes),
-        linear=found.linear,
+        linear=sites.linear,
     )
 
 
 def _last_batch(model: nn.Module) -> Arguments:
     """Returns the arguments of a watched model's last training pass."""
-    latest = next((tap.latest for tap in owners(model) if isinstance(tap, Tap) and tap.latest is not None), None)
-    if latest is None:
-        raise InvalidTypeError(
-            "expected a batch that the model accepts: qkeel.explain(model, batch). The batch may be left out "
-            "only for a model that qkeel.watch has watched during training"
-        )
-    return tuple(latest.args), dict(latest.kwargs)
-
-
-def _recipe(experiment: SiteExperiments, site: AttentionSite) -> SiteRecipe:
-    name = site.name
-    recipe = functools.partial(
-        SiteRecipe,
-        name=name,
-        n_heads=site.n_heads,
-        n_kv_heads=site.n_kv_heads,
-        head_dim=site.head_dim,
-        key_heads=site.key_heads,
-        layer_type=site.layer_type,
+    for tap in owners(model):
+        if isinstance(tap, Tap) and tap.latest is not None:
+            return tuple(tap.latest.args), dict(tap.latest.kwargs)
+    raise InvalidTypeError(
+        "expected a batch that the model accepts: qkeel.explain(model, batch). The batch may be left out "
+        "only for a model that qkeel.watch has watched during training"
     )
-    if name not in experiment.base:
-        return recipe(
+
+
+@final
+class SiteEvidence:
+    """What one pass shows of one site: its q [b h t d], its k [b g s d] in float64, its logits and its mask."""
+
+    def __init__(self, trace: OnePass, site: AttentionSite) -> None:
+        self.trace, self.site = trace, site
+        self.calls = [captured.call for captured in trace.calls.get(site.name, [])]
+        first = self.calls[0] if self.calls else None
+        is_packed = isinstance(first, AttentionCall) and of_key(first) is not None
+        if is_packed or any(call.q is None or call.k is None for call in self.calls):
+            self.calls = []
+        if self.calls:
+            self.rounding = float(torch.finfo(self.calls[0].q.dtype).eps)  # type: ignore[union-attr]
+            self.tolerance = max(2e-4, 8 * self.rounding)
+            self.arrived: dict[Letter, Tensor] = {"q": self._vectors("q"), "k": self._vectors("k")}
+
+    def _vectors(self, letter: Letter) -> Tensor:
+        """Returns q or k of all heads, which may have been computed in one call each."""
+        x = torch.cat([getattr(call, letter).detach() for call in self.calls], 1).double().cpu()
+        if letter == "q":
+            return x
+        # Undoes the repetition of keys even where equality can't show it, as for zero keys.
+        heads = self.site.n_kv_heads if self.site.key_heads is None else self.site.n_heads
+        return x[:, :: max(1, x.shape[1] // heads)]
+
+    def recipe(self) -> SiteRecipe:
+        """Returns the recipe; what the pass does not show is listed in `unknown`."""
+        site = self.site
+        recipe = SiteRecipe(
+            name=site.name,
+            n_heads=site.n_heads,
+            n_kv_heads=site.n_kv_heads,
+            head_dim=site.head_dim,
+            key_heads=site.key_heads,
+            layer_type=site.layer_type,
             query=NormRecipe(kind="unknown", why="q was not seen"),
             key=NormRecipe(kind="unknown", why="k was not seen"),
-            unknown=(site.why or "q and k of this attention could not be read",),
         )
-    base = experiment.base[name]
-    visible, window = seen(base.visible)
-    if not site.terms:
-        why = NormRecipe(kind="unknown", why=f"its weights are not known: {site.why}")
-        return recipe(query=why, key=why, visible=visible, window=window, softcap=base.cap)
-    sides = {side: QueryOrKey(experiment, site, side) for side in ("q", "k")}
-    query, key = sides["q"].norm(), sides["k"].norm()
-    scale = scale_of(*(r[name] for r in experiment.tokens))
-    effects = experiment.effects.get(name, [])
-    turns = [sides[side].rotation() for side in ("q", "k")]
-    return recipe(
-        query=query,
-        key=key,
-        rotation=turns[0] or turns[1],
-        latent=_latent(site, experiment.latents.get(name, {})),
-        scale=scale or (),
-        scale_parameter=", ".join(e.name for e in effects if "scale" in e.changes and not e.changes & {"q", "k"}),
-        softcap=base.cap,
-        sinks=sinks_of(base, [e.name for e in effects if "sinks" in e.changes and not e.changes & {"q", "k"}]),
-        visible=visible,
-        window=window,
-        bias=_biased(experiment.tokens[0][name], scale),
-        idle=experiment.idle.get(name, ()),
-        unknown=_doubts(turns, scale),
-    )
+        if not self.calls:
+            why = site.why or "q and k of this attention could not be read"
+            return dataclasses.replace(recipe, unknown=(why,))
+        pairs = visible_pairs(self.calls[0])
+        visible, window = describe_visible(pairs[0])
+        sees_all = visible.startswith(("keys up to its own", "every key")) and site.layer_type != "cross"
+        cap = self.calls[0].spec.cap.limit
+        keys = pairs.shape[-1] if sees_all else None
+        recipe = dataclasses.replace(recipe, visible=visible, window=window, keys=keys, softcap=cap)
+        if not site.terms:
+            unread = NormRecipe(kind="unknown", why=f"its weights are not known: {site.why}")
+            return dataclasses.replace(recipe, query=unread, key=unread)
+        query, key = self._fit("q"), self._fit("k")
+        turns = [rotation_of(fit, self.tolerance, self.rounding) for fit in (query, key)]
+        scale, is_biased = self._scale(pairs)
+        unknown = []
+        if math.isinf(query.error + key.error):
+            unknown.append("the rotation, because a norm is not known")
+        elif (turns[0] is None) != (turns[1] is None):
+            unknown.append("only one of q and k changes with position")
+        if not scale:
+            unknown.append("the scale: logits were not q·k times a constant, or no row sees two keys")
+        norms = []
+        for fit, turn in ((query, turns[0]), (key, turns[1])):
+            norms.append(fit.recipe if turn is not None else dataclasses.replace(fit.recipe, order=""))
+        return dataclasses.replace(
+            recipe,
+            query=norms[0],
+            key=norms[1],
+            rotation=turns[0] or turns[1],
+            latent=self._latent(),
+            scale=scale,
+            scale_parameter=self._scale_parameter(scale),
+            sinks=self._sinks(),
+            bias=is_biased,
+            idle=self._idle({"q": query, "k": key}),
+            unknown=tuple(unknown),
+        )
 
+    def _projected(self, letter: Letter) -> list[Tensor]:
+        """Returns what the projections output [b n t d], for each order of batch and tokens; empty if it was not
+        seen."""
+        batch, heads, tokens, _ = self.arrived[letter].shape
+        parts = {}
+        for term in self.site.terms:
+            part = (term.query if letter == "q" else term.key)[-1]
+            parts[part.parameter, part.index.shape, int(part.index[0, 0])] = part
+        readings = [self.trace.outputs(part, batch, tokens) for part in parts.values()]
+        assembled = []
+        for outputs in zip(*readings):
+            # One key for all heads, as the rotated part of MLA's, belongs to each of them.
+            shared = [x.expand(-1, heads, -1, -1) if x.shape[1] == 1 else x for x in outputs]
+            if all(x.shape[1] == heads for x in shared):
+                assembled.append(torch.cat(shared, -1))
+        return [x for x in assembled if x.shape == self.arrived[letter].shape]
 
-def _doubts(turns: list[Rotation | None], scale: tuple[float, ...] | None) -> tuple[str, ...]:
-    found = []
-    if (turns[0] is None) != (turns[1] is None):
-        found.append("only one of q and k changes with position")
-    if scale is None:
-        found.append("the scale: logits were not q·k times a constant, or no row sees two keys")
-    return tuple(found)
+    def _fit(self, letter: Letter) -> NormFit:
+        """Returns the norm that explains q or k of the first sample."""
+        arrived = self.arrived[letter]
+        fit = unknown_norm(arrived[0], "the output of its projection was not seen as a product with the stored weight")
+        scope, module = self.trace.scopes[self.site.name]
+        projections = {part.parameter for part in (*self.site.query, *self.site.key)}
+        parameters = {name: p for name, p in module.named_parameters() if joined(scope, name) not in projections}
+        for projected in self._projected(letter):
+            candidates = gain_candidates(parameters, self.trace.norms[self.site.name], projected)
+            fit = fit_norm(projected[0], arrived[0], candidates, self.tolerance, self.rounding)
+            if not math.isinf(fit.error):
+                break
+        return fit
 
+    def _idle(self, fits: dict[Letter, NormFit]) -> tuple[str, ...]:
+        """Returns the norms without effect: those never called, and those called on a q or k that is not normed."""
+        sentences = []
+        for norm in self.trace.norms[self.site.name]:
+            title = f"{norm.name} ({type(norm.module).__name__})"
+            if not norm.received:
+                sentences.append(f"{title} is never called")
+            for letter, fit in fits.items():
+                is_plain = fit.recipe.kind == "none"
+                if is_plain and any(norm.called_on(x)[0] for x in self._projected(letter)):
+                    sentences.append(f"{title} is called on {letter}, and its result is not used")
+        return tuple(sentences)
 
-def _biased(reading: Observation, scale: tuple[float, ...] | None) -> bool:
-    """True if something other than q·k makes some keys more likely than others."""
-    if reading.logits is None:
-        return reading.bias is not None and bool((reading.bias[reading.visible] != 0).any())
-    if scale is None:
-        return False
-    x, y = products(reading, reading.visible)
-    z = torch.tensor(scale, dtype=torch.float64)[:, None, None] * x
-    return float((y - z).abs().max()) > 1e-3 * float(z.abs().max())
+    def _scale(self, pairs: Tensor) -> tuple[tuple[float, ...], bool]:
+        """Returns the factor on q·k of each head, empty if unknown, and whether something else is added."""
+        first = self.calls[0]
+        if isinstance(first, AttentionCall):
+            factor = float(first.spec.scale.factor(torch.zeros(1), first.q.shape[-1], {}))
+            bias = first.bias(slice(0, first.q.shape[2]), slice(0, first.k.shape[2]))
+            if bias is None:
+                return (factor,) * self.site.n_heads, False
+            seen, added = torch.broadcast_tensors(pairs, bias.detach().cpu())
+            return (factor,) * self.site.n_heads, bool((added[seen] != 0).any())
+        q, k = self.arrived["q"], self.arrived["k"]
+        logits = torch.cat([call.logits.detach() for call in self.calls if isinstance(call, ScoresCall)], 1)
+        logits, products = logits.double().cpu(), q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+        pairs = pairs.expand(products.shape)
+        tolerance = max(1e-3, 30 * self.rounding)
+        scale = _slope(_centred(products, pairs), _centred(logits, pairs), tolerance)
+        if scale or len(q) == 1:
+            return scale, False
+        # What is added to the scores is the same in both samples.
+        both = pairs[:1] & pairs[1:2]
+        products, logits = products[:1] - products[1:2], logits[:1] - logits[1:2]
+        scale = _slope(_centred(products, both), _centred(logits, both), tolerance)
+        return scale, bool(scale)
 
-
-def _latent(site: AttentionSite, norms: Mapping[str, str]) -> str:
-    """Describes MLA: which parts of a head come from which key weight, and what precedes that weight."""
-    if len(site.terms) < 2 and not norms:
+    def _scale_parameter(self, scale: tuple[float, ...]) -> str:
+        """Returns the name of the parameter that is a learned scale of each head, or whose exponential is."""
+        if not scale:
+            return ""
+        expected = torch.tensor(scale, dtype=torch.float64)
+        for name, values in self._numbers():
+            for learned in (values, values.exp()):
+                if torch.allclose(learned.expand_as(expected), expected, rtol=1e-3, atol=0.0):
+                    return name
         return ""
-    parts = []
-    for term in site.terms if len(site.terms) > 1 else ():
-        part = term.key[-1]
-        dims, shared = part.index.shape[1], part.n == 1 and site.n_heads > 1
-        parts.append(f"{dims} from {part.parameter.split('.')[-2]}{', one key for all heads' if shared else ''}")
-    whole = [f"MLA-like, q·k = {' + '.join(parts)}"] if parts else []
-    return "; ".join(whole + [f"{p.split('.')[-2]} reads a {text}" for p, text in sorted(norms.items())])
+
+    def _sinks(self) -> str:
+        """Describes columns of the softmax that are not keys."""
+        sink = self.calls[0].sink if isinstance(self.calls[0], ScoresCall) else None
+        if sink is None:
+            return ""
+        expected = sink[0, :, 0].detach().double().cpu()
+        for name, values in self._numbers():
+            if values.shape == expected.shape and torch.allclose(values, expected, rtol=1e-4, atol=1e-6):
+                return f"1 sink logit per head in the softmax ({name})"
+        return "sink logits in the softmax"
+
+    def _numbers(self) -> list[tuple[str, Tensor]]:
+        """Returns the parameters near the site with one number, or one for each head."""
+        small = []
+        for name, p in self.trace.scopes[self.site.name][1].named_parameters():
+            if p.numel() in (1, self.site.n_heads) and not p.is_meta:
+                small.append((name, p.detach().double().cpu().flatten()))
+        return small
+
+    def _latent(self) -> str:
+        """Describes MLA: which dimensions of a key come from which weight."""
+        parts = []
+        for term in self.site.terms:
+            part = term.key[-1]
+            is_shared = part.n == 1 and self.site.n_heads > 1
+            weight = part.parameter.rpartition(".")[0].rpartition(".")[2] or part.parameter
+            parts.append(f"{part.index.shape[1]} from {weight}{', one key for all heads' if is_shared else ''}")
+        return f"MLA-like, q·k = {' + '.join(parts)}" if len(parts) > 1 else ""
+
+
+def _centred(scores: Tensor, pairs: Tensor) -> Tensor:
+    """Returns scores minus their mean over the visible keys of a row, and 0 elsewhere.
+
+    This removes what is equal for all keys of a row (a bias of k, a subtracted maximum), which the softmax does not
+    see.
+    """
+    count = pairs.sum(-1, keepdim=True).clamp_min(1)
+    visible = torch.where(pairs, scores, 0.0)
+    return torch.where(pairs, visible - visible.sum(-1, keepdim=True) / count, 0.0)
+
+
+def _slope(x: Tensor, y: Tensor, tolerance: float) -> tuple[float, ...]:
+    """Fits s per head in y = s x for [b h t s]; empty if no s fits."""
+    x, y = x.transpose(0, 1).flatten(1), y.transpose(0, 1).flatten(1)
+    energy = x.square().sum(1)
+    if not bool((energy > 0).all()):
+        return ()  # no row sees two keys, so there is nothing to compare
+    slope = (x * y).sum(1) / energy
+    error = (y - slope[:, None] * x).abs().amax(1)
+    is_close = error <= tolerance * y.abs().amax(1).clamp_min(1e-30)
+    return tuple(slope.tolist()) if bool(is_close.all()) else ()

@@ -23,6 +23,7 @@ from qkeel.audit.tensor_heads import (
     SitePlan,
     Slice,
     Unknown,
+    missing_layers,
     read_geometry,
     recognise,
 )
@@ -70,6 +71,11 @@ class SiteReport:
     outlier: tuple[bool, ...] = ()
     notes: tuple[str, ...] = ()  #: gaps of the bounds, with their reasons
     assumed: tuple[str, ...] = ()  #: conventions that the bounds rest on, and that nothing in the checkpoint confirms
+
+
+def largest_bounds(site: SiteReport) -> list[float]:
+    """Returns the bound on the logits of each head, from gains if q and k are normed; NaN if there is none."""
+    return [gain if math.isfinite(gain) else bound for gain, bound in zip(site.gain_bound, site.logit_bound)]
 
 
 def grams(weight: Tensor, part: Slice) -> Tensor:
@@ -357,7 +363,7 @@ def scan(
         path=str(path),
         n_bytes=checkpoint.size,
         sites=tuple(marked),
-        unknown=tuple(f for f in found if isinstance(f, Unknown)),
+        unknown=(*(f for f in found if isinstance(f, Unknown)), *missing_layers(checkpoint, found)),
         tensors=tuple(tensors),
     )
 
@@ -530,9 +536,12 @@ def table(scan: Scan, *, every_head: bool = False, tensors: bool = False) -> str
 
 
 def _rows(site: SiteReport, every_head: bool) -> list[tuple[str, ...]]:
-    sizes = [x if x == x else math.inf for x in site.interaction_spectral]
-    heads = range(site.n_heads) if every_head else [max(range(site.n_heads), key=sizes.__getitem__)]
     values = dataclasses.asdict(site)
+    sizes = largest_bounds(site)
+    if not any(map(math.isfinite, sizes)):
+        sizes = list(site.interaction_spectral)
+    sizes = [math.inf if math.isnan(size) else size for size in sizes]  # a head that is not finite comes first
+    heads = range(site.n_heads) if every_head else [max(range(site.n_heads), key=sizes.__getitem__)]
     return [
         (site.name, f"{h}{' !' if site.outlier[h] else ''}", *(_number(values[name][h]) for name in _COLUMNS))
         for h in heads

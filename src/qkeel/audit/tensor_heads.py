@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from qkeel.errors import DataError
-from qkeel.safetensors_io import StoredTensor
+from qkeel.safetensors_io import Checkpoint, StoredTensor
 
 # Head counts, head sizes and scale, read from config.json or flags, never from weights.
 
@@ -24,6 +24,13 @@ def _words(text: str) -> frozenset[str]:
 N_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads")
 N_KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
 HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "d_kv")
+N_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+# Words in the name of a stack of layers -> the keys of its own number.
+N_LAYERS_OF = {
+    "encoder": ("encoder_layers", "num_encoder_layers", *N_LAYERS),
+    "decoder": ("decoder_layers", "num_decoder_layers"),
+    "single_transformer": ("num_single_layers",),
+}
 # Parts of a composite config, and words in their tensors' names; the first match counts.
 SECTIONS = (
     ("vision_config", ("vision", "visual", "image")),
@@ -407,6 +414,34 @@ def recognise(tensors: Tensors, geometry: Callable[[str], Geometry]) -> PlansOrU
         if got is not None:
             found.append(got)
     return found + _left_over(tensors, [f.name for f in found])
+
+
+def missing_layers(checkpoint: Checkpoint, sites: Sequence[SitePlan | Unknown]) -> list[Unknown]:
+    """Returns the layers that config.json announces and of which no tensor is there, as after a partial download.
+
+    Layers are the numbered modules in which attention lies. Where only one of them holds attention, others may share
+    its weights, so nothing is missing.
+    """
+    numbers: dict[str, set[int]] = {}
+    for site in sites:
+        match = re.match(r"(.*?)\.?(\d+)(\.|$)", site.name)
+        if match:
+            numbers.setdefault(match[1], set()).add(int(match[2]))
+    stacks = {stack for stack, layers in numbers.items() if len(layers) > 1}
+    for name in checkpoint.tensors:
+        match = re.match(r"(.*?)\.?(\d+)\.", name)
+        if match and match[1] in stacks:
+            numbers[match[1]].add(int(match[2]))
+    unknown = []
+    for stack in sorted(stacks):
+        keys = N_LAYERS
+        for word, special in N_LAYERS_OF.items():
+            keys = special if word in stack else keys
+        total = _first(section(checkpoint.config, stack), keys) or 0
+        for layer in sorted(set(range(total)) - numbers[stack]):
+            why = f"config.json says {total} layers, and no tensor of this one is in the checkpoint; download it again"
+            unknown.append(Unknown(f"{stack}.{layer}".lstrip("."), why))
+    return unknown
 
 
 def _split(name: str) -> tuple[str, bool, str]:

@@ -12,6 +12,7 @@ from cyclopts import App, CycloptsError, Group, MissingArgumentError
 import qkeel
 from qkeel.cli.commands import FAILED, GROUPS, HELP_ALL, INTERRUPTED, OK, USAGE, command_line, commands, example
 from qkeel.cli.commands import group as in_help
+from qkeel.cli.output import printable
 from qkeel.cli.retired import retired
 from qkeel.errors import QkeelError
 
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.flush()  # here a full disk can still be reported; at the interpreter's end it cannot
     except (CycloptsError, QkeelError) as error:
         said = _in_words(error) if isinstance(error, CycloptsError) else str(error)
-        print("error: " + _about_commas(_before_dashes(arguments), " ".join(said.split())), file=sys.stderr)
+        print("error: " + printable(_about_commas(_before_dashes(arguments), " ".join(said.split()))), file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         print(f"interrupted. Resume with: {command_line()}", file=sys.stderr)

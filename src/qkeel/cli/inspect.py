@@ -19,6 +19,7 @@ from qkeel.audit.check import check as judge
 from qkeel.audit.check import check_checkpoint, is_run
 from qkeel.audit.scan import scan as read
 from qkeel.cli.commands import FAILED, OK
+from qkeel.cli.output import printable
 from qkeel.cli.parameters import JsonSwitch, Switch, Unset
 from qkeel.errors import DataError, InvalidValueError, RunDirectoryError, unknown
 from qkeel.frames import Frame, TableFiles
@@ -107,7 +108,7 @@ def scan(
     if json_:
         print(json.dumps(as_json(found)))
     else:
-        print(table(found, every_head=every_head, tensors=tensors or tensors_only))
+        print(printable(table(found, every_head=every_head, tensors=tensors or tensors_only)))
     return FAILED if any(t.non_finite for t in found.tensors) else OK
 
 
@@ -175,9 +176,9 @@ def check(
         said = {"status": str(found.status), "sentence": found.sentence, "largest": largest, "threshold": threshold}
         print(json.dumps(said))
     else:
-        print(found)
+        print(printable(str(found)))
         if table and found.rows:
-            print(found.table())
+            print(printable(found.table()))
     return FAILED if found.status is Status.NOT_HEALTHY or (strict and not found.healthy) else OK
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from qkeel.functional.position_biases import alibi_slopes
 from qkeel.functional.statistics import KernelRows, LogitBracket
 from qkeel.kernels.contract import Kernel, Refusal
-from qkeel.kernels.encode import dense, folded
-from qkeel.kernels.native.operators import STORED, OperatorSource, is_plain, reads
+from qkeel.kernels.encode import folded
+from qkeel.kernels.native.operators import OPS, STORED, attention, is_plain, reads, ready
 from qkeel.spec.call import AttentionCall, BandCall
 from qkeel.spec.slot import Outputs
 
@@ -109,19 +109,7 @@ def _of_gradient(call: AttentionCall) -> str | None:
         return None
     if call.mask is not None and call.mask.requires_grad:
         return "the compiled attention has no derivative with respect to its mask"
-    if not any(x.requires_grad for x in (call.q, call.k, call.v, *call.params.values())):
-        return None
-    if not (backward_ready() or _derived_by_torch(call)):
-        return "the compiled attention has a derivative only for whole sequences without a mask, window, bias or cap"
     return None
-
-
-def _derived_by_torch(call: AttentionCall) -> bool:
-    """True if torch's own kernel can compute the derivative from the logsumexp, as it must if there is no compiled
-    one."""
-    q, k, v = call.q, call.k, call.v
-    plain = call.mask is None and not _biased(call) and not call.window and not call.spec.cap.limit
-    return plain and q.shape[-1] == v.shape[-1] and (not call.causal or q.shape[2] == k.shape[2])
 
 
 def _run(call: AttentionCall, stats: bool) -> OutputAndRows:
@@ -133,28 +121,7 @@ def _run(call: AttentionCall, stats: bool) -> OutputAndRows:
     q, k, v, scale = folded(call)
     slopes = alibi_slopes(q.shape[1]).to(torch.float32) if _biased(call) else None
     how = scale, call.causal, call.window or 0, call.spec.cap.limit or 0.0, stats  # 0: no window, no cap
-    return torch.ops.qkeel_native.attention(q, k, v, call.mask, slopes, *how)
-
-
-def _shapes(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> OutputAndRows:
-    b, h, t, _ = q.shape
-    out = q.new_empty(b, t, h, v.shape[-1]).transpose(1, 2)
-    rows, stats = (b, h, t), rest[-1]
-    lse, top, entropy = (q.new_empty(rows if i == 0 or stats else (0,), dtype=torch.float32) for i in range(3))
-    return out, lse, top, entropy
-
-
-def _backward_shapes(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(dense(x)) for x in (q, k, v))
-    return dq, dk, dv
-
-
-# attention(q, k, v, mask, slopes, scale, causal, window, cap, stats): q [b h t d], k [b g s d] and v [b g s e] as they
-# enter the product, the last query aligned with the last key; a four-dimensional mask that broadcasts to [b h t s],
-# boolean (True: may attend) or float; float32 slopes [h], which multiply the distance that is subtracted from logits.
-OPERATORS = OperatorSource("attention", {"attention": _shapes})
-BACKWARD = OperatorSource("attention_backward", {"attention_backward": _backward_shapes})
-ready, backward_ready = OPERATORS.ready, BACKWARD.ready
+    return attention(q, k, v, call.mask, slopes, *how)
 
 
 # Attention from a few new tokens to a long cache on a CPU in C++, for inference. Keys may be latents.
@@ -173,14 +140,14 @@ class Decode(Kernel):
 
     def supports(self, call: AttentionCall) -> Refusal | None:
         reason = _decode_refuses_tensors(call) or _decode_refuses_spec(call)
-        if reason is None and not decode_ready():
+        if reason is None and not ready():
             reason = "the compiled kernel for decoding is switched off, or cannot be used here"
         return None if reason is None else Refusal(reason, "use impl='chunked' (exact, O(T) memory) or impl='auto'")
 
     def __call__(self, call: AttentionCall) -> Outputs:
         q, k, v, scale = folded(call)
         mask, causal, window = _visibility(call)
-        return torch.ops.qkeel_native.decode(q, k, v, mask, None, scale, 0.0, causal, window)
+        return OPS.decode.default(q, k, v, mask, None, scale, 0.0, causal, window)
 
 
 def latents(
@@ -197,13 +164,13 @@ def latents(
     factors = () if inverse is None else (inverse,)
     fits = q.shape[1] // k.shape[1] * q.shape[2] <= LATENT_ROWS and all(x.dtype == torch.float32 for x in factors)
     known = spec.normalizer.kind == "softmax" and spec.cap.kind != "other" and spec.position.folds
-    if not (fits and known) or _of_any(call, *factors) or not decode_ready():
+    if not (fits and known) or _of_any(call, *factors) or not ready():
         return None
     wide = q.float()
     if isinstance(scale, Tensor):
         wide, scale = wide * scale, 1.0
     mask, causal, window = _visibility(call)
-    return torch.ops.qkeel_native.decode(wide, k, call.v, mask, inverse, scale, spec.cap.limit or 0.0, causal, window)
+    return OPS.decode.default(wide, k, call.v, mask, inverse, scale, spec.cap.limit or 0.0, causal, window)
 
 
 def _visibility(call: AttentionCall) -> tuple[Tensor | None, bool, int]:
@@ -238,12 +205,3 @@ def _decode_refuses_spec(call: AttentionCall) -> str | None:
     if spec.normalizer.kind != "softmax" or spec.cap.kind != "none" or not spec.position.folds:
         return "decoding is for softmax without a cap and for positions that fold into q and k"
     return None
-
-
-def _shape(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
-    b, h, t, _d = q.shape
-    return q.new_empty(b, t, h, v.shape[3]).transpose(1, 2)
-
-
-DECODE_OPERATORS = OperatorSource("decode", {"decode": _shape})
-decode_ready = DECODE_OPERATORS.ready

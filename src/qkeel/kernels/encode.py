@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from qkeel.kernels.native.operators import NONE, WHOLE, functions, norm_rope, norm_rope_ready, reads
+from qkeel.kernels.native.operators import NONE, OPS, WHOLE, norm_rope, norm_rope_two, reads, ready
 from qkeel.kernels.triton import available
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall
@@ -113,10 +113,6 @@ def fused(
     plan = _planned(spec.norm, spec.position)
     if plan is None:
         return None
-    if not torch.compiler.is_compiling():
-        found = _directly(plan, q, k, pos_q, pos_k, params)
-        if found is not None:
-            return found
     device = q.device
     if device.type not in ("cpu", "cuda") or not (reads(q) and reads(k)):
         return None
@@ -131,9 +127,9 @@ def fused(
     table_q, table_k = _tables(plan, q, k, pos_q, pos_k)
     kinds = plan.kind_q, plan.kind_k
     at_once = table_q is table_k and (table_q is not None or all(kinds))
-    if at_once and operator is norm_rope and not torch.is_grad_enabled():
-        cos, sin = (None, None) if table_q is None else table_q
-        return torch.ops.qkeel_native.norm_rope_two(q, k, gain_q, gain_k, cos, sin, *kinds, plan.eps)
+    if at_once and operator is norm_rope:
+        keeps = _keeps(q, gain_q), _keeps(k, gain_k)
+        return norm_rope_two(q, k, (gain_q, gain_k), table_q, kinds, plan.eps, keeps)
     alike = q.dtype == k.dtype and q.shape[-1] == k.shape[-1] and (kinds[0] == NONE) == (kinds[1] == NONE)
     two = both_operator(device) if at_once and alike else None
     if two is not None:
@@ -145,37 +141,10 @@ def fused(
     )
 
 
-def _directly(
-    plan: _EncodePlan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params
-) -> tuple[Tensor, Tensor] | None:
-    """Computes `fused` without torch's dispatcher, which takes most of the time for a single token; None if
-    unsupported."""
-    if pos_q is not pos_k and plan.position is not None:
-        return None
-    if plan.on_gpu or not (
-        q.is_cpu and q.dtype in _SPREADS and (plan.position is not None or (plan.kind_q and plan.kind_k))
-    ):
-        return None
-    native = functions()
-    if native is None:
-        return None
-    gain_q, gain_k = plan.norm.weight("q", params), plan.norm.weight("k", params)
-    cos = sin = None
-    if plan.position is not None:
-        place = native.place(pos_q)
-        if place is not None:
-            cos, sin = _of_place(plan, q.shape[-1], q.dtype, place)
-        elif not torch.is_grad_enabled():
-            cos, sin = _turned(plan.position, plan.position.tables(q, k, pos_q, pos_k)[1])
-        else:
-            return None  # most likely because a gradient is needed
-    return native.encode(q, k, gain_q, gain_k, cos, sin, plan.kind_q, plan.kind_k, plan.eps)
-
-
 def operator_for(device: torch.device) -> EncodeOperator | None:
     """Returns the operator for norm and rotation on a device, or None if torch computes them."""
     if device.type == "cpu":
-        return norm_rope if norm_rope_ready() else None
+        return norm_rope if ready() else None
     if not available.usable(device):
         return None
     from qkeel.kernels.triton import norm_rope as triton_norm_rope
@@ -184,7 +153,7 @@ def operator_for(device: torch.device) -> EncodeOperator | None:
 
 
 def both_operator(device: torch.device) -> BothOperator | None:
-    """Returns the operator that handles q and k in one launch, gradient included, or None if there is none."""
+    """Returns the GPU operator that handles q and k in one launch, gradient included, or None if there is none."""
     if device.type == "cpu" or not available.usable(device):
         return None
     from qkeel.kernels.triton import norm_rope as triton_norm_rope
@@ -255,4 +224,4 @@ def _keeps(x: Tensor, gain: Tensor | None) -> bool:
     if gain is None or not torch.is_grad_enabled():
         return False
     unseen = torch.compiler.is_compiling() or gain.device.type != "cpu"
-    return unseen or torch.ops.qkeel_native.gain_spread(gain) < _SPREADS[x.dtype]
+    return unseen or OPS.gain_spread.default(gain) < _SPREADS[x.dtype]

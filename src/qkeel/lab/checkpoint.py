@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from qkeel.autopilot import Autopilot
 from qkeel.errors import DamagedFileError, RunDirectoryError
 from qkeel.handle import under
-from qkeel.kernels.native import norm_rope_ready
+from qkeel.kernels.native import ready as kernels_ready
 from qkeel.lab.build_run import build_optimizer, note, put_on, rules, width_ratio
 from qkeel.lab.config import RunConfig
 from qkeel.lab.tasks import counted_bigrams, load_task
@@ -47,7 +47,7 @@ def computed_with(config: RunConfig) -> Json:
         "torch": torch.__version__,
         "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device,
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "compiled_kernels": device == "cpu" and norm_rope_ready(),  # they round differently from torch's operators
+        "compiled_kernels": device == "cpu" and kernels_ready(),  # they round differently from torch's operators
     }
 
 

@@ -472,6 +472,9 @@ def _written(operator: torch._ops.OpOverload) -> list[tuple[int, str]]:
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 # If torch lacks the name, recomputed passes are counted too; tests/patching covers this.
+# A context in which operators run without autograd, which has been seen to: a call through it costs ten times as much.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
 _graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 

@@ -48,7 +48,8 @@ def write(
     target = Path(out)
     text = page(paths, baseline).html(refresh=refresh)
     make_directory(target.parent)
-    write_text(target, text)
+    # A folder's name may hold bytes that are no UTF-8.
+    write_text(target, text.encode("utf-8", "backslashreplace").decode("utf-8"))
     return target
 
 

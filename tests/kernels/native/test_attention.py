@@ -35,7 +35,6 @@ OPS: Any = torch.ops.qkeel_native
 @pytest.fixture
 def _compiled(library: object) -> None:
     assert operator.ready()
-    assert operator.backward_ready()
 
 
 def check_all(call: AttentionCall, told: str) -> None:

@@ -45,12 +45,11 @@ def no_place_to_write(folder: Path, m: pytest.MonkeyPatch) -> None:
 
 
 def another_architecture(folder: Path, m: pytest.MonkeyPatch) -> None:
-    """A cache of libraries whose heads say AArch64, and no compiler to make better ones."""
+    """A cache with a library whose head says AArch64, and no compiler to make a better one."""
     m.setenv("QKEEL_NATIVE_CACHE", str(folder))
     m.setenv("CXX", "/no/compiler")
-    for source in build.FOLDER.glob("*.cpp"):
-        library = folder / f"{source.stem}-{build.key(source.stem)}.so"
-        library.write_bytes(b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x03\x00\xb7\x00" + bytes(1000))
+    library = folder / f"{build.NAME}-{build.key()}.so"
+    library.write_bytes(b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x03\x00\xb7\x00" + bytes(1000))
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -62,12 +61,11 @@ def test_where_nothing_can_be_compiled_torch_computes(
         off.setenv("QKEEL_NATIVE", "0")
         true = door()
     monkeypatch.setattr(operators, "_loaded", functools.cache(operators._loaded.__wrapped__))
-    monkeypatch.setattr(operators, "_reasons", functools.cache(operators._reasons.__wrapped__))
     spoil(tmp_path, monkeypatch)
     with pytest.warns(QkeelWarning, match="without its compiled") as told:
         found = [door(), door()]
     assert all(torch.equal(x, true) for x in found)
-    assert len({str(w.message) for w in told}) == len(told)
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("d", [4, 12, 1030])

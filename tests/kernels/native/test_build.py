@@ -19,25 +19,22 @@ import torch
 
 from qkeel.errors import QkeelWarning
 from qkeel.kernels.native import build, operators
-from qkeel.kernels.native.operators import OperatorSource
 
-# Stands in for a compiler, which takes half a minute: tells its calls and hands out a given file, or the one that has
-# the name of what is compiled in a given folder.
+# Stands in for a compiler, which takes ten seconds: tells the libraries that it links, and hands out a given file.
 COMPILER = """
 import pathlib, sys, time
-name = next(pathlib.Path(a).stem for a in sys.argv if a.endswith(".cpp"))
-with open({log!r}, "a") as log:
-    log.write(name + "\\n")
-time.sleep({seconds})
-to, source = sys.argv[sys.argv.index("-o") + 1], pathlib.Path({source!r})
-pathlib.Path(to).write_bytes((source / name if source.is_dir() else source).read_bytes())
+if "-shared" in sys.argv:
+    with open({log!r}, "a") as log:
+        log.write("linked\\n")
+    time.sleep({seconds})
+pathlib.Path(sys.argv[sys.argv.index("-o") + 1]).write_bytes(pathlib.Path({source!r}).read_bytes())
 """
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, of a process that gave no warning yet."""
-    monkeypatch.setattr(operators, "_reasons", functools.cache(operators._reasons.__wrapped__))
+    """An empty cache, of a process that has loaded no library yet."""
+    monkeypatch.setattr(operators, "_loaded", functools.cache(operators._loaded.__wrapped__))
     monkeypatch.setenv("QKEEL_NATIVE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -58,11 +55,6 @@ def calls(log: Path) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def source() -> OperatorSource:
-    """Operators that were never asked for."""
-    return OperatorSource("norm_rope", {})
-
-
 @pytest.fixture
 def anything(tmp_path: Path) -> Path:
     """Bytes that no loader takes."""
@@ -75,47 +67,47 @@ def test_the_library_is_compiled_once_and_then_found(
     cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = compiler(cache.parent, anything, monkeypatch)
-    path = build.compiled("norm_rope")
+    path = build.compiled()
     assert path.parent == cache
-    assert build.compiled("norm_rope") == path
+    assert build.compiled() == path
     assert calls(log) == 1
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 1
     assert "QKEEL_NATIVE=0" in told[0]
-    assert sorted(p.name for p in cache.iterdir()) == [path.name, "norm_rope.lock"]
+    assert sorted(p.name for p in cache.iterdir()) == [path.name, f"{build.NAME}.lock"]
 
 
 def test_a_read_only_cache_with_the_library_in_it_serves(
     cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler(cache.parent, anything, monkeypatch)
-    path = build.compiled("norm_rope")
+    path = build.compiled()
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("wrote to the cache"))
     monkeypatch.setenv("CXX", "/no/compiler")
-    assert build.compiled("norm_rope") == path
+    assert build.compiled() == path
 
 
-def test_another_processor_target_torch_source_or_header_has_another_file(
+def test_another_processor_target_source_or_header_has_another_file_and_another_torch_has_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("QKEEL_NATIVE_ARCH", raising=False)
-    keys = {build.key("norm_rope")}
-    with monkeypatch.context() as m:
-        m.setattr(build, "_processor", lambda: "aarch64 neon sve")
-        keys.add(build.key("norm_rope"))
+    keys = {build.key()}
     with monkeypatch.context() as m:
         m.setattr(torch, "__version__", "9.9.9")
-        keys.add(build.key("norm_rope"))
+        keys.add(build.key())
+    with monkeypatch.context() as m:
+        m.setattr(build, "_processor", lambda: "aarch64 neon sve")
+        keys.add(build.key())
     for processor in ("x86-64-v3", "x86-64-v4"):
         with monkeypatch.context() as m:
             m.setenv("QKEEL_NATIVE_ARCH", processor)
-            keys.add(build.key("norm_rope"))
+            keys.add(build.key())
     monkeypatch.setattr(build, "FOLDER", tmp_path)
     (tmp_path / "norm_rope.cpp").write_text("int main() {}")
-    keys.add(build.key("norm_rope"))
+    keys.add(build.key())
     (tmp_path / "shared.h").write_text("")
-    keys.add(build.key("norm_rope"))
-    assert len(keys) == 7
+    keys.add(build.key())
+    assert len(keys) == 6
 
 
 def test_the_compiler_is_given_the_processor_that_the_environment_names(
@@ -128,8 +120,8 @@ def test_the_compiler_is_given_the_processor_that_the_environment_names(
     for arch, expected in (("", "=native "), ("x86-64-v3", "=x86-64-v3 ")):
         monkeypatch.setenv("QKEEL_NATIVE_ARCH", arch)
         with pytest.raises(build.BuildError, match="failed"):
-            build.compiled("norm_rope")
-        given = log.read_text().splitlines()[-1]
+            build.compiled()
+        given = next(line for line in reversed(log.read_text().splitlines()) if " -c " in line)
         assert expected in given
         assert given.count("-march=") + given.count("-mcpu=") == 1
 
@@ -146,7 +138,7 @@ def test_an_old_compiler_is_refused_by_the_sources(
 ) -> None:
     monkeypatch.setenv("CXX", f"c++ -w {macros}")
     with pytest.warns(QkeelWarning, match=told):
-        assert not source().ready()
+        assert not operators.ready()
 
 
 def test_cxx_may_name_a_wrapper_and_options(cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +147,7 @@ def test_cxx_may_name_a_wrapper_and_options(cache: Path, anything: Path, monkeyp
     wrapper.write_text('#!/bin/sh\n[ "$2" = -fast ] && exec "$@"\n')
     wrapper.chmod(0o700)
     monkeypatch.setenv("CXX", f"{wrapper} {os.environ['CXX']} -fast")
-    build.compiled("norm_rope")
+    build.compiled()
     assert calls(log) == 1
 
 
@@ -177,8 +169,8 @@ def test_the_warning_of_a_failed_compiler_has_its_first_error(
     path.chmod(0o755)
     monkeypatch.setenv("CXX", str(path))
     with pytest.warns(QkeelWarning, match=told):
-        assert not source().ready()
-    assert [p.name for p in cache.iterdir()] == ["norm_rope.lock"]
+        assert not operators.ready()
+    assert [p.name for p in cache.iterdir()] == [f"{build.NAME}.lock"]
 
 
 def test_a_compiler_that_hangs_is_given_up(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,15 +180,15 @@ def test_a_compiler_that_hangs_is_given_up(cache: Path, monkeypatch: pytest.Monk
     path.chmod(0o755)
     monkeypatch.setenv("CXX", str(path))
     with pytest.warns(QkeelWarning, match=r"timed out after 0\.2 seconds"):
-        assert not source().ready()
+        assert not operators.ready()
 
 
 def test_a_file_that_does_not_load_is_made_once_more_then_given_up(
     cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = compiler(cache.parent, anything, monkeypatch)  # what a library of another architecture looks like
-    with pytest.warns(QkeelWarning, match="without its compiled norm_rope"):
-        assert not source().ready()
+    with pytest.warns(QkeelWarning, match="without its compiled kernels"):
+        assert not operators.ready()
     assert calls(log) == 2
 
 
@@ -227,11 +219,11 @@ def test_a_folder_that_others_could_have_written_is_not_used_and_one_warning_say
     what: str, cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = compiler(cache.parent, anything, monkeypatch)
-    build.compiled("norm_rope")
+    build.compiled()
     spoil, told = SPOILT[what]
     spoil(cache, monkeypatch)
     with pytest.warns(QkeelWarning, match=told) as warned:
-        assert [source().ready(), source().ready(), source().functions()] == [False, False, None]
+        assert [operators.ready(), operators.ready()] == [False, False]
     assert len(warned) == 1
     assert calls(log) == 1
 
@@ -241,11 +233,11 @@ def test_what_root_has_put_there_serves_every_user(
     cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler(cache.parent, anything, monkeypatch)
-    path = build.compiled("norm_rope")
+    path = build.compiled()
     cache.chmod(0o755)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     monkeypatch.setenv("CXX", "/no/compiler")
-    assert build.compiled("norm_rope") == path
+    assert build.compiled() == path
 
 
 def test_what_is_made_is_this_users_alone_whatever_the_umask(
@@ -255,7 +247,7 @@ def test_what_is_made_is_this_users_alone_whatever_the_umask(
     monkeypatch.setenv("QKEEL_NATIVE_CACHE", str(cache / "below"))
     before = os.umask(0)
     try:
-        path = build.compiled("norm_rope")
+        path = build.compiled()
     finally:
         os.umask(before)
     assert [stat.S_IMODE(each.stat().st_mode) & 0o077 for each in (cache, cache / "below", path)] == [0, 0, 0]
@@ -268,14 +260,14 @@ def test_waiting_for_another_process_is_told_and_ends(
     monkeypatch.setattr(build, "REPORT_AFTER", 0.0)
     monkeypatch.setattr(build, "PATIENCE", 0.2)
     cache.mkdir(mode=0o700)
-    with open(cache / "norm_rope.lock", "w") as held:
+    with open(cache / f"{build.NAME}.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.warns(QkeelWarning, match="another process has held .*norm_rope.lock for more than") as warned:
-            assert not source().ready()
+        with pytest.warns(QkeelWarning, match="another process has held .*qkeel_native.lock for more than") as warned:
+            assert not operators.ready()
     assert len(warned) == 1
-    assert capfd.readouterr().err.count("waiting up to 0 s for another process to compile norm_rope") == 1
+    assert capfd.readouterr().err.count("waiting up to 0 s for another process to compile its kernels") == 1
     assert not log.exists()
-    build.compiled("norm_rope")
+    build.compiled()
     assert log.exists()
 
 
@@ -289,17 +281,17 @@ echo $$ > {shlex.quote(f"{pid}.new")} && mv {shlex.quote(f"{pid}.new")} {shlex.q
 exec sleep 300
 """)
     script.chmod(0o700)
-    use = "from qkeel.kernels.native import build; build.compiled('norm_rope')"
+    use = "from qkeel.kernels.native import build; build.compiled()"
     process = subprocess.Popen([sys.executable, "-c", use], env={**os.environ, "CXX": str(script)})
     try:
         while process.poll() is None and not pid.exists():
             time.sleep(0.02)
         process.kill()
         process.wait()
-        assert (cache / ".norm_rope" / "half.o").read_text() == "half\n"
+        assert (cache / f".{build.NAME}" / "half.o").read_text() == "half\n"
         compiler(cache.parent, anything, monkeypatch)
-        path = build.compiled("norm_rope")
-        assert sorted(p.name for p in cache.iterdir()) == [path.name, "norm_rope.lock"]
+        path = build.compiled()
+        assert sorted(p.name for p in cache.iterdir()) == [path.name, f"{build.NAME}.lock"]
     finally:
         os.kill(int(pid.read_text()), signal.SIGKILL)  # the compiler, which outlives the killed process
 
@@ -307,8 +299,7 @@ exec sleep 300
 def test_off_means_off(cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QKEEL_NATIVE", "0")
     log = compiler(cache.parent, anything, monkeypatch)
-    assert not source().ready()
-    assert source().functions() is None
+    assert not operators.ready()
     assert not log.exists()
     assert not cache.exists()
 
@@ -323,9 +314,8 @@ with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     for _ in range(3):
         out = qkeel.attention(q, q, q, spec=qkeel.preset("nanochat"))
-    print(operators.norm_rope_ready(), attention.ready(), len(told), f"{out.double().sum().item():.4f}")
+    print(operators.ready(), attention.ready(), len(told), f"{out.double().sum().item():.4f}")
 """
-USED = ["attention", "norm_rope"]
 
 
 def start(**environment: str) -> subprocess.Popen[str]:
@@ -339,18 +329,12 @@ def start(**environment: str) -> subprocess.Popen[str]:
 def test_two_processes_at_once_compile_once_and_agree(
     library: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready = cache.parent / "ready"
-    ready.mkdir()
-    for name in USED:
-        found = library.with_name(f"{name}-{build.key(name)}.so")
-        assert found.exists()  # the conftest of all tests compiles them before the first
-        (ready / name).write_bytes(found.read_bytes())
-    log = compiler(cache.parent, ready, monkeypatch, seconds=1.0)
+    log = compiler(cache.parent, library, monkeypatch, seconds=1.0)
     # New interpreters: one that is forked was seen to compile in the name of the server that it came from.
     running = [start(), start()]
     said = [process.communicate(timeout=500) for process in running]
     one, two = [out.split() for out, _ in said]
     assert one == two, said
     assert one[:3] == ["True", "True", "0"], said
-    assert sorted(log.read_text().split()) == USED
-    assert sum(err.count("compiling") for _, err in said) == len(USED)
+    assert calls(log) == 1
+    assert sum(err.count("compiling") for _, err in said) == 1

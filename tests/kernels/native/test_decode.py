@@ -37,7 +37,7 @@ PLAIN = AttentionSpec()
 
 @pytest.fixture
 def _compiled(library: object) -> None:
-    assert decode.decode_ready()
+    assert decode.ready()
 
 
 @pytest.fixture
@@ -290,7 +290,7 @@ def test_one_graph_of_the_compiler(tmp_path: Path) -> None:
 import torch, qkeel
 from qkeel.kernels import compiled_attention
 torch.set_grad_enabled(False)
-assert compiled_attention.decode_ready()
+assert compiled_attention.ready()
 q, k, v = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 30, 16), torch.randn(1, 2, 30, 16)
 spec = qkeel.AttentionSpec()
 attend = lambda q, k, v: qkeel.attention(q, k, v, spec=spec, impl="decode")

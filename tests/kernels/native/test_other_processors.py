@@ -15,16 +15,13 @@ import pytest
 from qkeel.kernels.native import build
 
 # What makes of zig's clang, which finds its own C++ library, a compiler like GCC: torch was built with GCC's library.
-# Clang compiles, GCC links; without OpenMP, whose library for clang is not there.
+# Clang compiles, GCC links.
 CLANG_ABOVE_GCC = """#!{python}
 import subprocess, sys
 given = sys.argv[1:]
 zig = [sys.executable, "-m", "ziglang", "c++", "-w", "-fno-sanitize=undefined", "-nostdinc++", *{include}]
-out, link = given[given.index("-o") + 1], [x for x in given if x.startswith(("-l", "-L"))]
-left_out = ("-fopenmp", "--param=", "-shared", "-l", "-L")
-own = [x for x in given if not x.startswith(left_out) and x not in ("-o", out)]
-sys.exit(subprocess.call([*zig, *own, "-c", "-o", out + ".o"]) or
-         subprocess.call(["c++", "-shared", out + ".o", "-o", out, *link]))
+command = ["c++"] if "-shared" in given else zig
+sys.exit(subprocess.call([*command, *[x for x in given if not x.startswith("--param=")]]))
 """
 OF_KERNELS = ("attention", "decode", "logit_pass", "operators")
 HERE = Path(__file__).parent
@@ -77,11 +74,11 @@ def run_tests(tmp_path: Path, variables: dict[str, str]) -> None:
 def test_every_source_compiles_for_other_machines(target: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("ziglang") is None:
         pytest.skip(NO_ZIG)
-    own = ("-march=", "-mcpu=", "--param=", "-fopenmp", "-shared")  # of this machine, and of linking
+    own = ("-march=", "-mcpu=", "--param=")  # of this machine
     flags = [flag for flag in build.FLAGS if not flag.startswith(own)]
     environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(tmp_path), "ZIG_LOCAL_CACHE_DIR": str(tmp_path)}
     sources = sorted(build.FOLDER.glob("*.cpp"))
-    assert len(sources) == 5
+    assert len(sources) == 7
     for source in sources:
         to = tmp_path / f"{source.stem}.o"
         command = [sys.executable, "-m", "ziglang", "c++", "-target", target, *flags, *build.INCLUDE, "-w", "-c"]
@@ -89,4 +86,4 @@ def test_every_source_compiles_for_other_machines(target: str, tmp_path: Path) -
             [*command, str(source), "-o", str(to)], env=environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"{source.name}: {done.stderr[:2000]}"
-        assert to.stat().st_size > 10_000, source.name
+        assert to.stat().st_size > 5_000, source.name

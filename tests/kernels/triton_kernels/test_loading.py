@@ -25,7 +25,7 @@ def test_cuda_tensors_go_through_triton_and_cpu_tensors_do_not(monkeypatch: pyte
 
     assert encode.operator_for(CUDA) is norm_rope.norm_rope
     assert not available.usable(torch.device("cpu"))
-    monkeypatch.setattr(encode, "norm_rope_ready", lambda: True)
+    monkeypatch.setattr(encode, "ready", lambda: True)
     assert encode.operator_for(torch.device("cpu")) is encode.norm_rope
 
 

@@ -1,4 +1,4 @@
-"""Compiles the C++ sources on first use, once per machine and torch version, into a folder of this user alone."""
+"""Compiles the C++ sources on first use, once per machine, into a folder of this user alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shutil
 import stat
 import subprocess
 import sys
-import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -18,13 +18,12 @@ import torch
 from qkeel.records.disk import hold_lock
 
 FOLDER = Path(__file__).parent / "source"  # the sources and their shared headers
+NAME = "qkeel_native"
 FLAGS = (
     "-std=gnu++20",
     "-O3",
     "-fno-math-errno",
-    "-fopenmp",
     "-fPIC",
-    "-shared",
     "-fvisibility=hidden",
     "-Wfatal-errors",
     # Makes a product and its sum round once everywhere. For some processors GCC splits them in loops with one sum, so
@@ -32,9 +31,7 @@ FLAGS = (
     *(("--param=avoid-fma-max-bits=0",) if platform.machine() == "x86_64" else ()),
 )
 _TORCH = Path(torch.__file__).parent
-# Include paths of torch and Python. Without Python's headers, a source is compiled without its Python functions.
-_HEADERS = (_TORCH / "include", _TORCH / "include/torch/csrc/api/include", sysconfig.get_path("include"))
-INCLUDE = tuple(f"-I{folder}" for folder in _HEADERS)
+INCLUDE = (f"-I{_TORCH / 'include'}",)
 LONGEST = 600.0  # seconds a compiler may take
 REPORT_AFTER = 2.0  # seconds of waiting for another process before a message on stderr
 PATIENCE = 300.0  # seconds of waiting before torch is used instead
@@ -44,13 +41,12 @@ class BuildError(RuntimeError):
     """There is no compiled library; the message gives the reason."""
 
 
-def compiled(name: str, anew: bool = False) -> Path:
-    """Returns the library of `name`.cpp, and compiles it if it is not in the cache folder.
+def compiled(anew: bool = False) -> Path:
+    """Returns the library of all operators, and compiles it if it is not in the cache folder.
 
-    If two processes need a library, one compiles it while the other waits. The library appears by a single rename.
+    If two processes need the library, one compiles it while the other waits. It appears by a single rename.
 
     Args:
-        name: the name of the source.
         anew: whether to replace a library in the cache, because it cannot be loaded here.
 
     Raises:
@@ -59,7 +55,7 @@ def compiled(name: str, anew: bool = False) -> Path:
         OSError: the cache folder cannot be written.
     """
     folder = cache_folder()
-    library = folder / f"{name}-{key(name)}.so"
+    library = folder / f"{NAME}-{key()}.so"
     if os.path.lexists(folder):
         _check_owner(folder)
     if library.is_file() and not anew:
@@ -68,16 +64,21 @@ def compiled(name: str, anew: bool = False) -> Path:
     for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
     _check_owner(folder)
-    with open(folder / f"{name}.lock", "wb") as lock:  # the system lifts the lock however this process ends
+    with open(folder / f"{NAME}.lock", "wb") as lock:  # the system lifts the lock however this process ends
         locked = hold_lock(lock.fileno(), min(REPORT_AFTER, PATIENCE))
         if not locked:
-            print(f"qkeel: waiting up to {PATIENCE:.0f} s for another process to compile {name}", file=sys.stderr)
+            print(f"qkeel: waiting up to {PATIENCE:.0f} s for another process to compile its kernels", file=sys.stderr)
             locked = hold_lock(lock.fileno(), PATIENCE - REPORT_AFTER)
         if not locked:
             raise BuildError(f"another process has held {lock.name} for more than {PATIENCE:.0f} s")
         if anew or not library.is_file():  # otherwise another process was faster
-            _compile(compiler, name, library)
+            _compile(compiler, library)
     return library
+
+
+def in_cache() -> bool:
+    """True if the library need not be compiled."""
+    return (cache_folder() / f"{NAME}-{key()}.so").is_file()
 
 
 def cache_folder() -> Path:
@@ -111,12 +112,13 @@ def flags() -> tuple[str, ...]:
     return (*FLAGS, f"{option}={os.environ.get('QKEEL_NATIVE_ARCH') or 'native'}")
 
 
-def key(name: str) -> str:
-    """Returns a key that depends on source, headers, flags, torch, Python and processor, so that machines can share a
-    cache."""
-    texts = [(FOLDER / f"{name}.cpp").read_bytes(), *(path.read_bytes() for path in sorted(FOLDER.glob("*.h")))]
-    built_for = f"{torch.__version__} {sys.implementation.cache_tag} {_processor()}"
-    return hashlib.sha256(b"\0".join((*texts, repr(flags()).encode(), built_for.encode()))).hexdigest()[:16]
+def key() -> str:
+    """Returns a key that depends on sources, flags and processor, so that machines can share a cache.
+
+    It does not depend on torch's version, since the sources use torch's stable C interface alone."""
+    texts = [path.read_bytes() for path in sorted(FOLDER.glob("*.[hc]*"))]
+    built_for = (*flags(), _processor())
+    return hashlib.sha256(b"\0".join((*texts, repr(built_for).encode()))).hexdigest()[:16]
 
 
 def _processor() -> str:
@@ -146,36 +148,49 @@ def _check_owner(folder: Path) -> None:
     )
 
 
-def _compile(compiler: list[str], name: str, library: Path) -> None:
-    """Compiles a source to a library, while the lock of the source is held."""
+def _compile(compiler: list[str], library: Path) -> None:
+    """Compiles the sources, as many at once as there are processors, and links them, while the lock is held."""
     print(
-        f"qkeel: compiling {name} for this CPU, once, into {library.parent} (QKEEL_NATIVE=0 switches this off)",
+        f"qkeel: compiling its kernels for this CPU, once, into {library.parent} (QKEEL_NATIVE=0 switches this off)",
         file=sys.stderr,
     )
-    workplace = library.with_name(f".{name}")
+    workplace = library.with_name(f".{NAME}")
     shutil.rmtree(workplace, ignore_errors=True)  # what a killed process has left behind
     workplace.mkdir(mode=0o700)
+
+    def compile_source(source: Path) -> str:
+        target = workplace / f"{source.stem}.o"
+        _run([*compiler, *flags(), *INCLUDE, "-c", str(source), "-o", str(target)], target)
+        return str(target)
+
     try:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            # The largest first, so that the processors end at about the same time.
+            sources = sorted(FOLDER.glob("*.cpp"), key=lambda path: -path.stat().st_size)
+            objects = list(pool.map(compile_source, sources))
         output = workplace / library.name
-        command = [*compiler, *flags(), *INCLUDE, str(FOLDER / f"{name}.cpp"), "-o", str(output)]
-        command += [f"-L{_TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
-        result = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",  # messages are in the user's language, and in any encoding
-            timeout=LONGEST,
-            check=False,
-            env={**os.environ, "TMPDIR": str(workplace)},
-        )
-        if result.returncode or not output.is_file():
-            errors = [line for line in result.stderr.splitlines() if "error" in line.lower()]
-            reason = errors[0].strip() if errors else result.stderr[-300:].strip() or f"exit code {result.returncode}"
-            raise BuildError(f"{shlex.join(compiler)} failed: {reason}")
+        _run([*compiler, "-shared", *objects, "-o", str(output), f"-L{_TORCH / 'lib'}", "-ltorch_cpu"], output)
         output.chmod(0o700)
         with open(output, "rb") as file:
             os.fsync(file.fileno())  # a library of which a power failure left a part could crash the interpreter
         os.replace(output, library)
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
+
+
+def _run(command: list[str], output: Path) -> None:
+    """Runs a compiler, which shall make a file; raises BuildError with its first error."""
+    result = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",  # messages are in the user's language, and in any encoding
+        timeout=LONGEST,
+        check=False,
+        env={**os.environ, "TMPDIR": str(output.parent)},
+    )
+    if result.returncode or not output.is_file():
+        errors = [line for line in result.stderr.splitlines() if "error" in line.lower()]
+        reason = errors[0].strip() if errors else result.stderr[-300:].strip() or f"exit code {result.returncode}"
+        raise BuildError(f"{command[0]} failed: {reason}")

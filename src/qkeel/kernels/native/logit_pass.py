@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qkeel.functional.statistics import ROW_FIELDS
 from qkeel.kernels.encode import encoded
-from qkeel.kernels.native.operators import STORED, WIDEST, OperatorSource, is_plain, reads
+from qkeel.kernels.native.operators import OPS, STORED, WIDEST, is_plain, reads, ready
 from qkeel.spec.call import AttentionCall, BandCall
 
 _MASKS = (torch.bool, *STORED)
@@ -34,7 +34,7 @@ def rows_of(
     given = _arguments(call)
     if given is None:
         return None
-    return torch.ops.qkeel_native.logit_rows(*given, call.spec.cap.limit or 0.0, threshold)
+    return OPS.logit_rows.default(*given, call.spec.cap.limit or 0.0, threshold)
 
 
 def extremes_of(call: AttentionCall) -> Float[Tensor, "2 b h t"] | None:
@@ -43,7 +43,7 @@ def extremes_of(call: AttentionCall) -> Float[Tensor, "2 b h t"] | None:
     given = _arguments(call)
     if given is None:
         return None
-    found = torch.ops.qkeel_native.logit_extremes(*given)
+    found = OPS.logit_extremes.default(*given)
     if call.query_mask is None:
         return found
     nothing = found.new_tensor([-torch.inf, torch.inf])[:, None, None, None]
@@ -55,13 +55,13 @@ def plain_rows(
 ) -> tuple[Float[Tensor, "fields b h t"], Int[Tensor, "b h t"], Float[Tensor, "b g s"]]:
     """Like `rows_of`, for a call that `reads_plain` accepts, which has no mask, position or cap."""
     given = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
-    return torch.ops.qkeel_native.logit_rows.default(q.detach(), k.detach(), *given, 0.0, threshold)
+    return OPS.logit_rows.default(q.detach(), k.detach(), *given, 0.0, threshold)
 
 
 def plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> Float[Tensor, "2 b h t"]:
     """Like `extremes_of`, but for a call that `reads_plain` accepts."""
     given = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
-    return torch.ops.qkeel_native.logit_extremes.default(q.detach(), k.detach(), *given)
+    return OPS.logit_extremes.default(q.detach(), k.detach(), *given)
 
 
 def reads_plain(q: Tensor, k: Tensor, causal: bool) -> bool:
@@ -96,7 +96,7 @@ def bracket_of(
     """
     if not (lse.dtype == torch.float32 and is_plain(lse) and lse.is_cpu and ready()):
         return None
-    return torch.ops.qkeel_native.logsumexp_bracket(lse, call.query_mask, call.causal, call.k.shape[2])
+    return OPS.logsumexp_bracket.default(lse, call.query_mask, call.causal, call.k.shape[2])
 
 
 def holds(*tensors: Tensor) -> bool:
@@ -174,23 +174,3 @@ def _visibility(call: AttentionCall) -> VisibilityTensors | None:
     if call.plain:
         return low, (q + window).clamp(0, s), mask
     return low, torch.searchsorted(k, q + window), mask
-
-
-def _row_shapes(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    rows = q.new_empty(len(FIELDS) + 1, *q.shape[:3], dtype=torch.float32)
-    return rows, q.new_empty(q.shape[:3], dtype=torch.int64), k.new_empty(k.shape[:3], dtype=torch.float32)
-
-
-# guided_maxima(q, k, lse, scale, causal, rows): the largest logit of the `rows` rows with the largest lse, and the next
-# largest lse, each [b h]. q [b h t d] and k [b g s d] are encoded; `ready` and `holds` must be True; lse [b h t] is
-# float32, -inf for excluded rows; causal: row i sees the keys up to i.
-OPERATORS = OperatorSource(
-    "logit_pass",
-    {
-        "logit_rows": _row_shapes,
-        "logit_extremes": lambda q, *_: q.new_empty(2, *q.shape[:3], dtype=torch.float32),
-        "guided_maxima": lambda q, *_: tuple(q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2)),
-        "logsumexp_bracket": lambda lse, *_: tuple(lse.new_empty(lse.shape[1]) for _ in range(2)),
-    },
-)
-ready = OPERATORS.ready

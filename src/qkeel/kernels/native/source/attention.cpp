@@ -17,29 +17,17 @@
 // The walk is that of Rabe and Staats 2021 (arXiv 2112.05682) and FlashAttention (Dao et al. 2022, arXiv 2205.14135).
 // Beside L = Σ p, p = exp(z - M), M the running maximum, the entropy needs W = Σ p (z - M): on a new maximum M',
 // W <- exp(M - M') (W + L (M - M')). H = log L - W / L, without cancellation.
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
-
 #include <cmath>
-#include <memory>
-#include <new>
-#include <tuple>
 #include <vector>
 
 #include "attention.h"
+#include "operators.h"
 #include "rows.h"
 #include "tile.h"
 
 namespace {
 
 using namespace qkeel;
-
-using at::Tensor;
 
 constexpr int64_t ROWS = 3 * WIDE, KEYS = 16 * STRIP;  // of a tile of logits
 constexpr int64_t AHEAD = 8;        // rows from one that is read to the one that is asked for
@@ -50,12 +38,6 @@ struct Options {
   bool causal, stats;
   int64_t window;
 };
-
-struct Free {
-  void operator()(float* p) const { ::operator delete[](p, std::align_val_t(64)); }
-};
-using Floats = std::unique_ptr<float[], Free>;
-Floats floats(int64_t n) { return Floats(static_cast<float*>(::operator new[](n * sizeof(float), std::align_val_t(64)))); }
 
 // Rows of a block of queries of one head: what is known of them so far.
 struct Block {
@@ -168,7 +150,7 @@ inline void soften_all(Block& k, int64_t from, int64_t n, const Options& o, floa
 }
 
 // What one thread works with. Keys and values of one (b, g) are copied once, block by block as they are wanted.
-template <typename T> struct Worker {
+struct Worker {
   const Sizes& n;
   const Options& o;
   const int64_t ldk = row_stride(n.d), ldv = row_stride(n.e), blocks = (n.s + KEYS - 1) / KEYS;
@@ -178,7 +160,7 @@ template <typename T> struct Worker {
   std::vector<int64_t> copied = std::vector<int64_t>(blocks, -1);
   Block block;
 
-  void copy(const Tensor& k, const Tensor& v, int64_t group, int64_t which) {
+  void copy(const Array& k, const Array& v, int64_t group, int64_t which) {
     if (copied[which] == group) return;
     copied[which] = group;
     const int64_t b = group / n.g, g = group % n.g;
@@ -187,19 +169,19 @@ template <typename T> struct Worker {
     take(v, b, g, from, many, values.get() + from * ldv, ldv);
   }
   // Rows that lie a page apart, as those of one head do, no processor fetches ahead by itself.
-  static void take(const Tensor& x, int64_t b, int64_t h, int64_t first, int64_t many, float* to, int64_t ld) {
-    const int64_t d = x.size(3), step = x.stride(2);
-    const T* from = x.const_data_ptr<T>() + b * x.stride(0) + h * x.stride(1) + first * step;
+  static void take(const Array& x, int64_t b, int64_t h, int64_t first, int64_t many, float* to, int64_t ld) {
+    const int64_t d = x.size[3], step = x.stride[2] * bytes(x.type), size = d * bytes(x.type);
+    const char* from = x.row(b, h, first);
     for (int64_t r = 0; r < many; ++r) {
       if (r + AHEAD < many)
-        for (int64_t i = 0; i < d; i += int64_t(64 / sizeof(T))) __builtin_prefetch(from + (r + AHEAD) * step + i);
-      const float* read = load(from + r * step, to + r * ld, d);
+        for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(from + (r + AHEAD) * step + i);
+      const float* read = load(from + r * step, x.type, to + r * ld, d);
       if (read != to + r * ld) std::copy_n(read, d, to + r * ld);
     }
   }
 
   // The rows of queries from row `start` on of head (b, h).
-  void begin(const Tensor& q, int64_t b, int64_t h, int64_t start, float slope) {
+  void begin(const Array& q, int64_t b, int64_t h, int64_t start, float slope) {
     block.rows = std::min(ROWS, n.t - start);
     block.width = round_up(block.rows, std::max<int64_t>(8, LANES));
     block.first = start + n.s - n.t, block.slope = slope;
@@ -238,14 +220,14 @@ template <typename T> struct Worker {
       }
   }
 
-  void end(int64_t b, int64_t h, int64_t start, Tensor& to, float* lse, float* top, float* entropy) {
+  void end(int64_t b, int64_t h, int64_t start, const Array& to, float* lse, float* top, float* entropy) {
     for (int64_t r = 0; r < block.rows; ++r) {
       const float sum = block.sum[r], over = sum == 0.0f ? 0.0f : 1.0f / sum, size = std::log(sum);
       float* row = out.get() + r * ldv;
-      T* end = to.mutable_data_ptr<T>() + b * to.stride(0) + h * to.stride(1) + (start + r) * to.stride(2);
-      float* made = target(end, row);
+      char* end = to.row(b, h, start + r);
+      float* made = target(end, to.type, row);
       for (int64_t i = 0; i < n.e; i += 8) put8(made + i, at8(row + i) * over);
-      store(made, end, n.e);
+      store(made, end, to.type, n.e);
       const int64_t at = (b * n.h + h) * n.t + start + r;
       lse[at] = block.base[r] + size;
       if (!o.stats) continue;
@@ -263,21 +245,21 @@ std::pair<int64_t, int64_t> reach(const Sizes& n, const Options& o, int64_t star
   return {low / KEYS, (std::clamp<int64_t>(high, 0, n.s) + KEYS - 1) / KEYS};
 }
 
-struct Found {
-  Tensor out, lse, top, entropy;
-};
+} // namespace
 
-template <typename T>
-void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const float* slopes, const Sizes& n,
-             const Options& o, Found& found) {
+void qkeel::attention(const Array& q, const Array& k, const Array& v, const Array& mask_, const Array& slopes_,
+                      float scale, bool causal, int64_t window, float cap, const AttentionResult& result) {
+  const Sizes n = sizes_of(q, k, v);
+  const bool stats = result.top.given;
+  const Options o{scale, cap, causal, stats, window};
+  const Mask mask(mask_);
+  const float* slopes = slopes_.as<float>();
   const int64_t many = (n.t + ROWS - 1) / ROWS, share = n.h / n.g, tasks = n.b * n.h * many;
-  float* lse = found.lse.mutable_data_ptr<float>();
-  float* top = o.stats ? found.top.mutable_data_ptr<float>() : nullptr;
-  float* entropy = o.stats ? found.entropy.mutable_data_ptr<float>() : nullptr;
+  float *lse = result.lse.as<float>(), *top = result.top.as<float>(), *entropy = result.entropy.as<float>();
   const int64_t work = std::max<int64_t>(1, std::min(n.t, ROWS) * n.s * (n.d + n.e));
   const int64_t grain = std::max<int64_t>(1, GRAIN / work);
-  at::parallel_for(0, tasks, grain, [&](int64_t from, int64_t to) {
-    Worker<T> worker{n, o};
+  parallel_for(0, tasks, grain, [&](int64_t from, int64_t to) {
+    Worker worker{n, o};
     for (int64_t task = from; task < to; ++task) {
       // A short causal block follows a long one, so that threads' shares are of one size.
       const int64_t i = task % many, start = ROWS * (i % 2 ? many - 1 - i / 2 : i / 2);
@@ -289,101 +271,7 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask
         worker.copy(k, v, group, which);
         worker.go_on(which, adjust);
       }
-      worker.end(b, h, start, found.out, lse, top, entropy);
+      worker.end(b, h, start, result.out, lse, top, entropy);
     }
   });
 }
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention(const Tensor& q_, const Tensor& k_, const Tensor& v_,
-                                                     const Maybe& mask, const Maybe& slopes_, double scale, bool causal,
-                                                     int64_t window, double cap, bool stats) {
-  const Sizes n = check(q_, k_, v_, mask, slopes_);
-  TORCH_CHECK(window >= 0 && cap >= 0, "expected a window and a cap of at least 0; got ", window, " and ", cap);
-  const Options o{float(scale), float(cap), causal, stats, window};
-  Tensor q = with_last_dense(q_), k = with_last_dense(k_), v = with_last_dense(v_), slopes;
-  if (slopes_) slopes = slopes_->contiguous();
-  auto rows = q.options().dtype(at::kFloat);
-  Tensor lse = at::empty({n.b, n.h, n.t}, rows), none = at::empty({0}, rows);
-  Found found{at::empty({n.b, n.t, n.h, n.e}, q.options()).transpose(1, 2), lse, stats ? at::empty_like(lse) : none,
-              stats ? at::empty_like(lse) : at::empty({0}, rows)};
-  const float* s = slopes_ ? slopes.const_data_ptr<float>() : nullptr;
-  if (q.scalar_type() == at::kFloat) forward<float>(q, k, v, mask, s, n, o, found);
-  else if (q.scalar_type() == at::kBFloat16) forward<c10::BFloat16>(q, k, v, mask, s, n, o, found);
-  else forward<c10::Half>(q, k, v, mask, s, n, o, found);
-  return {found.out, found.lse, found.top, found.entropy};
-}
-
-using torch::autograd::AutogradContext;
-using torch::autograd::tensor_list;
-using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
-// The operator as the dispatcher knows it: a compiler may have replaced it.
-Four call_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Maybe& mask, const Maybe& slopes,
-                  double scale, bool causal, int64_t window, double cap, bool stats) {
-  static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("qkeel_native::attention", "").typed<decltype(attention)>();
-  return op.call(q, k, v, mask, slopes, scale, causal, window, cap, stats);
-}
-
-// The derivative of attention_backward.cpp where it was loaded; else torch's, which needs but the logsumexp.
-using Three = std::tuple<Tensor, Tensor, Tensor>;
-using Back = Three(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                   const Maybe&, const Maybe&, double, bool, int64_t, double);
-Three call_backward(const Tensor& up, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                    const Tensor& lse, const Maybe& mask, const Maybe& slopes, double scale, bool causal,
-                    int64_t window, double cap) {
-  auto own = c10::Dispatcher::singleton().findSchema({"qkeel_native::attention_backward", ""});
-  if (own) return own->typed<Back>().call(up, q, k, v, out, lse, mask, slopes, scale, causal, window, cap);
-  TORCH_CHECK(!mask && !slopes && window == 0 && cap == 0 && q.sym_size(3) == v.sym_size(3) &&
-                  (!causal || q.sym_size(2) == k.sym_size(2)),
-              "torch's derivative of attention is for whole sequences without mask, window, bias and cap");
-  return at::_scaled_dot_product_flash_attention_for_cpu_backward(up, q, k, v, out, lse, 0.0, causal, {}, scale);
-}
-
-struct Function : torch::autograd::Function<Function> {
-  static tensor_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, const Maybe& mask,
-                             const Maybe& slopes, double scale, bool causal, int64_t window, double cap, bool stats) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    auto [out, lse, top, entropy] = call_forward(q, k, v, mask, slopes, scale, causal, window, cap, stats);
-    Tensor none;
-    ctx->save_for_backward({q, k, v, out, lse, mask.value_or(none), slopes.value_or(none)});
-    ctx->saved_data["scale"] = scale;
-    ctx->saved_data["causal"] = causal;
-    ctx->saved_data["window"] = window;
-    ctx->saved_data["cap"] = cap;
-    ctx->mark_non_differentiable({lse, top, entropy});
-    ctx->set_materialize_grads(false);
-    return {out, lse, top, entropy};
-  }
-  static tensor_list backward(AutogradContext* ctx, tensor_list grads) {
-    tensor_list found(10);
-    if (!grads[0].defined()) return found;
-    auto saved = ctx->get_saved_variables();
-    auto maybe = [](const Tensor& x) { return x.defined() ? Maybe(x) : std::nullopt; };
-    auto& data = ctx->saved_data;
-    std::tie(found[0], found[1], found[2]) =
-        call_backward(grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], maybe(saved[5]), maybe(saved[6]),
-                      data["scale"].toDouble(), data["causal"].toBool(), data["window"].toInt(), data["cap"].toDouble());
-    return found;
-  }
-};
-
-Four attention_tracked(const Tensor& q, const Tensor& k, const Tensor& v, const Maybe& mask, const Maybe& slopes,
-                       double scale, bool causal, int64_t window, double cap, bool stats) {
-  if (!at::GradMode::is_enabled() || !(q.requires_grad() || k.requires_grad() || v.requires_grad())) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return call_forward(q, k, v, mask, slopes, scale, causal, window, cap, stats);
-  }
-  TORCH_CHECK(!mask || !mask->requires_grad(), "there is no derivative here of a mask");
-  auto found = Function::apply(q, k, v, mask, slopes, scale, causal, window, cap, stats);
-  return {found[0], found[1], found[2], found[3]};
-}
-
-} // namespace
-
-TORCH_LIBRARY_FRAGMENT(qkeel_native, m) {
-  m.def("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? slopes, float scale, bool causal, int window,"
-        " float cap, bool stats) -> (Tensor, Tensor, Tensor, Tensor)");
-}
-
-TORCH_LIBRARY_IMPL(qkeel_native, CPU, m) { m.impl("attention", &attention); }
-TORCH_LIBRARY_IMPL(qkeel_native, Autograd, m) { m.impl("attention", &attention_tracked); }

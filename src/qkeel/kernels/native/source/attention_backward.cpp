@@ -4,29 +4,20 @@
 //   dQ += dS K       dK += dS' Q                     D = Σ dO ∘ O
 // (FlashAttention, Dao et al. 2022, arXiv 2205.14135, algorithm 4). q is scaled before the product, as on the way
 // there, so S has the bits it had. Every sum has one order, which the shape decides: threads change no bit.
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <tuple>
 #include <utility>
 
 #include "attention.h"
+#include "operators.h"
 #include "rows.h"
 #include "tile.h"
 
 namespace {
 
 using namespace qkeel;
-
-using at::Tensor;
 
 constexpr int64_t ROWS = 96, KEYS = 96;         // of a tile
 constexpr int64_t LOGITS = row_stride(KEYS);    // floats from row to row of one
@@ -63,18 +54,9 @@ struct Visibility {
   }
 };
 
-struct Rows {  // a tensor [b h t d], the last dimension dense
-  const void* data;
-  int64_t at[3], t, d;
-  Rows(const Tensor& x) : data(x.const_data_ptr()), at{x.stride(0), x.stride(1), x.stride(2)}, t(x.size(2)), d(x.size(3)) {}
-  template <typename T> T* row(int64_t b, int64_t h, int64_t t) const {
-    return static_cast<T*>(const_cast<void*>(data)) + b * at[0] + h * at[1] + t * at[2];
-  }
-};
-
 struct Problem {
   Sizes n;
-  Rows up, q, k, v, out, dq, dk, dv;
+  const Array &up, &q, &k, &v, &out, &dq, &dk, &dv;
   const float *lse, *slopes;
   Mask mask;
   Visibility visibility;
@@ -85,30 +67,29 @@ struct Problem {
 };
 
 // Rows lie far apart, so the processor does not see which comes next.
-template <typename T> inline void soon(const T* row, int64_t d) {
-  for (int64_t i = 0; i < d; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
+inline void soon(const Array& x, const char* row) {
+  for (int64_t i = 0; i < x.size[3] * bytes(x.type); i += 64) __builtin_prefetch(row + i);
 }
 
 // n rows as float, `stride` apart, times `by`.
-template <typename T>
-void fetch(const Rows& x, int64_t b, int64_t h, int64_t from, int64_t n, float by, float* to, int64_t stride) {
-  const int64_t last = x.t - 1;
+void fetch(const Array& x, int64_t b, int64_t h, int64_t from, int64_t n, float by, float* to, int64_t stride) {
+  const int64_t last = x.size[2] - 1, d = x.size[3];
   for (int64_t i = 0; i < n; ++i, to += stride) {
-    soon(x.row<const T>(b, h, std::min(from + i + AHEAD, last)), x.d);
-    const float* row = load(x.row<const T>(b, h, from + i), to, x.d);
-    for (int64_t j = 0; j < x.d; j += 8) put8(to + j, at8(row + j) * by);
+    soon(x, x.row(b, h, std::min(from + i + AHEAD, last)));
+    const float* row = load(x.row(b, h, from + i), x.type, to, d);
+    for (int64_t j = 0; j < d; j += 8) put8(to + j, at8(row + j) * by);
   }
 }
 
-template <typename T>
-void deliver(const float* from, int64_t stride, float by, const Rows& x, int64_t b, int64_t h, int64_t first, int64_t n,
+void deliver(const float* from, int64_t stride, float by, const Array& x, int64_t b, int64_t h, int64_t first, int64_t n,
              float* room) {
+  const int64_t d = x.size[3];
   for (int64_t i = 0; i < n; ++i, from += stride) {
-    if (i + AHEAD < n) soon(x.row<const T>(b, h, first + i + AHEAD), x.d);
-    T* end = x.row<T>(b, h, first + i);
-    float* to = target(end, room);
-    for (int64_t j = 0; j < x.d; j += 8) put8(to + j, at8(from + j) * by);
-    store(to, end, x.d);
+    if (i + AHEAD < n) soon(x, x.row(b, h, first + i + AHEAD));
+    char* end = x.row(b, h, first + i);
+    float* to = target(end, x.type, room);
+    for (int64_t j = 0; j < d; j += 8) put8(to + j, at8(from + j) * by);
+    store(to, end, x.type, d);
   }
 }
 
@@ -199,17 +180,17 @@ void tile(const Problem& w, const Room& room, float* dq, float* dk, float* dv, i
 }
 
 // The rows of a query head, once for all key blocks.
-template <typename T> void open(const Problem& w, const Room& room, float* dq, int64_t b, int64_t h) {
+void open(const Problem& w, const Room& room, float* dq, int64_t b, int64_t h) {
   const auto [t, e] = std::pair(w.n.t, w.n.e);
-  fetch<T>(w.q, b, h, 0, t, w.scale, room.q, w.ld);
-  fetch<T>(w.up, b, h, 0, t, 1.0f, room.up, w.le);
+  fetch(w.q, b, h, 0, t, w.scale, room.q, w.ld);
+  fetch(w.up, b, h, 0, t, 1.0f, room.up, w.le);
   const float* lse = w.lse + (b * w.n.h + h) * t;
   for (int64_t i = 0; i < t; ++i) room.lse[i] = lse[i] == -INF ? INF : lse[i];  // no visible key: weights of e^-inf
   // D by the product that gives dP, eight rows against each other: the same sums in the same order, so that a row with
   // all its weight on one key has dP - D = 0 there.
   for (int64_t i = 0; i < t; i += 8) {
     const int64_t m = std::min<int64_t>(8, t - i);
-    fetch<T>(w.out, b, h, i, m, 1.0f, room.row, e);
+    fetch(w.out, b, h, i, m, 1.0f, room.row, e);
     transpose(m, e, room.row, e, 1.0f, room.turned, 8);
     multiply<false>(m, 8, e, room.up + i * w.le, w.le, room.turned, 8, room.cross, 8, false);
     for (int64_t r = 0; r < m; ++r) room.dot[i + r] = room.cross[9 * r];
@@ -218,117 +199,64 @@ template <typename T> void open(const Problem& w, const Room& room, float* dq, i
 }
 
 // The heads that share a key head, against every w.pieces-th block of keys.
-template <typename T>
 void task(const Problem& w, const Room& room, float* parts, int64_t b, int64_t g, int64_t piece) {
   const int64_t ld = w.ld, le = w.le, first = g * w.shared, last = first + w.shared - 1;
   for (int64_t h = first; h <= last; ++h) {
     float* dq = w.pieces > 1 ? parts + ((b * w.n.h + h) * w.pieces + piece) * w.n.t * ld : room.dq;
-    open<T>(w, room, dq, b, h);
+    open(w, room, dq, b, h);
     for (int64_t block = piece; block < w.blocks; block += w.pieces) {
       const Range j{block * KEYS, std::min(w.n.s, (block + 1) * KEYS)};
       const int64_t n = j.to - j.from, at = w.shared > 1 ? j.from : 0;
       float *dk = room.dk + at * ld, *dv = room.dv + at * le;
       if (h == first) std::memset(dk, 0, n * ld * sizeof(float)), std::memset(dv, 0, n * le * sizeof(float));
-      fetch<T>(w.v, b, g, j.from, n, 1.0f, room.k, le);
+      fetch(w.v, b, g, j.from, n, 1.0f, room.k, le);
       transpose(n, w.n.e, room.k, le, 1.0f, room.vt, LOGITS);
-      fetch<T>(w.k, b, g, j.from, n, 1.0f, room.k, ld);
+      fetch(w.k, b, g, j.from, n, 1.0f, room.k, ld);
       transpose(n, w.n.d, room.k, ld, 1.0f, room.kt, LOGITS);
       const Range seen = w.visibility.rows(j.from, j.to - 1);
       for (int64_t i = seen.from; i < seen.to; i += ROWS)
         tile(w, room, dq, dk, dv, b, h, {i, std::min(i + ROWS, seen.to)}, j);
       if (h < last) continue;
-      deliver<T>(dk, ld, 1.0f, w.dk, b, g, j.from, n, room.row);
-      deliver<T>(dv, le, 1.0f, w.dv, b, g, j.from, n, room.row);
+      deliver(dk, ld, 1.0f, w.dk, b, g, j.from, n, room.row);
+      deliver(dv, le, 1.0f, w.dv, b, g, j.from, n, room.row);
     }
-    if (w.pieces == 1) deliver<T>(dq, ld, w.scale, w.dq, b, h, 0, w.n.t, room.row);
+    if (w.pieces == 1) deliver(dq, ld, w.scale, w.dq, b, h, 0, w.n.t, room.row);
   }
-}
-
-template <typename T> void solve(const Problem& w, const at::TensorOptions& floats) {
-  const int64_t one = w.n.t * w.ld, room = Room(w, nullptr).size;
-  Tensor rooms = at::empty({at::get_num_threads(), room}, floats);
-  Tensor parts = at::empty({w.pieces > 1 ? w.n.b * w.n.h * w.pieces * one : 0}, floats);
-  float *space = rooms.mutable_data_ptr<float>(), *sums = parts.mutable_data_ptr<float>();
-  at::parallel_for(0, w.n.b * w.n.g * w.pieces, 1, [&](int64_t from, int64_t to) {
-    const Room own(w, space + at::get_thread_num() * room);
-    for (int64_t i = from; i < to; ++i)
-      task<T>(w, own, sums, i / w.pieces / w.n.g, i / w.pieces % w.n.g, i % w.pieces);
-  });
-  if (w.pieces == 1) return;
-  at::parallel_for(0, w.n.b * w.n.h, 1, [&](int64_t from, int64_t to) {
-    const Room own(w, space + at::get_thread_num() * room);
-    for (int64_t i = from; i < to; ++i) {
-      float* first = sums + i * w.pieces * one;
-      for (int64_t piece = 1; piece < w.pieces; ++piece)
-        for (int64_t j = 0; j < one; j += 8) put8(first + j, at8(first + j) + at8(first + piece * one + j));
-      deliver<T>(first, w.ld, w.scale, w.dq, i / w.n.h, i % w.n.h, 0, w.n.t, own.row);
-    }
-  });
-}
-
-std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& up_, const Tensor& q_, const Tensor& k_,
-                                                      const Tensor& v_, const Tensor& out_, const Tensor& lse_,
-                                                      const Maybe& mask, const Maybe& slopes_, double scale,
-                                                      bool causal, int64_t window, double cap) {
-  const Sizes n = check(q_, k_, v_, mask, slopes_);
-  const auto type = q_.scalar_type();
-  TORCH_CHECK(window >= 0 && cap >= 0, "expected a window and a cap of at least 0; got ", window, " and ", cap);
-  TORCH_CHECK(out_.sizes() == at::IntArrayRef({n.b, n.h, n.t, n.e}) && up_.sizes() == out_.sizes() &&
-                  lse_.sizes() == out_.sizes().slice(0, 3) && out_.scalar_type() == type &&
-                  up_.scalar_type() == type && lse_.scalar_type() == at::kFloat,
-              "expected the output and its gradient [b h t e] in the dtype of q, and lse [b h t] in float32; got ",
-              out_.sizes(), ", ", up_.sizes(), ", ", lse_.sizes(), " of ", out_.scalar_type(), ", ",
-              up_.scalar_type(), ", ", lse_.scalar_type());
-  const Tensor up = with_last_dense(up_), q = with_last_dense(q_), k = with_last_dense(k_), v = with_last_dense(v_);
-  const Tensor out = with_last_dense(out_), lse = lse_.contiguous(), slopes = slopes_ ? slopes_->contiguous() : Tensor();
-  Tensor dq = at::empty_like(q), dk = at::empty_like(k), dv = at::empty_like(v);
-  if (!q.numel() || !v.numel()) return {dq.zero_(), dk.zero_(), dv.zero_()};
-  Problem w{n, up, q, k, v, out, dq, dk, dv, lse.const_data_ptr<float>(),
-            slopes_ ? slopes.const_data_ptr<float>() : nullptr, mask, {causal, window, n.s - n.t, n.t, n.s},
-            float(scale), float(cap)};
-  const int64_t heads = n.b * n.g;
-  w.pieces = std::clamp<int64_t>(std::min((TASKS + heads - 1) / heads, w.blocks / LEAST_BLOCKS), 1, TASKS);
-  const auto floats = q.options().dtype(at::kFloat);
-  if (type == at::kFloat) solve<float>(w, floats);
-  else if (type == at::kBFloat16) solve<c10::BFloat16>(w, floats);
-  else solve<c10::Half>(w, floats);
-  return {dq, dk, dv};
-}
-
-using torch::autograd::AutogradContext;
-using torch::autograd::tensor_list;
-
-struct Once : torch::autograd::Function<Once> {
-  static tensor_list forward(AutogradContext*, const Tensor& up, const Tensor& q, const Tensor& k, const Tensor& v,
-                             const Tensor& out, const Tensor& lse, const Maybe& mask, const Maybe& slopes, double scale, bool causal,
-                             int64_t window, double cap) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    static auto op = c10::Dispatcher::singleton()
-                         .findSchemaOrThrow("qkeel_native::attention_backward", "")
-                         .typed<decltype(attention_backward)>();
-    auto [dq, dk, dv] = op.call(up, q, k, v, out, lse, mask, slopes, scale, causal, window, cap);
-    return {dq, dk, dv};
-  }
-  static tensor_list backward(AutogradContext*, tensor_list) {
-    TORCH_CHECK(false, "the fused attention can be differentiated once; QKEEL_NATIVE=0 does not fuse it");
-  }
-};
-
-std::tuple<Tensor, Tensor, Tensor> attention_backward_tracked(const Tensor& up, const Tensor& q, const Tensor& k,
-                                                              const Tensor& v, const Tensor& out, const Tensor& lse,
-                                                              const Maybe& mask, const Maybe& slopes, double scale, bool causal,
-                                                              int64_t window, double cap) {
-  auto found = Once::apply(up, q, k, v, out, lse, mask, slopes, scale, causal, window, cap);
-  return {found[0], found[1], found[2]};
 }
 
 } // namespace
 
-TORCH_LIBRARY_FRAGMENT(qkeel_native, m) {
-  m.def("attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask,"
-        " Tensor? slopes, float scale, bool causal, int window, float cap) -> (Tensor, Tensor, Tensor)");
+void qkeel::attention_backward(const Array& up, const Array& q, const Array& k, const Array& v, const Array& out,
+                               const Array& lse, const Array& mask, const Array& slopes, float scale, bool causal,
+                               int64_t window, float cap, const AttentionGradient& to) {
+  const Sizes n = sizes_of(q, k, v);
+  Problem w{n, up, q, k, v, out, to.dq, to.dk, to.dv, lse.as<float>(), slopes.as<float>(), Mask(mask),
+            {causal, window, n.s - n.t, n.t, n.s}, scale, cap};
+  const int64_t heads = n.b * n.g;
+  w.pieces = std::clamp<int64_t>(std::min((TASKS + heads - 1) / heads, w.blocks / LEAST_BLOCKS), 1, TASKS);
+  const int64_t one = w.n.t * w.ld, room = Room(w, nullptr).size;
+  uint32_t threads = 1;
+  torch_get_num_threads(&threads);
+  const Floats rooms = floats(threads * room);
+  const Floats parts = floats(w.pieces > 1 ? w.n.b * w.n.h * w.pieces * one : 0);
+  auto own_room = [&] {
+    uint32_t thread = 0;
+    torch_get_thread_idx(&thread);
+    return Room(w, rooms.get() + thread * room);
+  };
+  parallel_for(0, w.n.b * w.n.g * w.pieces, 1, [&](int64_t from, int64_t to) {
+    const Room own = own_room();
+    for (int64_t i = from; i < to; ++i)
+      task(w, own, parts.get(), i / w.pieces / w.n.g, i / w.pieces % w.n.g, i % w.pieces);
+  });
+  if (w.pieces == 1) return;
+  parallel_for(0, w.n.b * w.n.h, 1, [&](int64_t from, int64_t to) {
+    const Room own = own_room();
+    for (int64_t i = from; i < to; ++i) {
+      float* first = parts.get() + i * w.pieces * one;
+      for (int64_t piece = 1; piece < w.pieces; ++piece)
+        for (int64_t j = 0; j < one; j += 8) put8(first + j, at8(first + j) + at8(first + piece * one + j));
+      deliver(first, w.ld, w.scale, w.dq, i / w.n.h, i % w.n.h, 0, w.n.t, own.row);
+    }
+  });
 }
-
-TORCH_LIBRARY_IMPL(qkeel_native, CPU, m) { m.impl("attention_backward", &attention_backward); }
-
-TORCH_LIBRARY_IMPL(qkeel_native, Autograd, m) { m.impl("attention_backward", &attention_backward_tracked); }

@@ -1,30 +1,23 @@
 // What the two ways of decoding share: the call, which keys are visible, and the state of a query after some keys.
 #pragma once
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
 #include <limits>
-#include <optional>
 
+#include "array.h"
 #include "tile.h"
 
 namespace qkeel {
 
-using Maybe = std::optional<at::Tensor>;
-
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 struct Call {
-  at::Tensor k, v;
-  float scale, cap; // cap 0: none
+  const Array &k, &v;
+  Array mask, factors;  // [b h t s] and, of logits, [b h s], by their strides, if they are given
+  float scale, cap;     // cap 0: none
   bool causal;
-  int64_t window; // 0: none
+  int64_t window;       // 0: none
   int64_t b, h, g, t, s, d, width;
-  int64_t rows, part, parts; // queries per key head; keys that one thread takes together; how often that is
-  Maybe mask = {}, inverse = {};
-  const bool* seen = nullptr;
-  const float* factors = nullptr; // of logits, per head and key
-  int64_t m0 = 0, m1 = 0, m2 = 0, m3 = 0, f0 = 0, f1 = 0;
+  int64_t rows, part, parts;  // queries per key head; keys that one thread takes together; how often that is
 
   // The keys that the query at place i may see, by its place alone.
   int64_t first(int64_t i) const { return window ? std::max<int64_t>(0, s - t + i - window + 1) : 0; }
@@ -41,10 +34,15 @@ struct Call {
     const int64_t from = std::clamp<int64_t>(first(i) - start, 0, many), to = std::clamp<int64_t>(end(i) - start, from, many);
     for (int64_t j = 0; j < from; ++j) z[j * step] = NEVER;
     for (int64_t j = to; j < many; ++j) z[j * step] = NEVER;
-    if (!seen) return;
-    const bool* own = seen + n * m0 + head(group, row) * m1 + i * m2 + start * m3;
+    if (!mask.given) return;
+    const int64_t along = mask.stride[3];
+    const bool* seen = reinterpret_cast<const bool*>(mask.row(n, head(group, row), i)) + start * along;
     for (int64_t j = from; j < to; ++j)
-      if (!own[j * m3]) z[j * step] = NEVER;
+      if (!seen[j * along]) z[j * step] = NEVER;
+  }
+  // The factors of a row's logits with keys from `start` on.
+  const float* row_factors(int64_t n, int64_t group, int64_t row, int64_t start) const {
+    return reinterpret_cast<const float*>(factors.row(n, head(group, row), start));
   }
 };
 
@@ -62,9 +60,7 @@ inline void capped(float* z, int64_t n, float cap) { // n: whole registers
 struct Ahead {
   const char* row;
   int64_t step, size, left, at = 0; // bytes, bytes, rows, bytes
-  template <typename T>
-  Ahead(const T* rows, int64_t stride, int64_t width, int64_t many)
-      : row(reinterpret_cast<const char*>(rows)), step(stride * sizeof(T)), size(width * sizeof(T)), left(many) {
+  Ahead(const char* rows, int64_t stride, int64_t width, int64_t many) : row(rows), step(stride), size(width), left(many) {
     if (step == size) size *= left, left = left > 0; // one behind the other: as one row
   }
   void ask(int64_t lines) {
@@ -74,14 +70,6 @@ struct Ahead {
       if (at < size) return;
     }
   }
-};
-
-template <typename T> struct Cache {
-  const T *keys, *values;
-  int64_t key, value; // numbers from one to the next
-  Cache(const Call& c, int64_t n, int64_t g)
-      : keys(c.k.const_data_ptr<T>() + n * c.k.stride(0) + g * c.k.stride(1)),
-        values(c.v.const_data_ptr<T>() + n * c.v.stride(0) + g * c.v.stride(1)), key(c.k.stride(2)), value(c.v.stride(2)) {}
 };
 
 } // namespace qkeel

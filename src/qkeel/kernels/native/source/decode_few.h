@@ -15,14 +15,15 @@ constexpr int64_t NUMBERS = 4096; // of keys, or of values, that are worked on a
 
 // Eight numbers of storage as floats.
 inline V widened(const float* x) { return at8(x); }
-inline V widened(const c10::BFloat16* x) {
+inline V widened(const uint16_t* x) {  // bfloat16
   typedef uint16_t Short __attribute__((vector_size(16), aligned(2), may_alias));
   typedef uint32_t Long __attribute__((vector_size(32)));
   return V(__builtin_convertvector(*reinterpret_cast<const Short*>(x), Long) << 16);
 }
-inline V widened(const c10::Half* x) {
+inline V widened(const _Float16* x) {
   float to[8];
-  return at8(load(x, to, 8));
+  widen_half(x, to, 8);
+  return at8(to);
 }
 
 // Logits of R queries with n keys, 8 / R keys at a time: sums in eight registers. `between` comes after each.
@@ -100,7 +101,7 @@ template <typename F> inline void by_fours(int64_t rows, F&& f) {
 
 // Keys from .. to for the queries q [rows d] of one key head.
 template <typename T> void few(const Call& c, int64_t n, int64_t g, int64_t from, int64_t to, const float* q, State* states) {
-  const Cache<T> cache(c, n, g);
+  const int64_t key = c.k.stride[2], value = c.v.stride[2], size = sizeof(T);  // numbers from one to the next
   const int64_t block = std::max<int64_t>(NUMBERS / std::max(c.d, c.width) / 8 * 8, 8), line = round_up(block, 16);
   std::vector<float> z(c.rows * line);
   // Cache lines to ask for after eight keys of one query: of values once, of keys with each piece of the values.
@@ -109,16 +110,18 @@ template <typename T> void few(const Call& c, int64_t n, int64_t g, int64_t from
   const int64_t values_share = share(c.width, c.rows), keys_share = share(c.d, c.rows * pieces);
   for (int64_t start = from; start < to; start += block) {
     const int64_t many = std::min(block, to - start);
-    const T *keys = cache.keys + start * cache.key, *values = cache.values + start * cache.value;
+    const char *key_rows = c.k.row(n, g, start), *value_rows = c.v.row(n, g, start);
+    const T *keys = reinterpret_cast<const T*>(key_rows), *values = reinterpret_cast<const T*>(value_rows);
     // While these are worked on, the next are on their way: the values of the block, then the keys of the one after.
-    Ahead now(values, cache.value, c.width, many), then(keys + many * cache.key, cache.key, c.d, std::min(block, to - start - many));
+    Ahead now(value_rows, value * size, c.width * size, many);
+    Ahead then(key_rows + many * key * size, key * size, c.d * size, std::min(block, to - start - many));
     by_fours(c.rows, [&](int64_t r, auto R) {
-      logits<R()>(q + r * c.d, keys, cache.key, many, c.d, z.data() + r * line, line, [&] { now.ask(values_share); });
+      logits<R()>(q + r * c.d, keys, key, many, c.d, z.data() + r * line, line, [&] { now.ask(values_share); });
     });
     for (int64_t r = 0; r < c.rows; ++r) {
       float* own = z.data() + r * line;
-      if (c.factors) {
-        const float* factors = c.factors + n * c.f0 + c.head(g, r) * c.f1 + start;
+      if (c.factors.given) {
+        const float* factors = c.row_factors(n, g, r, start);
         for (int64_t j = 0; j < many; ++j) own[j] *= factors[j];
       }
       if (c.cap) capped(own, round_up(many, 16), c.cap);
@@ -129,7 +132,7 @@ template <typename T> void few(const Call& c, int64_t n, int64_t g, int64_t from
     by_fours(c.rows, [&](int64_t r, auto R) {
       constexpr int64_t N = 8 / R();
       auto piece = [&]<int64_t M>(int64_t i, std::integral_constant<int64_t, M>) {
-        weigh<R(), M>(states + r, z.data() + r * line, line, values, cache.value, many, i, [&] { then.ask(keys_share); });
+        weigh<R(), M>(states + r, z.data() + r * line, line, values, value, many, i, [&] { then.ask(keys_share); });
       };
       int64_t i = 0;
       for (; i + 8 * N <= c.width; i += 8 * N) piece(i, std::integral_constant<int64_t, N>());

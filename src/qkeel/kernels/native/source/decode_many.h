@@ -62,9 +62,9 @@ struct Panel {
 // Makes logits of q·k: a factor per head and key, a cap, and keys that are hidden.
 inline void finish_logits(const Call& c, const Panel& p, int64_t n, int64_t g, int64_t start, int64_t many, float* z) {
   alignas(64) float own[WIDE * round_up(KEYS, 8)], turned[WIDE * round_up(KEYS, 8)];
-  if (c.factors) {
+  if (c.factors.given) {
     for (int64_t r = 0; r < p.many; ++r)
-      std::copy_n(c.factors + n * c.f0 + c.head(g, p.first + r) * c.f1 + start, many, own + r * round_up(KEYS, 8));
+      std::copy_n(c.row_factors(n, g, p.first + r, start), many, own + r * round_up(KEYS, 8));
     for (int64_t r = 0; r < p.many; ++r) std::fill(own + r * round_up(KEYS, 8) + many, own + r * round_up(KEYS, 8) + round_up(many, 8), 0.0f);
     transpose(p.many, round_up(many, 8), own, round_up(KEYS, 8), 1.0f, turned, WIDE);
     for (int64_t j = 0; j < many; ++j)
@@ -74,22 +74,24 @@ inline void finish_logits(const Call& c, const Panel& p, int64_t n, int64_t g, i
   for (int64_t r = 0; r < p.many; ++r) c.hide(n, g, p.first + r, start, many, z + r, WIDE);
 }
 
-template <typename T> void many(const Call& c, int64_t n, int64_t g, int64_t from, int64_t to, const float* q, State* states) {
-  const Cache<T> cache(c, n, g);
-  const bool one = cache.keys == cache.values && cache.key == cache.value && c.width <= c.d;
+inline void many(const Call& c, int64_t n, int64_t g, int64_t from, int64_t to, const float* q, State* states) {
+  const Type type = c.k.type;
+  const int64_t key = c.k.stride[2], value = c.v.stride[2], size = bytes(type);
+  const bool one = c.k.row(n, g, 0) == c.v.row(n, g, 0) && key == value && c.width <= c.d;
   std::vector<Panel> panels;
   for (int64_t first = 0; first < c.rows; first += WIDE) panels.emplace_back(c, q, first);
-  std::vector<float> room(std::is_same_v<T, float> ? 0 : KEYS * (c.d + (one ? 0 : c.width)));
+  std::vector<float> room(type == Type::FLOAT ? 0 : KEYS * (c.d + (one ? 0 : c.width)));
   alignas(64) float z[KEYS * WIDE] = {};
   const int64_t pieces = std::max<int64_t>(2, (c.d + DEEP - 1) / DEEP), deepest = round_up((c.d + pieces - 1) / pieces, 8);
   for (int64_t start = from; start < to; start += KEYS) {
     const int64_t count = std::min(KEYS, to - start), next = std::min(KEYS, to - start - count);
-    const Rows k = load_rows(cache.keys + start * cache.key, cache.key, count, c.d, room.data(), c.d);
-    const Rows v = one ? k : load_rows(cache.values + start * cache.value, cache.value, count, c.width, room.data() + KEYS * c.d, c.width);
-    Ahead keys(cache.keys + (start + count) * cache.key, cache.key, c.d, next);
-    Ahead values(cache.values + (start + count) * cache.value, cache.value, c.width, one ? 0 : next);
+    const char *key_rows = c.k.row(n, g, start), *value_rows = c.v.row(n, g, start);
+    const Rows k = load_rows(key_rows, type, key, count, c.d, room.data(), c.d);
+    const Rows v = one ? k : load_rows(value_rows, type, value, count, c.width, room.data() + KEYS * c.d, c.width);
+    Ahead keys(key_rows + count * key * size, key * size, c.d * size, next);
+    Ahead values(value_rows + count * value * size, value * size, c.width * size, one ? 0 : next);
     // Cache lines per strip of work, so that all are asked for by the end of the block.
-    const float work = float(panels.size() * KEYS * (c.d + c.width) / STRIP), lines = KEYS * (c.d + (one ? 0 : c.width)) * sizeof(T) / 64.0f;
+    const float work = float(panels.size() * KEYS * (c.d + c.width) / STRIP), lines = KEYS * (c.d + (one ? 0 : c.width)) * size / 64.0f;
     auto ask = [&, rate = lines / work](int64_t work) {
       const int64_t share = int64_t(float(work) * rate) + 1;
       if (keys.left) keys.ask(share);

@@ -1,9 +1,6 @@
 // What follows from the logsumexps of rows: bounds on their largest logits, and the largest logits of the rows with the
 // largest logsumexps: no other row holds a logit larger than its own logsumexp.
 #pragma once
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -46,12 +43,11 @@ inline void column_maxima(const float* z, int64_t keys, int64_t width, int64_t k
 }
 
 // found [b h]: the largest logit of the m rows of largest lse; others [b h]: the next largest lse.
-template <typename T>
-void guided(const at::Tensor& q, const at::Tensor& k, const at::Tensor& lse, float scale, bool causal, int64_t m, float* found,
-            float* others) {
-  const int64_t h = q.size(1), g = k.size(1), t = q.size(2), s = k.size(2), d = q.size(3), each = h / g;
+inline void guided(const Array& q, const Array& k, const Array& lse, float scale, bool causal, int64_t m, float* found,
+                   float* others) {
+  const int64_t h = q.size[1], g = k.size[1], t = q.size[2], s = k.size[2], d = q.size[3], each = h / g;
   const int64_t width = round_up(each * std::min(m, t), 8), stride = row_stride(d), q_stride = row_stride(width);
-  at::parallel_for(0, q.size(0) * g, 1, [&](int64_t first, int64_t last) {
+  parallel_for(0, q.size[0] * g, 1, [&](int64_t first, int64_t last) {
     std::vector<float> rows(width * stride), turned(d * q_stride), keys(KEYS * stride), z(KEYS * width), top(width);
     std::vector<int64_t> until(width);
     for (int64_t i = first; i < last; ++i) {
@@ -60,24 +56,22 @@ void guided(const at::Tensor& q, const at::Tensor& k, const at::Tensor& lse, flo
       std::fill(until.begin(), until.end(), -1);
       int64_t col = 0;
       for (int64_t head = group * each; head < (group + 1) * each; ++head) {
-        const float* values = lse.const_data_ptr<float>() + n * lse.stride(0) + head * lse.stride(1);
-        const auto best = largest_rows(values, lse.stride(2), t, m);
-        others[n * h + head] = int64_t(best.size()) > m ? values[best[m].second * lse.stride(2)] : -HUGE_VALF;
+        const float* values = lse.as<float>() + n * lse.stride[0] + head * lse.stride[1];
+        const auto best = largest_rows(values, lse.stride[2], t, m);
+        others[n * h + head] = int64_t(best.size()) > m ? values[best[m].second * lse.stride[2]] : -HUGE_VALF;
         for (int64_t r = 0; r < std::min(m, t); ++r, ++col) {
           if (best[r].first == -HUGE_VALF) continue;  // a row left out
           const int64_t row = best[r].second;
-          const T* from = q.const_data_ptr<T>() + n * q.stride(0) + head * q.stride(1) + row * q.stride(2);
-          const float* x = load(from, rows.data() + col * stride, d);
+          const float* x = load(q.row(n, head, row), q.type, rows.data() + col * stride, d);
           if (x != rows.data() + col * stride) std::copy(x, x + d, rows.data() + col * stride);
           until[col] = causal ? std::min(row, s - 1) : s - 1;
         }
       }
       transpose(width, d, rows.data(), stride, scale, turned.data(), q_stride);
       const int64_t end = *std::max_element(until.begin(), until.end()) + 1;
-      const T* from = k.const_data_ptr<T>() + n * k.stride(0) + group * k.stride(1);
       for (int64_t j = 0; j < end; j += KEYS) {
         const int64_t some = std::min(KEYS, end - j);
-        const Rows tile = load_rows(from + j * k.stride(2), k.stride(2), some, d, keys.data(), stride);
+        const Rows tile = load_rows(k.row(n, group, j), k.type, k.stride[2], some, d, keys.data(), stride);
         multiply<false>(some, width, d, tile.at, tile.stride, turned.data(), q_stride, z.data(), width, false);
         column_maxima(z.data(), some, width, j, until.data(), top.data());
       }
@@ -102,15 +96,15 @@ void bracket_row(const float* from, int64_t along, int64_t h, float keys, float*
 
 // Per head of lse [b h t], over the rows that count [b t] (none given: all): the largest, and the largest of lse - ln n,
 // n the keys visible to a row: `s`, or with `causal` those up to its own. A NaN among them is the largest.
-inline void bracket(const at::Tensor& lse, const at::Tensor& counted, bool causal, int64_t s, float* lower, float* upper) {
-  const int64_t b = lse.size(0), h = lse.size(1), t = lse.size(2), n0 = lse.stride(0), along = lse.stride(1), n2 = lse.stride(2);
-  const float* all = lse.const_data_ptr<float>();
-  const bool* counts = counted.defined() ? counted.const_data_ptr<bool>() : nullptr;
+inline void bracket(const Array& lse, const Array& counted, bool causal, int64_t s, float* lower, float* upper) {
+  const int64_t b = lse.size[0], h = lse.size[1], t = lse.size[2], n0 = lse.stride[0], along = lse.stride[1], n2 = lse.stride[2];
+  const float* all = lse.as<float>();
+  const bool* counts = counted.as<bool>();
   std::fill_n(lower, h, -HUGE_VALF), std::fill_n(upper, h, -HUGE_VALF);
   for (int64_t i = 0; i < t; ++i) {
     const float keys = std::log(float(causal ? i + 1 : s));
     for (int64_t n = 0; n < b; ++n) {
-      if (counts && !counts[n * counted.stride(0) + i * counted.stride(1)]) continue;
+      if (counts && !counts[n * counted.stride[0] + i * counted.stride[1]]) continue;
       const float* from = all + n * n0 + i * n2;
       if (along == 1) bracket_row<true>(from, 1, h, keys, lower, upper);  // as torch's kernels leave it
       else bracket_row<false>(from, along, h, keys, lower, upper);

@@ -11,34 +11,22 @@
 // the mask does not hide: bool (True: may attend) or float (added; its most negative number and -inf hide), four
 // dimensions that broadcast to [b h t s]. z = scale · q·k + mask; cap · tanh(z / cap) enters the weights (cap 0: z).
 // Every row is the work of one thread, key by key in order: results do not depend on the number of threads.
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <optional>
-#include <tuple>
-#include <type_traits>
 #include <vector>
 
 #include "guided.h"
 #include "logit_pass.h"
+#include "operators.h"
 #include "rows.h"
 #include "visible_keys.h"
-
-using at::Tensor;
-using Maybe = std::optional<Tensor>;
 
 namespace qkeel {
 namespace {
 
 constexpr int64_t ROWS = 64;  // a block: one head's query rows whose q' is made at once
-constexpr int64_t DEEPEST = 1024;  // head_dim
 enum Row { TOP, LOW, CAPPED, TOTAL, ABOVE, ENTROPY, FIRST, PRODUCT, ANGLE_TOP, ANGLE, QUERY, N_ROWS };
-
 
 // The work space of a thread.
 struct Space {
@@ -55,32 +43,14 @@ struct Space {
 };
 
 struct Work {
-  Tensor q, k, scale;
+  const Array &q, &k, &scale;
   Visibility visibility;
   float cap, threshold;
-  const float* inverse = nullptr;  // 1 / |k| [b g s]
-  float *rows = nullptr;           // [N_ROWS b h t], or [2 b h t]
-  int64_t *counts = nullptr;       // [b h t]
-  int64_t b, h, g, t, s, d;
-
-  Work(const Tensor& q_, const Tensor& k_, const Tensor& scale_, const Maybe& low, const Maybe& high, const Maybe& mask)
-      : q(with_last_dense(q_)), k(with_last_dense(k_)), scale(scale_), visibility(q_, k_, low, high, mask),
-        b(q.size(0)),
-        h(q.size(1)), g(k.size(1)), t(q.size(2)), s(k.size(2)), d(q.size(3)) {
-    TORCH_CHECK(scale.scalar_type() == at::kFloat && scale.sizes() == at::IntArrayRef({b, h, t}) &&
-                    scale.device().is_cpu(),
-                "expected a scale for every row, float32 [b h t]");
-  }
+  const float* inverse;  // 1 / |k| [b g s]
+  float* rows;           // [N_ROWS b h t], or [2 b h t]
+  int64_t* counts;       // [b h t]
+  int64_t b = q.size[0], h = q.size[1], g = k.size[1], t = q.size[2], s = k.size[2], d = q.size[3];
 };
-
-void check(const Tensor& q, const Tensor& k) {
-  TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && q.device().is_cpu() && k.device().is_cpu(),
-              "expected q [b h t d] and k [b g s d] on the CPU");
-  TORCH_CHECK(q.scalar_type() == k.scalar_type() && q.size(0) == k.size(0) && q.size(3) == k.size(3) &&
-                  k.size(1) > 0 && q.size(1) % k.size(1) == 0 && q.size(3) % 8 == 0 && q.size(3) > 0 &&
-                  q.size(3) <= DEEPEST,
-              "expected q and k of one dtype, batch and head_dim, a multiple of 8 up to 1024, and whole groups of heads");
-}
 
 template <bool FULL>
 void one_tile(const Work& w, Panel& p, const Tile& tile, bool hides, bool bias) {
@@ -190,19 +160,16 @@ void write_extremes(const Work& w, Space& sp, const Panel& p, int64_t col, int64
 }
 
 // A block of rows of one head: q' and the keys visible to each row.
-template <typename T> void begin(const Work& w, Space& sp, int64_t n, int64_t head, int64_t row, int64_t rows) {
-  const T* q = w.q.const_data_ptr<T>() + n * w.q.stride(0) + head * w.q.stride(1) + row * w.q.stride(2);
-  const Rows from = load_rows(q, w.q.stride(2), rows, w.d, sp.loaded.data(), sp.width);
+void begin(const Work& w, Space& sp, int64_t n, int64_t head, int64_t row, int64_t rows) {
+  const Rows from = load_rows(w.q.row(n, head, row), w.q.type, w.q.stride[2], rows, w.d, sp.loaded.data(), sp.width);
   transpose(rows, w.d, from.at, from.stride, 1.0f, sp.q.data(), row_stride(ROWS));
   const int64_t whole = round_up(rows, WIDE), done = round_up(rows, 8);
   for (int64_t c = 0; c < w.d && done < whole; ++c) std::fill_n(sp.q.data() + c * row_stride(ROWS) + done, whole - done, 0.0f);
-  const float* scale = w.scale.const_data_ptr<float>();
-  const int64_t *low = w.visibility.low_at, *high = w.visibility.high_at, of = n * w.t;
+  const float* scale = w.scale.as<float>();
   for (int64_t i = 0; i < whole; ++i) {
     const int64_t r = row + std::min(i, rows - 1);
-    sp.scale[i] = scale[n * w.scale.stride(0) + head * w.scale.stride(1) + r * w.scale.stride(2)];
-    sp.low[i] = low ? int32_t(std::clamp<int64_t>(low[of + r], 0, w.s)) : 0;
-    sp.high[i] = int32_t(high ? std::clamp<int64_t>(high[of + r], 0, w.s) : w.s);
+    sp.scale[i] = scale[n * w.scale.stride[0] + head * w.scale.stride[1] + r * w.scale.stride[2]];
+    sp.low[i] = int32_t(w.visibility.first(n, r)), sp.high[i] = int32_t(w.visibility.end(n, r));
   }
   for (int64_t i = 0; i < whole; i += LANES) {
     Lanes squares{};
@@ -214,19 +181,17 @@ template <typename T> void begin(const Work& w, Space& sp, int64_t n, int64_t he
   }
 }
 
-template <typename T, bool FULL>
+template <bool FULL>
 void block(const Work& w, Space& sp, int64_t n, int64_t head, int64_t row) {
   const int64_t rows = std::min(ROWS, w.t - row);
-  begin<T>(w, sp, n, head, row, rows);
+  begin(w, sp, n, head, row, rows);
   for (Panel& p : sp.panel) p.clear();
   const auto low = *std::min_element(sp.low, sp.low + rows), high = *std::max_element(sp.high, sp.high + rows);
-  const T* keys = w.k.const_data_ptr<T>() + n * w.k.stride(0) + head / (w.h / w.g) * w.k.stride(1);
-  const int64_t stride = w.k.stride(2);
   for (int64_t j = low; j < high; j += KEYS) {
     const int64_t end = std::min<int64_t>(j + KEYS, high);
     const Stretch some = w.visibility.stretch(n, head, j, end);
     if (some.from >= some.to) continue;
-    const Rows tile = load_rows(keys + j * stride, stride, end - j, w.d, sp.k.data(), sp.width);
+    const Rows tile = load_rows(w.k.row(n, head / (w.h / w.g), j), w.k.type, w.k.stride[2], end - j, w.d, sp.k.data(), sp.width);
     for (int64_t col = 0; col < rows; col += WIDE)
       panel_of<FULL>(w, sp, tile, j, some, {n, head, row + col, std::min(WIDE, rows - col), 0, 0}, col);
   }
@@ -237,34 +202,26 @@ void block(const Work& w, Space& sp, int64_t n, int64_t head, int64_t row) {
   }
 }
 
-template <typename T, bool FULL> void run(const Work& w) {
+template <bool FULL> void run(const Work& w) {
   const int64_t blocks = (w.t + ROWS - 1) / ROWS;
-  at::parallel_for(0, w.b * w.h * blocks, 1, [&](int64_t first, int64_t last) {
-    Space sp(w.d, w.cap > 0, w.visibility.mask.defined());
+  parallel_for(0, w.b * w.h * blocks, 1, [&](int64_t first, int64_t last) {
+    Space sp(w.d, w.cap > 0, w.visibility.mask.given);
     for (int64_t i = first; i < last; ++i) {
       // The first rows of a causal call see little and the last ones much: in turns, so that threads share evenly.
       const int64_t at = i % blocks, place = at % 2 ? blocks - 1 - at / 2 : at / 2, head = i / blocks;
-      block<T, FULL>(w, sp, head / w.h, head % w.h, place * ROWS);
+      block<FULL>(w, sp, head / w.h, head % w.h, place * ROWS);
     }
   });
 }
 
-template <bool FULL> void run_any(const Work& w) {
-  if (w.q.scalar_type() == at::kFloat) run<float, FULL>(w);
-  else if (w.q.scalar_type() == at::kBFloat16) run<c10::BFloat16, FULL>(w);
-  else if (w.q.scalar_type() == at::kHalf) run<c10::Half, FULL>(w);
-  else TORCH_CHECK(false, "expected float32, bfloat16 or float16, got ", w.q.scalar_type());
-}
-
 // |k| and 1 / |k| of every key: a key's heads one after the other, as they mostly lie.
-template <typename T> void norms(const Tensor& k, float* to, float* inverse) {
-  const int64_t g = k.size(1), s = k.size(2), d = k.size(3), k0 = k.stride(0), k1 = k.stride(1), k2 = k.stride(2);
-  const T* from = k.const_data_ptr<T>();
-  at::parallel_for(0, k.size(0) * s, 64, [&](int64_t first, int64_t last) {
-    float loaded[DEEPEST];
+void norms(const Array& k, float* to, float* inverse) {
+  const int64_t g = k.size[1], s = k.size[2], d = k.size[3];
+  parallel_for(0, k.size[0] * s, 64, [&](int64_t first, int64_t last) {
+    float loaded[WIDEST];
     for (int64_t i = first; i < last; ++i)
       for (int64_t group = 0; group < g; ++group) {
-        const float* x = load(from + i / s * k0 + group * k1 + i % s * k2, loaded, d);
+        const float* x = load(k.row(i / s, group, i % s), k.type, loaded, d);
         const float norm = std::sqrt(sum8(d, [&](int64_t c) { return at8(x + c) * at8(x + c); }));
         const int64_t at = (i / s * g + group) * s + i % s;
         to[at] = norm;
@@ -273,81 +230,30 @@ template <typename T> void norms(const Tensor& k, float* to, float* inverse) {
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor> logit_rows(const Tensor& q, const Tensor& k, const Tensor& scale, const Maybe& low,
-                                              const Maybe& high, const Maybe& mask, double cap, double threshold) {
-  check(q, k);
-  Work w(q, k, scale, low, high, mask);
-  w.cap = float(cap), w.threshold = float(threshold);
-  const auto options = q.options().dtype(at::kFloat);
-  Tensor rows = at::empty({N_ROWS, w.b, w.h, w.t}, options), counts = at::empty({w.b, w.h, w.t}, options.dtype(at::kLong));
-  Tensor key_norms = at::empty({w.b, w.g, w.s}, options), inverse = at::empty({w.b, w.g, w.s}, options);
-  float *length = key_norms.mutable_data_ptr<float>(), *over = inverse.mutable_data_ptr<float>();
-  if (q.scalar_type() == at::kFloat) norms<float>(w.k, length, over);
-  else if (q.scalar_type() == at::kBFloat16) norms<c10::BFloat16>(w.k, length, over);
-  else if (q.scalar_type() == at::kHalf) norms<c10::Half>(w.k, length, over);
-  w.inverse = over, w.rows = rows.mutable_data_ptr<float>(), w.counts = counts.mutable_data_ptr<int64_t>();
-  run_any<true>(w);
-  return {rows, counts, key_norms};
-}
-
-Tensor logit_extremes(const Tensor& q, const Tensor& k, const Tensor& scale, const Maybe& low, const Maybe& high,
-                      const Maybe& mask) {
-  check(q, k);
-  Work w(q, k, scale, low, high, mask);
-  w.cap = w.threshold = 0;
-  Tensor rows = at::empty({2, w.b, w.h, w.t}, q.options().dtype(at::kFloat));
-  w.rows = rows.mutable_data_ptr<float>();
-  run_any<false>(w);
-  return rows;
-}
-
-std::tuple<Tensor, Tensor> guided_maxima(const Tensor& q_, const Tensor& k_, const Tensor& lse, double scale,
-                                         bool causal, int64_t m) {
-  check(q_, k_);
-  TORCH_CHECK(lse.sizes() == q_.sizes().slice(0, 3) && lse.scalar_type() == at::kFloat && lse.device().is_cpu() && m > 0,
-              "expected lse float32 [b h t] and at least one row");
-  const Tensor q = with_last_dense(q_), k = with_last_dense(k_);
-  const auto options = q.options().dtype(at::kFloat);
-  Tensor found = at::empty({q.size(0), q.size(1)}, options), others = at::empty({q.size(0), q.size(1)}, options);
-  if (q.numel() == 0) {  // no row, or no head
-    std::fill_n(found.mutable_data_ptr<float>(), found.numel(), -INF);
-    std::fill_n(others.mutable_data_ptr<float>(), others.numel(), -INF);
-    return {found, others};
-  }
-  auto run = [&]<typename T>() {
-    guided<T>(q, k, lse, float(scale), causal, m, found.mutable_data_ptr<float>(), others.mutable_data_ptr<float>());
-  };
-  if (q.scalar_type() == at::kFloat) run.template operator()<float>();
-  else if (q.scalar_type() == at::kBFloat16) run.template operator()<c10::BFloat16>();
-  else if (q.scalar_type() == at::kHalf) run.template operator()<c10::Half>();
-  else TORCH_CHECK(false, "expected float32, bfloat16 or float16, got ", q.scalar_type());
-  return {found, others};
-}
-
-std::tuple<Tensor, Tensor> logsumexp_bracket(const Tensor& lse, const Maybe& counted, bool causal, int64_t s) {
-  TORCH_CHECK(lse.dim() == 3 && lse.scalar_type() == at::kFloat && lse.device().is_cpu(), "expected lse float32 [b h t]");
-  TORCH_CHECK(!counted || (counted->dim() == 2 && counted->scalar_type() == at::kBool && counted->device().is_cpu() &&
-                           counted->size(0) == lse.size(0) && counted->size(1) == lse.size(2)),
-              "expected the rows that count as booleans [b t]");
-  Tensor lower = at::empty({lse.size(1)}, lse.options()), upper = at::empty({lse.size(1)}, lse.options());
-  bracket(lse, counted.value_or(Tensor()), causal, s, lower.mutable_data_ptr<float>(), upper.mutable_data_ptr<float>());
-  return {lower, upper};
-}
-
 } // namespace
+
+void logit_rows(const Array& q, const Array& k, const Array& scale, const Array& low, const Array& high, const Array& mask,
+                float cap, float threshold, const Array& rows, const Array& counts, const Array& key_norms) {
+  const Floats inverse = floats(key_norms.numel());
+  norms(k, key_norms.as<float>(), inverse.get());
+  run<true>({q, k, scale, {q, k, low, high, mask}, cap, threshold, inverse.get(), rows.as<float>(), counts.as<int64_t>()});
+}
+
+void logit_extremes(const Array& q, const Array& k, const Array& scale, const Array& low, const Array& high,
+                    const Array& mask, const Array& rows) {
+  run<false>({q, k, scale, {q, k, low, high, mask}, 0.0f, 0.0f, nullptr, rows.as<float>(), nullptr});
+}
+
+void guided_maxima(const Array& q, const Array& k, const Array& lse, float scale, bool causal, int64_t m,
+                   const Array& found, const Array& others) {
+  if (q.numel()) return guided(q, k, lse, scale, causal, m, found.as<float>(), others.as<float>());
+  std::fill_n(found.as<float>(), found.numel(), -INF);  // no row, or no head
+  std::fill_n(others.as<float>(), others.numel(), -INF);
+}
+
+void logsumexp_bracket(const Array& lse, const Array& counted, bool causal, int64_t s, const Array& lower,
+                       const Array& upper) {
+  bracket(lse, counted, causal, s, lower.as<float>(), upper.as<float>());
+}
+
 } // namespace qkeel
-
-TORCH_LIBRARY_FRAGMENT(qkeel_native, m) {
-  m.def("logit_rows(Tensor q, Tensor k, Tensor scale, Tensor? low, Tensor? high, Tensor? mask, float cap,"
-        " float threshold) -> (Tensor, Tensor, Tensor)");
-  m.def("logit_extremes(Tensor q, Tensor k, Tensor scale, Tensor? low, Tensor? high, Tensor? mask) -> Tensor");
-  m.def("guided_maxima(Tensor q, Tensor k, Tensor lse, float scale, bool causal, int rows) -> (Tensor, Tensor)");
-  m.def("logsumexp_bracket(Tensor lse, Tensor? counted, bool causal, int s) -> (Tensor, Tensor)");
-}
-
-TORCH_LIBRARY_IMPL(qkeel_native, CPU, m) {
-  m.impl("logit_rows", &qkeel::logit_rows);
-  m.impl("logit_extremes", &qkeel::logit_extremes);
-  m.impl("guided_maxima", &qkeel::guided_maxima);
-  m.impl("logsumexp_bracket", &qkeel::logsumexp_bracket);
-}

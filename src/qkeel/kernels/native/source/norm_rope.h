@@ -8,7 +8,6 @@
 namespace qkeel {
 
 enum Kind : int64_t { NONE = 0, RMS = 1, L2 = 2, LAYER = 3 };
-constexpr int64_t WIDEST = 1024;   // numbers in a head: what the row buffers hold
 constexpr int64_t BLOCK = 2048;    // numbers in the rows that are worked on together, at most
 constexpr int64_t MOST = 8;        // such rows, at most
 

@@ -1,60 +1,58 @@
 // What the C++ sources share: rows of storage as rows of float and back, and eight floats at once.
 #pragma once
-#if defined(__clang_major__) ? __clang_major__ < 14 : defined(__GNUC__) && __GNUC__ < 12  // GCC 11 has no __builtin_shufflevector
-#error qkeel expects GCC 12 or clang 14 or newer; set CXX to a newer compiler
-#endif
-#include <ATen/core/Tensor.h>
-
 #include <bit>
 #include <cstdint>
+#include <cstring>
 #ifdef __AVX__
 #include <immintrin.h>
 #endif
 
+#include "array.h"
+
 namespace qkeel {
 
-// x, or a copy whose last dimension has its numbers next to each other.
-inline at::Tensor with_last_dense(const at::Tensor& x) {
-  return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous();
-}
+constexpr int64_t WIDEST = 1024;  // numbers in a head, at most: what buffers of a row hold
 
 // Rows of storage as rows of float. For float itself nothing is copied.
-inline const float* load(const float* x, float*, int64_t) { return x; }
-inline const float* load(const c10::BFloat16* x, float* to, int64_t d) {
-  const uint16_t* bits = reinterpret_cast<const uint16_t*>(x);
-  for (int64_t i = 0; i < d; ++i) to[i] = std::bit_cast<float>(uint32_t(bits[i]) << 16);
-  return to;
+inline void widen_bfloat16(const uint16_t* x, float* to, int64_t d) {
+  for (int64_t i = 0; i < d; ++i) to[i] = std::bit_cast<float>(uint32_t(x[i]) << 16);
 }
-inline const float* load(const c10::Half* x, float* to, int64_t d) {
+inline void widen_half(const _Float16* x, float* to, int64_t d) {
   int64_t i = 0;
 #ifdef __F16C__
   for (; i + 8 <= d; i += 8)
     _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
 #endif
   for (; i < d; ++i) to[i] = float(x[i]);
+}
+inline const float* load(const void* x, Type type, float* to, int64_t d) {
+  if (type == Type::FLOAT) return static_cast<const float*>(x);
+  if (type == Type::BFLOAT16) widen_bfloat16(static_cast<const uint16_t*>(x), to, d);
+  else widen_half(static_cast<const _Float16*>(x), to, d);
   return to;
 }
 
-inline float* target(float* y, float*) { return y; }
-template <typename T> float* target(T*, float* buffer) { return buffer; }
-
-inline void store(const float*, float*, int64_t) {}
-inline void store(const float* from, c10::BFloat16* y, int64_t d) {
-  uint16_t* bits = reinterpret_cast<uint16_t*>(y);
-  for (int64_t i = 0; i < d; ++i) {
-    uint32_t u = std::bit_cast<uint32_t>(from[i]);
-    uint32_t nearest = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    bits[i] = uint16_t((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : nearest);
+// Where a row of float is made that shall be stored as `type`: there at once, or in the buffer; and the storing.
+inline float* target(void* y, Type type, float* buffer) { return type == Type::FLOAT ? static_cast<float*>(y) : buffer; }
+inline void store(const float* from, void* y, Type type, int64_t d) {
+  if (type == Type::FLOAT) return;
+  if (type == Type::BFLOAT16) {
+    uint16_t* bits = static_cast<uint16_t*>(y);
+    for (int64_t i = 0; i < d; ++i) {
+      uint32_t u = std::bit_cast<uint32_t>(from[i]);
+      uint32_t nearest = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+      bits[i] = uint16_t((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : nearest);
+    }
+    return;
   }
-}
-inline void store(const float* from, c10::Half* y, int64_t d) {
+  _Float16* to = static_cast<_Float16*>(y);
   int64_t i = 0;
 #ifdef __F16C__
   for (; i + 8 <= d; i += 8)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(y + i),
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
                      _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
 #endif
-  for (; i < d; ++i) y[i] = c10::Half(from[i]);
+  for (; i < d; ++i) to[i] = _Float16(from[i]);
 }
 
 // Eight floats; the compiler lowers them to what the processor has. Unaligned, since rows are.
@@ -108,19 +106,19 @@ struct Rows {
   const float* at;
   int64_t stride;
 };
-// Rows of storage as rows of float; those of float as they lie, others in `to`.
-inline Rows load_rows(const float* from, int64_t stride, int64_t, int64_t, float*, int64_t) { return {from, stride}; }
-template <typename T> Rows load_rows(const T* from, int64_t stride, int64_t n, int64_t d, float* to, int64_t width) {
-  for (int64_t i = 0; i < n; ++i) load(from + i * stride, to + i * width, d);
+// n rows of storage as rows of float, `stride` numbers apart; those of float as they lie, others in `to`.
+inline Rows load_rows(const char* from, Type type, int64_t stride, int64_t n, int64_t d, float* to, int64_t width) {
+  if (type == Type::FLOAT) return {reinterpret_cast<const float*>(from), stride};
+  for (int64_t i = 0; i < n; ++i) load(from + i * stride * 2, type, to + i * width, d);
   return {to, width};
 }
 
-// Where rows of float are made that shall be stored as rows of T: there at once, or in `to`; and the storing.
-inline Rows target_rows(float* y, int64_t stride, float*, int64_t) { return {y, stride}; }
-template <typename T> Rows target_rows(T*, int64_t, float* to, int64_t width) { return {to, width}; }
-inline void store_rows(const float*, float*, int64_t, int64_t, int64_t) {}
-template <typename T> void store_rows(const float* from, T* y, int64_t stride, int64_t n, int64_t d) {
-  for (int64_t i = 0; i < n; ++i) store(from + i * d, y + i * stride, d);
+// Where rows of float are made that shall be stored as `type`, and the storing.
+inline Rows target_rows(char* y, Type type, int64_t stride, float* to, int64_t width) {
+  return type == Type::FLOAT ? Rows{reinterpret_cast<float*>(y), stride} : Rows{to, width};
+}
+inline void store_rows(const float* from, char* y, Type type, int64_t stride, int64_t n, int64_t d) {
+  for (int64_t i = 0; i < n && type != Type::FLOAT; ++i) store(from + i * d, y + i * stride * 2, type, d);
 }
 
 } // namespace qkeel

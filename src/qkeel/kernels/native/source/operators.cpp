@@ -1,0 +1,355 @@
+// The operators as torch knows them, by its stable C interface: a library of one version of torch serves all later
+// ones. Arguments are checked and results made here; the kernels are in files without a header of torch.
+#define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 11) << 48))
+#include "operators.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstring>
+#include <initializer_list>
+#include <optional>
+#include <tuple>
+
+namespace {
+
+using namespace qkeel;
+using torch::stable::Tensor;
+using Maybe = std::optional<Tensor>;
+using Pair = std::tuple<Tensor, Tensor>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+constexpr int64_t WIDEST = 1024;  // numbers in a head, where a kernel has a buffer for them
+
+void ok(AOTITorchError error) { expect(!error, "memory, and a tensor with storage"); }
+
+Type type_of(const Tensor& x) {
+  int32_t code;
+  ok(aoti_torch_get_dtype(x.get(), &code));
+  if (code == aoti_torch_dtype_float32()) return Type::FLOAT;
+  if (code == aoti_torch_dtype_bfloat16()) return Type::BFLOAT16;
+  if (code == aoti_torch_dtype_float16()) return Type::HALF;
+  if (code == aoti_torch_dtype_bool()) return Type::BOOL;
+  if (code == aoti_torch_dtype_int64()) return Type::LONG;
+  return code == aoti_torch_dtype_float64() ? Type::DOUBLE : Type::OTHER;
+}
+
+Array array(const Tensor& x) {
+  expect(x.is_cpu(), "tensors on the CPU");
+  Array found;
+  found.type = type_of(x), found.given = true, found.dims = x.dim();
+  const void* data;
+  int64_t *sizes, *strides;
+  ok(torch_get_const_data_ptr(x.get(), &data));
+  ok(aoti_torch_get_sizes(x.get(), &sizes));
+  ok(aoti_torch_get_strides(x.get(), &strides));
+  found.data = const_cast<void*>(data);
+  std::copy_n(sizes, std::min<int64_t>(found.dims, 4), found.size);
+  std::copy_n(strides, std::min<int64_t>(found.dims, 4), found.stride);
+  return found;
+}
+Array array(const Maybe& x) { return x ? array(*x) : Array{}; }
+
+// Torch's own operators. Its header of them all would take as long as this file.
+Tensor contiguous(const Tensor& x) {
+  StableIValue stack[] = {torch::stable::detail::from(x), torch::stable::detail::from(torch::headeronly::MemoryFormat::Contiguous)};
+  ok(torch_call_dispatcher("aten::contiguous", "", stack, TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+Tensor empty_like(const Tensor& x) {
+  StableIValue stack[6] = {torch::stable::detail::from(x)};
+  for (int64_t i = 1; i < 6; ++i) stack[i] = torch::stable::detail::from(std::nullopt);
+  ok(torch_call_dispatcher("aten::empty_like", "", stack, TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// x, or a copy whose last dimension has its numbers next to each other.
+Tensor dense(const Tensor& x) {
+  const int64_t last = x.dim() - 1;
+  return last < 0 || x.stride(last) == 1 || x.size(last) == 1 ? x : contiguous(x);
+}
+Maybe whole(const Maybe& x) { return x ? Maybe(contiguous(*x)) : x; }
+
+Tensor empty_strided(std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides, int32_t type) {
+  AtenTensorHandle made;
+  ok(aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides.begin(), type, aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
+Tensor floats1(int64_t n) { return empty_strided({n}, {1}, aoti_torch_dtype_float32()); }
+Tensor floats2(int64_t a, int64_t b) { return empty_strided({a, b}, {b, 1}, aoti_torch_dtype_float32()); }
+Tensor floats3(int64_t a, int64_t b, int64_t c) {
+  return empty_strided({a, b, c}, {b * c, c, 1}, aoti_torch_dtype_float32());
+}
+Tensor floats4(int64_t n, const Array& q) {  // [n b h t]
+  const int64_t b = q.size[0], h = q.size[1], t = q.size[2];
+  return empty_strided({n, b, h, t}, {b * h * t, h * t, t, 1}, aoti_torch_dtype_float32());
+}
+// [b h t e] in q's dtype, a token's heads next to each other.
+Tensor room_for_output(const Tensor& like, const Array& q, int64_t e) {
+  int32_t code;
+  ok(aoti_torch_get_dtype(like.get(), &code));
+  const int64_t b = q.size[0], h = q.size[1], t = q.size[2];
+  return empty_strided({b, h, t, e}, {t * h * e, e, h * e, 1}, code);
+}
+// As x lies, where x has no gaps; else as torch chooses.
+Tensor room_like(const Tensor& x, const Array& a) {
+  int64_t order[4] = {0, 1, 2, 3}, next = 1;
+  std::sort(order, order + 4, [&](int64_t i, int64_t j) { return a.stride[i] < a.stride[j]; });
+  bool gapless = true;
+  for (int64_t i : order) {
+    if (a.size[i] == 1) continue;
+    gapless &= a.stride[i] == next;
+    next *= a.size[i];
+  }
+  if (!gapless) return empty_like(x);
+  int32_t code;
+  ok(aoti_torch_get_dtype(x.get(), &code));
+  AtenTensorHandle made;
+  ok(aoti_torch_empty_strided(4, a.size, a.stride, code, aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
+
+bool stored(const Array& x) { return x.type == Type::FLOAT || x.type == Type::BFLOAT16 || x.type == Type::HALF; }
+bool floating(const Array& x, int64_t dims) { return x.type == Type::FLOAT && x.dims == dims; }
+bool is_size(const Array& x, std::initializer_list<int64_t> sizes) { return std::equal(sizes.begin(), sizes.end(), x.size); }
+bool broadcasts(const Array& x, std::initializer_list<int64_t> sizes) {
+  return std::equal(sizes.begin(), sizes.end(), x.size, [](int64_t all, int64_t size) { return size == all || size == 1; });
+}
+
+void check_heads(const Array& q, const Array& k) {
+  expect(q.dims == 4 && k.dims == 4 && q.size[0] == k.size[0] && q.size[3] == k.size[3] && k.size[1] > 0 &&
+             q.size[1] % k.size[1] == 0 && q.size[3] % 8 == 0,
+         "q [b h t d] and k [b g s d], h a multiple of g, d a multiple of 8");
+  expect(stored(q) && stored(k), "q and k of float32, bfloat16 or float16");
+}
+void check_values(const Array& q, const Array& k, const Array& v) {
+  check_heads(q, k);
+  expect(v.dims == 4 && v.size[0] == k.size[0] && v.size[1] == k.size[1] && v.size[2] == k.size[2] && v.size[3] % 8 == 0,
+         "v [b g s e] of as many keys as k, e a multiple of 8");
+  expect(v.type == k.type, "k and v of one dtype");
+}
+void check_mask(const Array& mask, const Array& q, const Array& k, bool floats, bool doubles) {
+  if (!mask.given) return;
+  expect(mask.dims == 4 && broadcasts(mask, {q.size[0], q.size[1], q.size[2], k.size[2]}),
+         "a mask of four dimensions that broadcasts to [b h t s]");
+  expect(mask.type == Type::BOOL || (floats && stored(mask)) || (doubles && mask.type == Type::DOUBLE),
+         "a mask of a dtype that the kernel reads");
+}
+void check_narrow(const Array& x) { expect(x.size[3] > 0 && x.size[3] <= WIDEST, "a head size of 1 to 1024"); }
+void check_attention(const Array& q, const Array& k, const Array& v, const Array& mask, const Array& slopes,
+                     int64_t window, double cap) {
+  check_values(q, k, v);
+  expect(q.type == k.type, "q, k and v of one dtype");
+  check_mask(mask, q, k, true, true);
+  expect(!slopes.given || (floating(slopes, 1) && is_size(slopes, {q.size[1]})), "one slope of float32 for every head");
+  expect(window >= 0 && cap >= 0, "no negative window and no negative cap");
+}
+
+Four attention_(Tensor q, Tensor k, Tensor v, Maybe mask, Maybe slopes, double scale, bool causal, int64_t window,
+                double cap, bool stats) {
+  check_attention(array(q), array(k), array(v), array(mask), array(slopes), window, cap);
+  q = dense(q), k = dense(k), v = dense(v), slopes = whole(slopes);
+  const Array queries = array(q), values = array(v);
+  const int64_t b = queries.size[0], h = queries.size[1], t = queries.size[2];
+  Tensor out = room_for_output(q, queries, values.size[3]), lse = floats3(b, h, t);
+  Tensor top = stats ? floats3(b, h, t) : floats1(0), entropy = stats ? floats3(b, h, t) : floats1(0);
+  attention(queries, array(k), values, array(mask), array(slopes), float(scale), causal, window, float(cap),
+            {array(out), array(lse), stats ? array(top) : Array{}, stats ? array(entropy) : Array{}});
+  return {out, lse, top, entropy};
+}
+
+Three attention_backward_(Tensor up, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Maybe mask, Maybe slopes,
+                          double scale, bool causal, int64_t window, double cap) {
+  const Array queries = array(q);
+  check_attention(queries, array(k), array(v), array(mask), array(slopes), window, cap);
+  for (const Array& x : {array(up), array(out)})
+    expect(x.dims == 4 && is_size(x, {queries.size[0], queries.size[1], queries.size[2], v.size(3)}) && x.type == queries.type,
+           "the output and its gradient [b h t e] in the dtype of q");
+  expect(floating(array(lse), 3) && is_size(array(lse), {queries.size[0], queries.size[1], queries.size[2]}),
+         "lse [b h t] in float32");
+  up = dense(up), q = dense(q), k = dense(k), v = dense(v), out = dense(out);
+  lse = contiguous(lse), slopes = whole(slopes);
+  Tensor dq = room_like(q, array(q)), dk = room_like(k, array(k)), dv = room_like(v, array(v));
+  if (!q.numel() || !v.numel()) {
+    for (const Array& x : {array(dq), array(dk), array(dv)}) std::memset(x.data, 0, x.numel() * bytes(x.type));
+    return {dq, dk, dv};
+  }
+  attention_backward(array(up), array(q), array(k), array(v), array(out), array(lse), array(mask), array(slopes),
+                     float(scale), causal, window, float(cap), {array(dq), array(dk), array(dv)});
+  return {dq, dk, dv};
+}
+
+Tensor decode_(Tensor q, Tensor k, Tensor v, Maybe mask, Maybe inverse, double scale, double cap, bool causal,
+               int64_t window) {
+  const Array queries = array(q), keys = array(k);
+  check_values(queries, keys, array(v));
+  check_narrow(queries), check_narrow(array(v));
+  check_mask(array(mask), queries, keys, false, false);
+  expect(window >= 0 && cap >= 0, "no negative window and no negative cap");
+  expect(queries.type == keys.type || queries.type == Type::FLOAT, "one dtype, or q of float32");
+  const Array factors = array(inverse);
+  expect(!factors.given || (floating(factors, 3) && broadcasts(factors, {queries.size[0], queries.size[1], keys.size[2]}) &&
+                            factors.size[2] == keys.size[2]),
+         "float32 factors of the logits, [b h s] or [b 1 s]");
+  q = dense(q), k = dense(k), v = dense(v);
+  if (inverse) inverse = dense(*inverse);
+  Tensor out = room_for_output(q, queries, v.size(3));
+  if (out.numel())
+    decode(array(q), array(k), array(v), array(mask), array(inverse), float(scale), float(cap), causal, window, array(out));
+  return out;
+}
+
+void check_encoding(const Array& x, const Array& gain, const Array& cos, const Array& sin) {
+  expect(x.dims == 4 && x.size[3] % 8 == 0 && stored(x), "x [b h t d] of float32, bfloat16 or float16, d a multiple of 8");
+  check_narrow(x);
+  const int64_t h = x.size[1], d = x.size[3];
+  expect(!gain.given || gain.dims == 0 || (gain.dims == 1 && broadcasts(gain, {d})) ||
+             (gain.dims == 2 && broadcasts(gain, {h, d})),
+         "a gain of shape [], [d], [h 1] or [h d]");
+  expect(!gain.given || stored(gain) || gain.type == Type::DOUBLE, "a gain of a floating dtype");
+  expect(cos.given == sin.given, "both cos and sin, or neither");
+  if (!cos.given) return;
+  expect(floating(cos, 4) && floating(sin, 4) && std::equal(cos.size, cos.size + 4, sin.size) &&
+             broadcasts(cos, {x.size[0], 1, x.size[2], cos.size[3]}) && 2 * cos.size[3] <= d,
+         "float32 cos and sin of shape [1|b 1 1|t half]");
+}
+
+Pair encode(Tensor x, const Maybe& gain, Maybe cos, Maybe sin, int64_t kind, double eps, bool inverses) {
+  check_encoding(array(x), array(gain), array(cos), array(sin));
+  x = dense(x), cos = whole(cos), sin = whole(sin);
+  const Array rows = array(x);
+  Tensor y = room_like(x, rows), inverse = floats1(0);
+  if (inverses && kind) {  // [b h t] in the order of x, so that rows write next to each other
+    const int64_t b = rows.size[0], h = rows.size[1], t = rows.size[2];
+    const bool heads_inner = rows.stride[1] < rows.stride[2];
+    inverse = empty_strided({b, h, t}, {h * t, heads_inner ? 1 : t, heads_inner ? h : 1}, aoti_torch_dtype_float32());
+  }
+  norm_rope(rows, array(gain), array(cos), array(sin), kind, float(eps), array(y), inverses && kind ? array(inverse) : Array{});
+  return {y, inverse};
+}
+Pair norm_rope_(Tensor x, Maybe gain, Maybe cos, Maybe sin, int64_t kind, double eps, bool) {
+  return encode(x, gain, cos, sin, kind, eps, true);
+}
+Tensor norm_rope_alone(Tensor x, Maybe gain, Maybe cos, Maybe sin, int64_t kind, double eps) {
+  return std::get<0>(encode(x, gain, cos, sin, kind, eps, false));
+}
+// q and k of a few tokens, turned alike, at the price of one call.
+Pair norm_rope_two(Tensor q, Tensor k, Maybe gain_q, Maybe gain_k, Maybe cos, Maybe sin, int64_t kind_q, int64_t kind_k,
+                   double eps) {
+  return {norm_rope_alone(q, gain_q, cos, sin, kind_q, eps), norm_rope_alone(k, gain_k, cos, sin, kind_k, eps)};
+}
+
+Pair norm_rope_backward_(Tensor up, Tensor kept, Tensor inverse, Maybe gain, Maybe cos, Maybe sin, int64_t kind,
+                         double eps, bool kept_x) {
+  const Array rows = array(kept), gains = array(gain), of_rows = array(inverse);
+  check_encoding(rows, gains, array(cos), array(sin));
+  expect(kind > 0 && array(up).dims == 4 && array(up).type == rows.type && std::equal(rows.size, rows.size + 4, array(up).size),
+         "a norm, and a gradient and a kept tensor of one shape and dtype");
+  expect(floating(of_rows, 3) && is_size(of_rows, {rows.size[0], rows.size[1], rows.size[2]}), "inverses [b h t]");
+  up = dense(up), kept = dense(kept), cos = whole(cos), sin = whole(sin);
+  Tensor dx = room_like(kept, array(kept));
+  Tensor dgain = gain ? floats2(gains.dims == 2 ? rows.size[1] : 1, rows.size[3]) : floats1(0);
+  norm_rope_backward(array(up), array(kept), of_rows, gains, array(cos), array(sin), kind, float(eps), kept_x, array(dx),
+                     gain ? array(dgain) : Array{});
+  return {dx, dgain};
+}
+
+double gain_spread_(Tensor gain) {
+  const Array numbers = array(gain);
+  expect(numbers.dims <= 2 && (stored(numbers) || numbers.type == Type::DOUBLE), "a gain of up to two dimensions");
+  return gain_spread(numbers);
+}
+
+void check_rows(const Array& q, const Array& k, const Array& scale, const Array& low, const Array& high, const Array& mask) {
+  check_heads(q, k), check_narrow(q);
+  expect(q.type == k.type && k.size[2] < (int64_t(1) << 30), "q and k of one dtype, and fewer than 2^30 keys");
+  expect(floating(scale, 3) && is_size(scale, {q.size[0], q.size[1], q.size[2]}), "a scale for every row, float32 [b h t]");
+  expect(low.given == high.given, "both ends of what rows see, or none");
+  for (const Array& x : {low, high})
+    expect(!x.given || (x.dims == 2 && x.type == Type::LONG && x.size[1] == q.size[2] && broadcasts(x, {q.size[0], q.size[2]})),
+           "the ends of what rows see as int64 [b|1 t]");
+  check_mask(mask, q, k, true, false);
+}
+
+Three logit_rows_(Tensor q, Tensor k, Tensor scale, Maybe low, Maybe high, Maybe mask, double cap, double threshold) {
+  check_rows(array(q), array(k), array(scale), array(low), array(high), array(mask));
+  q = dense(q), k = dense(k);
+  const Array queries = array(q), keys = array(k);
+  const int64_t b = queries.size[0], h = queries.size[1], t = queries.size[2];
+  Tensor rows = floats4(11, queries), norms = floats3(b, keys.size[1], keys.size[2]);
+  Tensor counts = empty_strided({b, h, t}, {h * t, t, 1}, aoti_torch_dtype_int64());
+  logit_rows(queries, keys, array(scale), array(low), array(high), array(mask), float(cap), float(threshold), array(rows),
+             array(counts), array(norms));
+  return {rows, counts, norms};
+}
+
+Tensor logit_extremes_(Tensor q, Tensor k, Tensor scale, Maybe low, Maybe high, Maybe mask) {
+  check_rows(array(q), array(k), array(scale), array(low), array(high), array(mask));
+  q = dense(q), k = dense(k);
+  Tensor rows = floats4(2, array(q));
+  logit_extremes(array(q), array(k), array(scale), array(low), array(high), array(mask), array(rows));
+  return rows;
+}
+
+Pair guided_maxima_(Tensor q, Tensor k, Tensor lse, double scale, bool causal, int64_t m) {
+  const Array queries = array(q), sums = array(lse);
+  check_heads(queries, array(k)), check_narrow(queries);
+  expect(queries.type == array(k).type && m > 0 && floating(sums, 3) &&
+             is_size(sums, {queries.size[0], queries.size[1], queries.size[2]}),
+         "lse float32 [b h t], at least one row, and q and k of one dtype");
+  q = dense(q), k = dense(k);
+  Tensor found = floats2(queries.size[0], queries.size[1]), others = floats2(queries.size[0], queries.size[1]);
+  guided_maxima(array(q), array(k), sums, float(scale), causal, m, array(found), array(others));
+  return {found, others};
+}
+
+Pair logsumexp_bracket_(Tensor lse, Maybe counted, bool causal, int64_t s) {
+  const Array sums = array(lse), rows = array(counted);
+  expect(floating(sums, 3), "lse float32 [b h t]");
+  expect(!rows.given || (rows.dims == 2 && rows.type == Type::BOOL && is_size(rows, {sums.size[0], sums.size[2]})),
+         "the rows that count as booleans [b t]");
+  Tensor lower = floats1(sums.size[1]), upper = floats1(sums.size[1]);
+  logsumexp_bracket(sums, rows, causal, s, array(lower), array(upper));
+  return {lower, upper};
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY(qkeel_native, m) {
+  m.def("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? slopes, float scale, bool causal, int window,"
+        " float cap, bool stats) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask,"
+        " Tensor? slopes, float scale, bool causal, int window, float cap) -> (Tensor, Tensor, Tensor)");
+  m.def("decode(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? inverse, float scale, float cap, bool causal,"
+        " int window) -> Tensor");
+  m.def("norm_rope(Tensor x, Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps, bool keep_x)"
+        " -> (Tensor, Tensor)");
+  m.def("norm_rope_alone(Tensor x, Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps) -> Tensor");
+  m.def("norm_rope_two(Tensor q, Tensor k, Tensor? gain_q, Tensor? gain_k, Tensor? cos, Tensor? sin, int kind_q,"
+        " int kind_k, float eps) -> (Tensor, Tensor)");
+  m.def("norm_rope_backward(Tensor dy, Tensor kept, Tensor inverse, Tensor? gain, Tensor? cos, Tensor? sin, int kind,"
+        " float eps, bool kept_x) -> (Tensor, Tensor)");
+  m.def("gain_spread(Tensor gain) -> float");
+  m.def("logit_rows(Tensor q, Tensor k, Tensor scale, Tensor? low, Tensor? high, Tensor? mask, float cap,"
+        " float threshold) -> (Tensor, Tensor, Tensor)");
+  m.def("logit_extremes(Tensor q, Tensor k, Tensor scale, Tensor? low, Tensor? high, Tensor? mask) -> Tensor");
+  m.def("guided_maxima(Tensor q, Tensor k, Tensor lse, float scale, bool causal, int rows) -> (Tensor, Tensor)");
+  m.def("logsumexp_bracket(Tensor lse, Tensor? counted, bool causal, int s) -> (Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(qkeel_native, CPU, m) {
+  m.impl("attention", TORCH_BOX(&attention_));
+  m.impl("attention_backward", TORCH_BOX(&attention_backward_));
+  m.impl("decode", TORCH_BOX(&decode_));
+  m.impl("norm_rope", TORCH_BOX(&norm_rope_));
+  m.impl("norm_rope_alone", TORCH_BOX(&norm_rope_alone));
+  m.impl("norm_rope_two", TORCH_BOX(&norm_rope_two));
+  m.impl("norm_rope_backward", TORCH_BOX(&norm_rope_backward_));
+  m.impl("gain_spread", TORCH_BOX(&gain_spread_));
+  m.impl("logit_rows", TORCH_BOX(&logit_rows_));
+  m.impl("logit_extremes", TORCH_BOX(&logit_extremes_));
+  m.impl("guided_maxima", TORCH_BOX(&guided_maxima_));
+  m.impl("logsumexp_bracket", TORCH_BOX(&logsumexp_bracket_));
+}
