@@ -22,7 +22,7 @@ with needed("qkeel.integrations.lightning", "lightning"):
 
 
 @final
-class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-unimported]
+class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-unimported]
     """Watches one module of a LightningModule and passes its summaries to the Trainer's loggers.
 
     Numbers measured at optimizer step s are logged at step s, however often the Trainer itself logs, and also go to the
@@ -143,3 +143,6 @@ def _step(trainer: Trainer) -> int:
     """Returns the step count that Lightning's own loggers use: the number of batches that ended in an optimizer
     step."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+QkeelCallback = LightningCallback  # the name until 0.1, which the callback of transformers has too
