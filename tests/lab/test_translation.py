@@ -15,9 +15,10 @@ from qkeel.errors import InvalidValueError
 from qkeel.lab import DataConfig, ModelConfig, run
 from qkeel.lab.build_run import resolve
 from qkeel.lab.checkpoint import RunState
+from qkeel.lab.second_language import CLAUSE, WORD, translated
 from qkeel.lab.studies import TRANSLATION_BASE
 from qkeel.lab.tasks import BEGIN_TRANSLATION
-from qkeel.lab.text import CLAUSE, WORD, load, translated
+from qkeel.lab.text import load
 from qkeel.lab.train import evaluate, train_step
 from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder
 

@@ -21,7 +21,8 @@ from qkeel.errors import DataError, InvalidValueError
 from qkeel.lab.build_run import build_decoder, build_translator, build_vit
 from qkeel.lab.config import ImagesConfig, RunConfig
 from qkeel.lab.images import Pictures, grey, load_pictures, patches
-from qkeel.lab.text import Corpus, batch, bigram_loss, heldout, load, spread, translated
+from qkeel.lab.second_language import translated
+from qkeel.lab.text import Corpus, batch, bigram_loss, heldout, load, spread
 from qkeel.nn import FusedEmbedding
 
 # The interface of tasks.
