@@ -181,10 +181,11 @@ class RunState:
 @torch.no_grad()
 def _nudge(model: nn.Module, ulps: int) -> None:
     """Increases the first weight of the first matrix in the blocks by `ulps` float32 steps."""
-    weight = next((p for p in model.get_submodule("blocks").parameters() if p.dim() == 2), None) if ulps else None
-    if weight is not None:
-        first = weight.detach().view(-1)[:1]
-        first.view(torch.int32).add_(-ulps if first < 0 else ulps)  # the bits of floats are ordered like magnitudes
+    matrices = [p for p in model.get_submodule("blocks").parameters() if p.dim() == 2]
+    if ulps and matrices:
+        first = matrices[0].detach().view(-1)[:1]
+        # The bits of floats, read as integers, are ordered like their magnitudes.
+        first.view(torch.int32).add_(-ulps if first < 0 else ulps)
 
 
 # The checkpoint of a run: one safetensors file, replaced atomically. Nothing is pickled.
@@ -225,7 +226,9 @@ def save(directory: RunDirectory, run: RunState, progress: RunProgress) -> None:
         scaler = run.scaler.state_dict()
         scaling = [scaler["scale"], scaler["_growth_tracker"], run.skipped_steps]
         tensors[_SCALING] = torch.tensor(scaling, dtype=torch.float64)
-    tensors.update(_random_state())
+    tensors["random.cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        tensors["random.cuda"] = torch.cuda.get_rng_state()
     about = {**dataclasses.asdict(progress), "optimizer": numbers}
     on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     make_directory(directory.checkpoint.parent, parents=False)
@@ -278,7 +281,9 @@ def restore(directory: RunDirectory, run: RunState, checkpoint: RunCheckpoint) -
             state = {**run.scaler.state_dict(), "scale": scale, "_growth_tracker": int(sound_steps)}
             run.scaler.load_state_dict(state)
             run.skipped_steps = int(skipped_steps)
-        _set_random_state(tensors)
+        torch.set_rng_state(tensors["random.cpu"])
+        if "random.cuda" in tensors and torch.cuda.is_available():
+            torch.cuda.set_rng_state(tensors["random.cuda"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise RunDirectoryError(
             f"{directory.checkpoint} is not a complete checkpoint of this run ({error}). It was not written by this "
@@ -305,8 +310,6 @@ def _load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if current[name].shape != tensor.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(current[name].shape)}")
-        if current[name].dtype != tensor.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}, expected {current[name].dtype}")
         current[name].copy_(tensor)
 
 
@@ -321,16 +324,3 @@ def _load_optimizer(
             raise ValueError(f"state {name} belongs to no parameter; the model has {len(parameters)} parameters")
         state.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _random_state() -> dict[str, Tensor]:
-    states = {"random.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["random.cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_random_state(tensors: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(tensors["random.cpu"])
-    if "random.cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["random.cuda"])

@@ -238,8 +238,11 @@ class RunConfig:
                 raise InvalidTypeError(f"expected a {kind.__name__} as {name}, got {section!r}")
         _check_multiple("batch", self.data.batch, "accumulate", self.accumulate)
         _check_multiple("eval_every", self.eval_every, "log_every", self.log_every)
-        if self.model.parametrisation == "mup":
-            _check_mup(self)
+        if self.model.parametrisation == "mup":  # has no rule for other optimizers, nor for the input of a ViT
+            if self.optim.name != "adamw":
+                raise InvalidValueError(f"expected optimizer adamw with parametrisation=mup, got {self.optim.name}")
+            if self.data.task == "vision" or self.images.image_input == "patches":
+                raise InvalidValueError("parametrisation=mup is for models that read tokens, not patches of images")
         if self.device.split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
             raise InvalidValueError(f"expected device auto, cpu, cuda, cuda:N or mps, got {self.device!r}")
 
@@ -298,14 +301,6 @@ def with_values(config: RunConfig, **values: object) -> RunConfig:
         name: dataclasses.replace(parts[name], **fields) for name, fields in values.items() if isinstance(fields, dict)
     }
     return dataclasses.replace(config, **{**values, **tables})
-
-
-def _check_mup(config: RunConfig) -> None:
-    """Raises if µP has no rule for the optimizer or for the model's input."""
-    if config.optim.name != "adamw":
-        raise InvalidValueError(f"expected optimizer adamw with parametrisation=mup, got {config.optim.name}")
-    if config.data.task == "vision" or config.images.image_input == "patches":
-        raise InvalidValueError("parametrisation=mup is for models that read tokens, not patches of images")
 
 
 def _check_multiple(name: str, value: int, of: str, divisor: int, advice: str = "") -> None:

@@ -157,9 +157,14 @@ def probe(
         calls.extend([call] if before else ())
         return statistics(call if classes is None else dataclasses.replace(call, classes=classes))
 
-    with measuring(model), _tapped(model, measure) as tap, _leaving(model, norms):
-        model(inputs)
-        stats = list(tap.read().values())
+    last_block = model.get_submodule("blocks")[-1]  # type: ignore[index]
+    hook = last_block.register_forward_hook(lambda _, __, x: norms.append(x.float().norm(dim=-1)))
+    try:
+        with measuring(model), _tapped(model, measure) as tap:
+            model(inputs)
+            stats = list(tap.read().values())
+    finally:
+        hook.remove()
     summary = summed_up(stats)
     split = {} if classes is None else by_class([s.classes for s in stats if s.classes], classes, norms[-1])
     return ProbeStatistics({**summary.record, **split, **logit_change(before, calls)}, summary.heads)
@@ -167,7 +172,13 @@ def probe(
 
 def summed_up(stats: Sequence[LogitStats]) -> ProbeStatistics:
     """Reduces the statistics of all layers to the recorded fields."""
-    heads = torch.stack([_per_head(name, stats) for name in PROBE_FIELDS]).float().cpu().numpy()
+    n_heads = len(stats[0].max_logit)
+    fields = []
+    for name in PROBE_FIELDS:
+        values = [_named(s, name) for s in stats]
+        # The value of a key head is repeated for each query head of its group.
+        fields.append(torch.stack([value.repeat_interleave(n_heads // len(value)) for value in values]))
+    heads = torch.stack(fields).float().cpu().numpy()
     top = {name: torch.stack([_named(s, name).amax() for s in stats]).amax() for name in _LARGEST}
     low = torch.stack([s.min_logit.amin() for s in stats]).amin()
     entropy = torch.stack([s.entropy.mean() for s in stats]).mean()
@@ -180,17 +191,6 @@ def _tapped(model: nn.Module, measure: MeasureCall) -> Tap:
     tap = Tap(model, measure=measure)
     tap.own_alone = True
     return tap
-
-
-@contextlib.contextmanager
-def _leaving(model: nn.Module, norms: list[Tensor]) -> Iterator[None]:
-    """Appends the L2 norms [b t] of the hidden states after the last block to `norms`."""
-    last = model.get_submodule("blocks")[-1]  # type: ignore[index]
-    hook = last.register_forward_hook(lambda _, __, x: norms.append(x.float().norm(dim=-1)))
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def by_class(stats: Sequence[ClassStats], classes: TokenClasses, norms: Tensor) -> dict[str, float]:
@@ -217,13 +217,6 @@ def by_class(stats: Sequence[ClassStats], classes: TokenClasses, norms: Tensor) 
 
 
 _LARGEST = ("max_logit", "max_abs_logit", "capped_max_logit")
-
-
-def _per_head(name: str, stats: Sequence[LogitStats]) -> Tensor:
-    """Returns [layer, head], where the value of a key head is repeated for each query head of its group."""
-    n_heads = len(stats[0].max_logit)
-    values = [_named(s, name) for s in stats]
-    return torch.stack([v.repeat_interleave(n_heads // len(v)) for v in values])
 
 
 def _named(stats: LogitStats | ClassStats, name: str) -> Tensor:
@@ -389,14 +382,6 @@ class RunRecord:
         records = self.directory.metrics(self.directory.sizes())
         self.directory.finish(summarize(self.config, records, self._cpu_seconds()))
 
-    def _check_alike(self, environment_here: Json) -> None:
-        before = self.directory.env()
-        if (before.get("corpus") or {}).get("sha256") is None:
-            raise DamagedFileError(
-                f"{self.directory.path / 'env.json'} lacks the SHA-256 of the corpus, so the file was damaged."
-            )
-        check_alike(self.directory.path, before, environment_here)
-
     def _checkpoint(self, environment_here: Json) -> RunCheckpoint | None:
         """Reads the checkpoint, truncates the records to its step and checks them; None if there is no checkpoint.
 
@@ -407,7 +392,7 @@ class RunRecord:
         directory = self.directory
         has_checkpoint = directory.checkpoint.exists()
         if has_checkpoint or (directory.path / "env.json").exists():
-            self._check_alike(environment_here)
+            check_alike(directory.path, directory.env(), environment_here)
         if not has_checkpoint:
             return None
         checkpoint = read_checkpoint(directory)

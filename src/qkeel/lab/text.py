@@ -86,7 +86,12 @@ def _files(source: str) -> Iterator[bytes]:
     else:
         paths = _matches(path)
         if not paths:
-            raise _missing(source)
+            near = difflib.get_close_matches(source, BUILT_IN, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise DataError(
+                f"cannot find corpus {source!r}: there is no such file or folder, and no file matches it as a pattern."
+                f"{hint} Expected {', '.join(BUILT_IN)} or a path."
+            )
     for file in paths:
         text = read_bytes(file)
         if b"\0" in text:
@@ -94,15 +99,6 @@ def _files(source: str) -> Iterator[bytes]:
                 f"{file} contains NUL bytes, so it is not text; expected UTF-8 text, or tokens in a .bin file"
             )
         yield text
-
-
-def _missing(source: str) -> DataError:
-    near = difflib.get_close_matches(source, BUILT_IN, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return DataError(
-        f"cannot find corpus {source!r}: there is no such file or folder, and no file matches it as a pattern.{hint} "
-        f"Expected {', '.join(BUILT_IN)} or a path."
-    )
 
 
 # A corpus of tokens, split by file, and batches that depend on (seed, step) alone.

@@ -37,7 +37,11 @@ def tuned_plan(plan: Plan, table: Sequence[Mapping[str, object]]) -> Plan:
     Raises:
         RunDirectoryError: a tuning run has not finished.
     """
-    losses = {row["run_id"]: _loss(row["val_loss"]) for row in table if row["status"] == "done"}
+    losses: dict[object, float] = {}
+    for row in table:
+        if row["status"] == "done":
+            loss = row["val_loss"]
+            losses[row["run_id"]] = loss if isinstance(loss, float) and math.isfinite(loss) else math.inf
     rates: dict[tuple[str, str], dict[float, list[float]]] = {}
     for run in tuning_plan(plan).runs:
         if run.config.run_id not in losses:
@@ -67,10 +71,6 @@ def _chosen(role: str, name: str, by_rate: Mapping[float, Sequence[float]], seed
         "lrs": rates,
         "seeds": list(seeds),
     }
-
-
-def _loss(value: object) -> float:
-    return value if isinstance(value, float) and math.isfinite(value) else math.inf
 
 
 def in_words(choice: Json) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,7 +12,7 @@ from qkeel.records import RunStatus
 from qkeel.report import html as h
 from qkeel.report.compare import Cell, Difference, LongCell, cells, long_cells, primary_cell
 from qkeel.report.html import Chart, Markup, Page, Section
-from qkeel.report.study_runs import DRIFT, GRID, RunData, StudyData, written_times
+from qkeel.report.study_runs import DRIFT, GRID, RunData, StudyData
 
 TITLES = {
     "extrapolation": "Length extrapolation",
@@ -50,7 +49,6 @@ def study_page(study: StudyData) -> Page:
             Section("table", "Every form and length", _long_table(study)),
             Section("table", "Every remedy and rate", Markup("") if long_cells(study) else _table(study)),
             Section("without", "Runs without a result", _without_result(study)),
-            Section("remedies", "What each of them computes", _formulas(study)),
             Section("provenance", "Provenance", _provenance(study)),
         ],
         data=data if present else None,
@@ -455,39 +453,9 @@ def _nothing(study: StudyData) -> Markup:
     return h.empty_note(f"{text}{advice} Then create this page again.")
 
 
-# Formulas and sources of remedies, and provenance.
+# Provenance.
 
 _MAX_VALUES = 8  # of one kind in the provenance; further values are counted
-ARXIV = re.compile(r"\b(\d{4}\.\d{4,5})\b")
-
-
-def _formulas(study: StudyData) -> Markup:
-    sections = []
-    for remedy in study.remedies:
-        runs = [run for run in study.runs if run.remedy == remedy and run.env.get("formula")]
-        if not runs:
-            continue
-        env = runs[0].env
-        # For an attention form, the line and source would be those of the remedy "none"; only the formula is specific.
-        is_remedy = any(run.config.get("remedy") == remedy for run in runs)
-        line, source = (str(env.get(name) or "") if is_remedy else "" for name in ("remedy_line", "remedy_source"))
-        parts = [
-            h.tag("h3", {}, swatch(study, remedy)),
-            h.tag("p", {}, line) if line else "",
-            h.tag("pre", {}, str(env["formula"]).strip("\n")),
-            h.tag("p", {"class": "source"}, "Source: ", _linked(source)) if source else "",
-        ]
-        sections.append(h.tag("section", {"class": "remedy"}, *parts))
-    return h.tag("div", {"class": "remedies"}, *sections) if sections else Markup("")
-
-
-def _linked(source: str) -> Markup:
-    """Turns arXiv numbers in a source into links."""
-    parts: list[str] = []
-    for i, piece in enumerate(ARXIV.split(source)):
-        link = h.tag("a", {"href": f"https://arxiv.org/abs/{piece}", "rel": "noreferrer"}, piece)
-        parts.append(link if i % 2 else piece)
-    return h.join(parts)
 
 
 def _settings(value: object) -> str | None:
@@ -525,9 +493,15 @@ _ALIKE = ("Corpus SHA-256", "Steps", "Model", "Dtype", "Device", "torch", "Proce
 
 def _provenance(study: StudyData) -> Markup:
     """Returns the versions, machine, corpus, model, and the commands that reproduce the page's runs."""
-    facts: dict[str, str | list[str]] = dict(written_times(*(run.path for run in study.runs if run.row is not None)))
+    facts: dict[str, str | list[str]] = {}
     for name, read in _FACTS.items():
-        values = list(dict.fromkeys(_text(value) for run in study.runs if (value := read(run)) is not None))
+        values: list[str] = []
+        for run in study.runs:
+            value = read(run)
+            is_count = isinstance(value, int) and not isinstance(value, bool)
+            text = f"{value:,}" if is_count else str(value)
+            if value is not None and text not in values:
+                values.append(text)
         if len(values) > _MAX_VALUES:
             values = [*values[:_MAX_VALUES], f"and {h.count(len(values) - _MAX_VALUES, 'more value')}"]
         if values:
@@ -536,10 +510,6 @@ def _provenance(study: StudyData) -> Markup:
         facts["Rates, chosen on other seeds"] = [_chosen(choice) for choice in study.tuned]
     commands = dict.fromkeys(str(run.env["command"]) for run in study.runs if run.env.get("command"))
     return h.join([h.facts(facts), h.make_again(study.command or "\n".join(commands))])
-
-
-def _text(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def _chosen(choice: Row) -> str:

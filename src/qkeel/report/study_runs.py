@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -283,16 +282,3 @@ def _options(command: str) -> Iterator[tuple[str, str]]:
         name, _, value = word.partition("=")
         if word.startswith("--") and word != "--" and name not in ("--out", "--jobs"):
             yield name, value or ("" if following.startswith("-") else following)
-
-
-def written_times(*runs: Path) -> dict[str, str]:
-    """Returns the times at which the first and the last file of the runs were written, or {} if there are no files.
-
-    For a copied directory, they may be the times at which it was copied.
-    """
-    files = [file for run in runs for name in ("config.json", "metrics.jsonl") if (file := run / name).exists()]
-    if not files:
-        return {}
-    times = [file.stat().st_mtime for file in files]
-    first, last = (time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) for at in (min(times), max(times)))
-    return {"Files written": first if first == last else f"{first} to {last}"}

@@ -27,7 +27,6 @@ from qkeel.records import (
 )
 from qkeel.report import html as h
 from qkeel.report.html import Chart, Markup, Page, Section
-from qkeel.report.study_runs import written_times
 from qkeel.report.watched_runs import Watched, overall
 
 
@@ -531,20 +530,17 @@ def _layer(run: Watched, i: int, last: Mapping[str, np.ndarray], *, typed: bool)
 
 
 def _facts(runs: Sequence[Watched]) -> Markup:
-    """Returns the settings and versions that the runs recorded, by name, and their attention layers."""
+    """Returns the settings and versions that the runs recorded, by name."""
     facts: dict[str, dict[str, None]] = {}
-    sites = []
     for run in runs:
         versions = run.env.get("versions")
         recorded = {k: v for k, v in run.about.items() if k not in ("kind", "sites", "missed", "fields")}
         recorded |= versions if isinstance(versions, dict) else {}
-        recorded |= written_times(run.path)
         recorded |= {name: run.env.get(name) for name in ("system", "commit", "command")}
         for name, value in {**recorded, "directory": str(run.path)}.items():
             if value is not None and value != "":
                 facts.setdefault(name.replace("_", " "), {})[_word(value)] = None
-        sites.append(_sites(run))
-    return h.join([h.facts({name: list(values) for name, values in facts.items()}), *sites])
+    return h.facts({name: list(values) for name, values in facts.items()})
 
 
 def _word(value: object) -> str:
@@ -555,17 +551,6 @@ def _word(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_word(inner)}" for key, inner in value.items())
     return ", ".join(map(_word, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _sites(run: Watched) -> Markup:
-    sites = [site for site in run.about.get("sites") or () if isinstance(site, dict)]
-    if not sites:
-        return Markup("")
-    names = list(dict.fromkeys(key for site in sites for key in site))
-    head = h.columns(*(name.replace("_", " ") for name in names), kind="text")
-    body = [h.tag("tr", {}, *(h.words(_word(site.get(name, ""))) for name in names)) for site in sites]
-    inner = h.table(f"Attention layers of {run.name}", head, body)
-    return h.details(f"{run.name}: {h.count(len(sites), 'attention layer')}", inner)
 
 
 def _definitions(runs: Sequence[Watched]) -> Markup:
