@@ -302,7 +302,12 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
                 terminal, reporters = _split(self._handler)
                 # Logging resets the control's requests, and the Trainer has not acted on them yet.
                 reporters.on_log(args, then, copy.copy(control), summaries)
-                terminal.on_log(args, then, copy.copy(control), {k: summaries[k] for k in _PRINTED if k in summaries})
+                terminal.on_log(
+                    args,
+                    then,
+                    copy.copy(control),
+                    {k: summaries[k] for k in _PRINTED if k in summaries},
+                )
 
 
 # The numbers of a sample that the Trainer prints. Its trackers get all of them: hundreds if a model has many layers.

@@ -72,7 +72,11 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
         held = [
             o for o in trainer.optimizers if any(id(p) in parameter_ids for g in o.param_groups for p in g["params"])
         ]
-        monitor = self._begin(model, held[0] if held else None, _step(trainer))
+        monitor = self._begin(
+            model,
+            held[0] if held else None,
+            _step(trainer),
+        )
         self._last = -1
         with contextlib.suppress(MisconfigurationException):  # the number of accumulated batches varies
             self._last = trainer.estimated_stepping_batches - 1

@@ -71,7 +71,11 @@ def cosine_ranges(model: nn.Module, texts: Iterable[Tensor]) -> list[Range]:
 
 def outside(model: nn.Module, texts: Iterable[Tensor], ranges: Sequence[Range]) -> Outside:
     """Counts the pairs of texts [b t] that lie outside the ranges of each layer."""
-    pairs = torch.zeros(len(ranges), len(ranges[0].low), dtype=torch.float64)
+    pairs = torch.zeros(
+        len(ranges),
+        len(ranges[0].low),
+        dtype=torch.float64,
+    )
     counted = Outside(pairs, pairs.clone())
 
     def count(layer: int, call: AttentionCall) -> None:

@@ -259,7 +259,11 @@ def read_checkpoint(directory: RunDirectory) -> RunCheckpoint:
         tensors = safetensors.torch.load(data)  # checks the header too
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         about = json.loads(header["__metadata__"]["qkeel"])
-        progress = RunProgress(about["step"], float(about["cpu_seconds"]), about["sizes"])
+        progress = RunProgress(
+            about["step"],
+            float(about["cpu_seconds"]),
+            about["sizes"],
+        )
         return RunCheckpoint(progress, tensors, about["optimizer"])
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DamagedFileError(f"{path} differs from what was written ({error}), so it was damaged.") from error

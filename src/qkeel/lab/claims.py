@@ -90,7 +90,11 @@ def claimed(run_directory: RunDirectory, wait: float = 0.0) -> Iterator[Claim]:
     _refuse_held(run_directory)
     with run_directory.lock(wait):
         newest = _refuse_held(run_directory)
-        claim = Claim(run_directory, 1 + (newest.number if newest else 0), f"{machine()} {secrets.token_hex(8)}")
+        claim = Claim(
+            run_directory,
+            1 + (newest.number if newest else 0),
+            f"{machine()} {secrets.token_hex(8)}",
+        )
         _create(claim)
         stop = threading.Event()
         thread = threading.Thread(target=_touch_regularly, args=(claim.path, stop), daemon=True)

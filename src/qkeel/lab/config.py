@@ -296,7 +296,12 @@ def with_values(config: RunConfig, **values: object) -> RunConfig:
     >>> with_values(RunConfig(), optim={"lr": 0.1}, seed=3).optim.lr
     0.1
     """
-    parts = {"model": config.model, "data": config.data, "optim": config.optim, "images": config.images}
+    parts = {
+        "model": config.model,
+        "data": config.data,
+        "optim": config.optim,
+        "images": config.images,
+    }
     tables = {
         name: dataclasses.replace(parts[name], **fields) for name, fields in values.items() if isinstance(fields, dict)
     }

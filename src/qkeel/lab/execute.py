@@ -125,7 +125,11 @@ def make_plan(
         QkeelError: a name is unknown, a value is invalid, a remedy cannot be applied or the data is missing. In that
             case, nothing has been written.
     """
-    plan = (find_study(study) if isinstance(study, str) else study).plan(base, grid, contexts)
+    plan = (find_study(study) if isinstance(study, str) else study).plan(
+        base,
+        grid,
+        contexts,
+    )
     runs = [dataclasses.replace(run, config=resolve(run.config)) for run in plan.runs]
     for config in {(run.role, run.name): run.config for run in runs}.values():
         check(config)
@@ -307,7 +311,14 @@ def _study(out: Path, plan: Plan, command: str) -> Json:
             f"{out} is not empty and has no study.json, so it is not a study directory. "
             "Choose another directory; nothing was changed."
         )
-    return {**new, "runs": in_order(new["runs"], new["remedies"], list(new["base"]))}
+    return {
+        **new,
+        "runs": in_order(
+            new["runs"],
+            new["remedies"],
+            list(new["base"]),
+        ),
+    }
 
 
 # table.csv has one row per run in the order of the grid; equal results always produce the same bytes.

@@ -100,7 +100,12 @@ ImageTable = tuple[str, np.ndarray, Sequence[str], Sequence[str]]
 def _digits() -> ImageTable:
     text = gzip.decompress(files("qkeel.lab").joinpath("pictures", "digits.csv.gz").read_bytes()).decode()
     rows = np.loadtxt(io.StringIO(text), delimiter=",", dtype=np.float32)
-    pixels = (rows[:, :64] / 16).reshape(-1, 8, 8, 1)
+    pixels = (rows[:, :64] / 16).reshape(
+        -1,
+        8,
+        8,
+        1,
+    )
     return "digits", pixels, [_WORDS[int(label)] for label in rows[:, 64]], _WORDS
 
 
@@ -164,7 +169,14 @@ def _stack(images: Sequence[np.ndarray], what: str) -> np.ndarray:
 def patches(pixels: np.ndarray, size: int) -> np.ndarray:
     """Cuts images [n height width channels] into square patches, row by row: [n rows columns size²·channels]."""
     n, height, width, channels = pixels.shape
-    cut = pixels.reshape(n, height // size, size, width // size, size, channels).transpose(0, 1, 3, 2, 4, 5)
+    cut = pixels.reshape(n, height // size, size, width // size, size, channels).transpose(
+        0,
+        1,
+        3,
+        2,
+        4,
+        5,
+    )
     return cut.reshape(n, height // size, width // size, -1)
 
 

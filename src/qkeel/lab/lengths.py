@@ -159,7 +159,11 @@ def _measured(model: nn.Module, windows: Tensor, short: int, ranges: Sequence[Ra
     tokens, length = windows[:, :-1], windows.shape[1] - 1
     repeated = windows[:, :short].repeat(1, length // short + 1)[:, : length + 1]
     long = predict(model, tokens, windows[:, 1:])
-    repeat = predict(model, repeated[:, :-1], repeated[:, 1:])
+    repeat = predict(
+        model,
+        repeated[:, :-1],
+        repeated[:, 1:],
+    )
     pieces = predict(model, *_pieces(windows, short))
     angles = outside(model, tokens[:_ANGLED].split(4), ranges)
     return {
@@ -188,7 +192,14 @@ def trained_on(run: RunState, method: Method, steps: int) -> nn.Module:
     config = run.config
     several = max(1, config.data.batch * config.data.context // method.trained_at)
     data = {"context": method.trained_at, "batch": several}
-    longer = RunState(with_values(config, data=data, optim={"lr": config.optim.lr / 10}, steps=steps))
+    longer = RunState(
+        with_values(
+            config,
+            data=data,
+            optim={"lr": config.optim.lr / 10},
+            steps=steps,
+        )
+    )
     longer.model.load_state_dict(run.model.state_dict())
     for module, before in zip(attentions(longer.model), attentions(run.model), strict=True):
         module.spec = stretched(before.spec, method, config.data.context, method.trained_at)
@@ -241,11 +252,21 @@ def long_rows(out: Path, about: Json) -> list[Json]:
         directory = RunDirectory(out / "runs" / entry["run_id"])
         done = directory.status is RunStatus.DONE
         lines = {(line["posthoc"], line["test_length"]): line for line in directory.long_contexts()} if done else {}
-        named = {"block": entry["role"], "form": entry["remedy"], "seed": entry["seed"], "run_id": entry["run_id"]}
+        named = {
+            "block": entry["role"],
+            "form": entry["remedy"],
+            "seed": entry["seed"],
+            "run_id": entry["run_id"],
+        }
         named["train_length"] = about["base"][entry["role"]]["data"]["context"]
         named["max_logit"] = directory.summary()["max_logit"] if done else None
         contexts = LongContexts(**about["contexts"]).of(entry["remedy"])
         for posthoc, length in contexts.pairs:
-            row = {**lines.get((posthoc, length), {}), **named, "posthoc": posthoc, "test_length": length}
+            row = {
+                **lines.get((posthoc, length), {}),
+                **named,
+                "posthoc": posthoc,
+                "test_length": length,
+            }
             table.append({name: row.get(name) for name in EXTRAPOLATION_COLUMNS})
     return table

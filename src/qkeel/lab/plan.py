@@ -60,7 +60,11 @@ class Grid:
         for name, values in zip(AXES, (self.remedies, self.lrs, self.seeds)):
             if not values:
                 raise InvalidValueError(f"expected at least one of {name}, got none")
-        object.__setattr__(self, "lrs", tuple(sorted({float(lr) for lr in self.lrs})))
+        object.__setattr__(
+            self,
+            "lrs",
+            tuple(sorted({float(lr) for lr in self.lrs})),
+        )
         object.__setattr__(self, "seeds", tuple(sorted(self.seeds)))
         if overlap := sorted(set(self.seeds).intersection(self.tuning_seeds)):
             raise InvalidValueError(
@@ -93,7 +97,11 @@ class LongContexts:
         _settle_lists(self, ("posthoc", "test_lengths"))
         if not (self.posthoc and self.test_lengths):
             raise InvalidTypeError(f"expected a list of methods and a list of lengths, got {self}")
-        object.__setattr__(self, "posthoc", tuple(dict.fromkeys(str(Method.parse(text)) for text in self.posthoc)))
+        object.__setattr__(
+            self,
+            "posthoc",
+            tuple(dict.fromkeys(str(Method.parse(text)) for text in self.posthoc)),
+        )
         object.__setattr__(self, "test_lengths", tuple(sorted(set(self.test_lengths))))
         if type(self.sequences) is not int or type(self.continue_steps) is not int:
             raise InvalidTypeError(f"expected whole numbers for sequences and continue_steps, got {self}")
@@ -171,7 +179,12 @@ class PlannedRun:
     def entry(self) -> Json:
         """The run's entry in study.json."""
         config = self.config
-        about = {"run_id": config.run_id, "remedy": self.name, "lr": config.optim.lr, "seed": config.seed}
+        about = {
+            "run_id": config.run_id,
+            "remedy": self.name,
+            "lr": config.optim.lr,
+            "seed": config.seed,
+        }
         return {**about, "role": self.role, **({"part": self.part} if self.part else {})}
 
 
@@ -276,7 +289,13 @@ class Study:
         for part, variant in variants(base or self.base or RunConfig(), grid.settings()):
             for run in self.runs(variant, grid):
                 names = (*((run.role,) if run.role != "grid" else ()), *((part,) if part else ()))
-                runs.append(dataclasses.replace(run, role=", ".join(names) or "grid", part=part))
+                runs.append(
+                    dataclasses.replace(
+                        run,
+                        role=", ".join(names) or "grid",
+                        part=part,
+                    )
+                )
         return Plan(name=self.name, grid=grid, runs=runs, contexts=contexts, primary=self._primary(runs))
 
     def _primary(self, runs: Sequence[PlannedRun]) -> Primary | None:

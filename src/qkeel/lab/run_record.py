@@ -373,7 +373,11 @@ class RunRecord:
         self._claim.check()
         self._write_events()
         self.directory.sync()
-        save(self.directory, self.state, RunProgress(self.step, self._cpu_seconds(), self.directory.sizes()))
+        save(
+            self.directory,
+            self.state,
+            RunProgress(self.step, self._cpu_seconds(), self.directory.sizes()),
+        )
 
     def finish(self) -> None:
         """Writes the summary and marks the run as done."""

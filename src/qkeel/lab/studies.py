@@ -31,7 +31,11 @@ from qkeel.options import lookup, parse
 # Learning-rate study: which remedies widen the range of usable learning rates, and at what cost.
 
 # "frozen_qk" never trains q and k. It is the control that shows how much training them gains.
-LR_GRID = Grid(remedies=("none", "frozen_qk", "qk_norm", "lalr:tau=0.1"), lrs=(0.01, 0.03, 0.1, 0.3), seeds=(0, 1, 2))
+LR_GRID = Grid(
+    remedies=("none", "frozen_qk", "qk_norm", "lalr:tau=0.1"),
+    lrs=(0.01, 0.03, 0.1, 0.3),
+    seeds=(0, 1, 2),
+)
 # Source: Wortsman et al. 2023, arXiv 2309.14322, who sweep the peak rate over three decades.
 LR = Study(
     name="lr",
@@ -143,7 +147,12 @@ def _sizes(model: ModelConfig, block: str) -> dict[str, object]:
     if block == "gau":
         layers = 2 * model.n_layers
         return {"block": "gau", "n_heads": 1, "n_kv_heads": None, "head_dim": model.d_model, "n_layers": layers}
-    return {"block": "mha", "n_heads": int(block[-1]), "n_kv_heads": None, "head_dim": None}
+    return {
+        "block": "mha",
+        "n_heads": int(block[-1]),
+        "n_kv_heads": None,
+        "head_dim": None,
+    }
 
 
 def _trained(form: str, base: RunConfig) -> dict[str, str]:
@@ -174,7 +183,12 @@ def continued(length: int) -> list[str]:
 
     Source: kexue.fm 9859; ABF: Xiong et al. 2023, arXiv 2309.16039.
     """
-    return [f"kna/none@{length}", f"baseline/none@{length}", f"baseline/pi@{length}", f"baseline/abf@{length}"]
+    return [
+        f"kna/none@{length}",
+        f"baseline/none@{length}",
+        f"baseline/pi@{length}",
+        f"baseline/abf@{length}",
+    ]
 
 
 OPTIONS = (

@@ -59,7 +59,11 @@ def joined_study(out: Path, old: Json, new: Json) -> Json:
         "contexts": _joined_contexts(old.get("contexts"), new["contexts"]) if "contexts" in new else None,
         "tuned": _joined_choices(old, new, out) if "tuned" in new else None,
         "primary": new.get("primary"),
-        "runs": in_order([*old["runs"], *added], axes["remedies"], list(bases)),
+        "runs": in_order(
+            [*old["runs"], *added],
+            axes["remedies"],
+            list(bases),
+        ),
         "base": bases,
     }
     return _known(about)

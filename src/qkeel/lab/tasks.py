@@ -199,7 +199,13 @@ class FusedTask(Task):
         for i, window in enumerate(windows):
             several, first = rng.integers(1, config.canvas + 1), rng.random() < config.image_first
             which = rng.choice(self.train, several)
-            rows.append(self._row(window, which if i < count else (), first))
+            rows.append(
+                self._row(
+                    window,
+                    which if i < count else (),
+                    first,
+                )
+            )
         return _examples(rows)
 
     def heldout(self, count: int) -> Examples:
@@ -266,7 +272,11 @@ def _codes(pictures: Pictures, config: ImagesConfig) -> np.ndarray:
 
 def _examples(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Examples:
     tokens, kinds = (torch.from_numpy(np.stack(column).astype(np.int64)) for column in zip(*rows))
-    return Examples(tokens[:, :-1], tokens[:, 1:], kinds[:, 1:])
+    return Examples(
+        tokens[:, :-1],
+        tokens[:, 1:],
+        kinds[:, 1:],
+    )
 
 
 BEGIN_TRANSLATION = 256  # the first token of every translation
@@ -288,14 +298,26 @@ class TranslationTask(Task):
         text = load(config.data)
         if text.loss_unit != "byte":
             raise DataError(f"translation needs text as bytes; {config.data.source} contains tokens")
-        self._pairs = _translation_examples(spread(text.train, config.data.context - 1, config.data.pairs))
+        self._pairs = _translation_examples(
+            spread(
+                text.train,
+                config.data.context - 1,
+                config.data.pairs,
+            )
+        )
         self._heldout = heldout(text, config.data.context - 1, config.eval_sequences)
         digest = hashlib.sha256(text.sha256.encode() + self._pairs.targets.numpy().astype(np.uint8).tobytes())
         self.corpus = dataclasses.replace(text, vocab_size=BEGIN_TRANSLATION + 1, sha256=digest.hexdigest())
 
     def batch(self, seed: int, step: int) -> Examples:
         count = len(self._pairs.inputs)
-        which = torch.from_numpy(np.random.default_rng((seed, step)).integers(0, count, self.config.data.batch))
+        which = torch.from_numpy(
+            np.random.default_rng((seed, step)).integers(
+                0,
+                count,
+                self.config.data.batch,
+            )
+        )
         return Examples(self._pairs.inputs[which], self._pairs.targets[which])
 
     def heldout(self, count: int) -> Examples:
@@ -335,7 +357,17 @@ def _translation_examples(sources: np.ndarray) -> Examples:
     targets = np.stack(second).astype(np.int64)
     begin = np.full((len(sources), 1), BEGIN_TRANSLATION)
     return Examples(
-        torch.from_numpy(np.concatenate([sources, begin, targets[:, :-1]], axis=1)), torch.from_numpy(targets)
+        torch.from_numpy(
+            np.concatenate(
+                [
+                    sources,
+                    begin,
+                    targets[:, :-1],
+                ],
+                axis=1,
+            )
+        ),
+        torch.from_numpy(targets),
     )
 
 

@@ -143,7 +143,11 @@ def load(config: DataConfig) -> Corpus:
 
 def batch(corpus: Corpus, config: DataConfig, seed: int, step: int) -> np.ndarray:
     """Returns the training windows of a step, int64 [batch, context + 1], as a function of (seed, step) alone."""
-    starts = np.random.default_rng((seed, step)).integers(0, len(corpus.train) - config.context, config.batch)
+    starts = np.random.default_rng((seed, step)).integers(
+        0,
+        len(corpus.train) - config.context,
+        config.batch,
+    )
     return _windows(corpus.train, starts, config.context)
 
 
@@ -176,7 +180,11 @@ def long_texts(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
             f"{int((corpus.ends - begins).max())}; give longer documents or a shorter context to test"
         )
     count = min(sequences, len(starts))
-    return _windows(corpus.heldout, starts[((np.arange(count) + 0.5) / count * len(starts)).astype(np.int64)], context)
+    return _windows(
+        corpus.heldout,
+        starts[((np.arange(count) + 0.5) / count * len(starts)).astype(np.int64)],
+        context,
+    )
 
 
 def _windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
@@ -232,7 +240,13 @@ def _load(source: str, vocab_size: int | None, stamp: tuple[tuple[str, int, int]
     if not train:
         raise DataError(f"{source} is empty; expected text")
     parts = [np.frombuffer(b"".join(texts), dtype=np.uint8) for texts in (train, held)]
-    return _corpus(documents.name, "byte", parts, vocab_size or 256, [len(text) for text in held])
+    return _corpus(
+        documents.name,
+        "byte",
+        parts,
+        vocab_size or 256,
+        [len(text) for text in held],
+    )
 
 
 def _tokens(path: Path, kind: str, vocab_size: int | None) -> Corpus:
@@ -245,7 +259,12 @@ def _tokens(path: Path, kind: str, vocab_size: int | None) -> Corpus:
     else:
         cut = len(tokens) - round(HELD_OUT * len(tokens))
         parts = [tokens[:cut], tokens[cut:]]
-    return _corpus(path.name, "token", parts, vocab_size or int(tokens.max()) + 1)
+    return _corpus(
+        path.name,
+        "token",
+        parts,
+        vocab_size or int(tokens.max()) + 1,
+    )
 
 
 def _read_bin(path: Path, kind: str) -> np.ndarray:

@@ -172,7 +172,12 @@ def evaluate(state: RunState, *, decode: bool = False) -> dict[str, float]:
         decode: whether to measure also what the task's `decoded` measures, such as BLEU.
     """
     with autocast(state.config):
-        numbers = heldout_numbers(state.model, state.heldout, 4 * state.config.data.batch, state.task)
+        numbers = heldout_numbers(
+            state.model,
+            state.heldout,
+            4 * state.config.data.batch,
+            state.task,
+        )
         if decode:
             with measuring(state.model):
                 numbers |= state.task.decoded(state.model, state.heldout)

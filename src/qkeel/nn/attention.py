@@ -128,7 +128,13 @@ class Cache:
         if old is not None and old.shape[2] >= needed:
             return old
         room = self.max_length or max(needed, 2 * (old.shape[2] if old is not None else 0))
-        grown = torch.empty(*like.shape[:2], room, *like.shape[3:], dtype=like.dtype, device=like.device)
+        grown = torch.empty(
+            *like.shape[:2],
+            room,
+            *like.shape[3:],
+            dtype=like.dtype,
+            device=like.device,
+        )
         if old is not None:
             grown[:, :, : self.length] = old[:, :, : self.length]
         return grown
@@ -231,7 +237,14 @@ class SpecModule(nn.Module):
         self, q: Queries, k: Keys, v: Values, *, spec: AttentionSpec, params: Params, seen: Visibility
     ) -> Hidden:
         """Builds the call, passes it to the observers and computes it: [b h t d] -> [b t h·e]."""
-        call = seen.call(spec, q, k, v, params, self.dropout if self.training else 0.0)
+        call = seen.call(
+            spec,
+            q,
+            k,
+            v,
+            params,
+            self.dropout if self.training else 0.0,
+        )
         kernel = choose(call, self.impl)
         read = None
         if isinstance(kernel, Native) and any(isinstance(observer, RowObserver) for observer in self.observers):
@@ -266,7 +279,11 @@ class SpecModule(nn.Module):
             q, k = encoded(spec, q, k, at, at, params)
             v = spec.values(v, params)
             spec, params = spec.core(params)
-        k, v = cache.append(k, v, pos=None if pos is None else at)
+        k, v = cache.append(
+            k,
+            v,
+            pos=None if pos is None else at,
+        )
         positions = None if cache.pos is None else at
         visibility = Visibility(causal=causal, mask=mask, pos_q=positions, pos_k=cache.pos)
         return self.attend(q, k, v, spec=spec, params=params, seen=visibility)
@@ -426,9 +443,26 @@ class Attention(SpecModule):
         v = self._heads(self.v_proj(source), self.n_kv_heads)
         causal = context is None if causal is None else causal
         if context is None:
-            return self.o_proj(self.attend_self(cache, (q, k, v), causal=causal, mask=mask, pos=pos))
+            return self.o_proj(
+                self.attend_self(
+                    cache,
+                    (q, k, v),
+                    causal=causal,
+                    mask=mask,
+                    pos=pos,
+                )
+            )
         visibility = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos_context)
-        return self.o_proj(self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=visibility))
+        return self.o_proj(
+            self.attend(
+                q,
+                k,
+                v,
+                spec=self.spec,
+                params=self.spec_params(),
+                seen=visibility,
+            )
+        )
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
@@ -455,7 +489,11 @@ def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: in
     groups = n_heads if n_kv_heads is None else n_kv_heads
     positive = d_model >= 1 and (head_dim is None or head_dim >= 1)
     check(positive, "sizes of at least 1", f"d_model={d_model}, head_dim={head_dim}")
-    check(n_heads >= 1 and groups >= 1, "at least one head", f"n_heads={n_heads}, n_kv_heads={n_kv_heads}")
+    check(
+        n_heads >= 1 and groups >= 1,
+        "at least one head",
+        f"n_heads={n_heads}, n_kv_heads={n_kv_heads}",
+    )
     if n_heads % groups:
         raise InvalidValueError(
             f"n_heads must be a multiple of n_kv_heads, got {n_heads} and {groups}; "
@@ -587,5 +625,11 @@ class GAUBlock(nn.Module):
     ) -> Hidden:
         """Maps x [b t m] to [b t m]."""
         pre = self.norm_order == "pre"
-        branch = self.attention(self.norm(x) if pre else x, cache=cache, causal=causal, mask=mask, pos=pos)
+        branch = self.attention(
+            self.norm(x) if pre else x,
+            cache=cache,
+            causal=causal,
+            mask=mask,
+            pos=pos,
+        )
         return x + branch if pre else self.norm(self.alpha * x + branch)

@@ -115,7 +115,11 @@ def _of_watched(run: Watched) -> Drawing:
     }
     for field, label in labels.items():
         if field in run.measured():
-            about = {"steps": run.steps, "lines": fold_heads(field, run.heads.values[field]), "names": names}
+            about = {
+                "steps": run.steps,
+                "lines": fold_heads(field, run.heads.values[field]),
+                "names": names,
+            }
             yield field, functools.partial(_layers, **about, label=label, alarm=field == "max_logit")
     if "max_logit" in run.measured():
         yield "heads", lambda ax: _heads(ax, run.heads.values["max_logit"][-1], names, run.steps[-1])
@@ -131,7 +135,12 @@ def _layers(
     finite = lines[np.isfinite(lines)]
     for line, name, shade in zip(lines.T, names, shades, strict=False):
         colour = colormaps["viridis"](shade)
-        ax.plot(steps, line, color=colour, marker="." if len(steps) < 3 else None)
+        ax.plot(
+            steps,
+            line,
+            color=colour,
+            marker="." if len(steps) < 3 else None,
+        )
         known = np.flatnonzero(np.isfinite(line))
         if len(known) and len(names) <= 6:
             at = (steps[known[-1]], line[known[-1]])
@@ -208,7 +217,12 @@ def _courses(ax: Foreign, study: StudyData, lr: float) -> None:
         if run.lr == lr and run.role != DRIFT and points:
             label = "" if run.remedy in named else run.remedy
             named.add(run.remedy)
-            ax.plot(*zip(*points), color=_colour(study, run.remedy), linewidth=0.8, label=label)
+            ax.plot(
+                *zip(*points),
+                color=_colour(study, run.remedy),
+                linewidth=0.8,
+                label=label,
+            )
     ax.axhline(ALARM_THRESHOLD, color="#b3261e", linewidth=0.7, linestyle=":")
     ax.set_yscale("log")
     ax.set(xlabel="optimizer step", ylabel="largest logit (nats)", title=f"LR {rate(lr)}")
@@ -223,8 +237,16 @@ def _gains(ax: Foreign, study: StudyData, table: Sequence[Cell]) -> None:
         assert cell.gain.effect is not None
         colour = _colour(study, cell.remedy)
         if np.isfinite(cell.gain.effect.high):
-            ax.plot([cell.gain.effect.low, cell.gain.effect.high], [y, y], color=colour)
+            ax.plot(
+                [cell.gain.effect.low, cell.gain.effect.high],
+                [y, y],
+                color=colour,
+            )
         ax.plot([cell.gain.mean], [y], marker="o", markersize=3, color=colour)
     ax.axvline(0, color="0.5", linewidth=0.6)
-    ax.set_yticks(range(len(ordered)), [f"{cell.remedy}, LR {rate(cell.lr)}" for cell in ordered], fontsize=6)
+    ax.set_yticks(
+        range(len(ordered)),
+        [f"{cell.remedy}, LR {rate(cell.lr)}" for cell in ordered],
+        fontsize=6,
+    )
     ax.set_xlabel(f"held-out loss of {study.baseline}\nminus that of the remedy ({study.loss_unit()})")

@@ -45,7 +45,11 @@ def study_page(study: StudyData) -> Page:
         cautions=_cautions(study),
         sections=[
             Section("nothing", "Nothing to draw yet", Markup("") if present else _nothing(study)),
-            Section("charts", "Charts", h.join([h.choices("part") if several else "", *_figures(study, present)])),
+            Section(
+                "charts",
+                "Charts",
+                h.join([h.choices("part") if several else "", *_figures(study, present)]),
+            ),
             Section("table", "Every form and length", _long_table(study)),
             Section("table", "Every remedy and rate", Markup("") if long_cells(study) else _table(study)),
             Section("without", "Runs without a result", _without_result(study)),
@@ -325,7 +329,14 @@ def _table(study: StudyData) -> Markup:
     }
     in_parts = len({cell.part for cell in table}) > 1
     head = h.columns("Remedy", *["Part"] * in_parts, kind="text")
-    head += h.columns("LR", "Held-out loss", f"Better than {study.baseline} by", "Collapsed", "Largest logit", *shown)
+    head += h.columns(
+        "LR",
+        "Held-out loss",
+        f"Better than {study.baseline} by",
+        "Collapsed",
+        "Largest logit",
+        *shown,
+    )
     body = [_row(study, cell, shown, in_parts=in_parts) for cell in table]
     text = (
         f"Held-out loss in {study.loss_unit()}: the mean over seeds, with their range below. Better by: held-out loss "
@@ -334,7 +345,17 @@ def _table(study: StudyData) -> Markup:
         f"Collapsed: mean attention entropy under {COLLAPSE_ENTROPY:g} nats, or a loss that is NaN or no better than "
         "before training."
     )
-    return h.join([h.note(text), h.table("Every remedy and rate", head, body, sortable=True)])
+    return h.join(
+        [
+            h.note(text),
+            h.table(
+                "Every remedy and rate",
+                head,
+                body,
+                sortable=True,
+            ),
+        ]
+    )
 
 
 def _row(study: StudyData, cell: Cell, shown: Mapping[str, Read], *, in_parts: bool) -> Markup:
@@ -343,7 +364,11 @@ def _row(study: StudyData, cell: Cell, shown: Mapping[str, Read], *, in_parts: b
     parts = [
         *([h.words(cell.part)] if in_parts else []),
         h.cell(h.rate(cell.lr), cell.lr),
-        h.cell(h.loss(statistics.fmean(losses)), statistics.fmean(losses), spread),
+        h.cell(
+            h.loss(statistics.fmean(losses)),
+            statistics.fmean(losses),
+            spread,
+        ),
         _gain_cell(cell.gain, collapsed=bool(cell.collapsed)),
         h.cell(f"{cell.collapsed} of {len(cell.runs)}", cell.collapsed),
         h.cell(h.number(cell.max_logit), cell.max_logit),
@@ -357,7 +382,12 @@ def _row(study: StudyData, cell: Cell, shown: Mapping[str, Read], *, in_parts: b
 def _gain_cell(gain: Difference | None, *, collapsed: bool = False) -> Markup:
     if gain is None:
         return h.NOTHING
-    return h.cell(h.signed(gain.mean), gain.mean, gain.interval(), "" if gain.clear and not collapsed else "faint")
+    return h.cell(
+        h.signed(gain.mean),
+        gain.mean,
+        gain.interval(),
+        "" if gain.clear and not collapsed else "faint",
+    )
 
 
 _LONG_COLUMNS = {
@@ -375,24 +405,48 @@ def _long_table(study: StudyData) -> Markup:
     shown = [name for name in _LONG_COLUMNS if any(name in cell.values for cell in table)]
     in_parts = len({cell.part for cell in table}) > 1
     head = h.columns("Form", *["Part"] * in_parts, "Post hoc", kind="text")
-    head += h.columns("Length", *(_LONG_COLUMNS[name] for name in shown), "Kept", f"More than {study.baseline} by")
+    head += h.columns(
+        "Length",
+        *(_LONG_COLUMNS[name] for name in shown),
+        "Kept",
+        f"More than {study.baseline} by",
+    )
     body = [_long_row(study, cell, shown, in_parts=in_parts) for cell in table]
     text = (
         "Share of next tokens predicted, in %, as means over seeds. Kept: accuracy at this length divided by that at "
         "the training length, as trained; with the difference from the first form, paired by seed, and its 95 % "
         "interval."
     )
-    return h.join([h.note(text), h.table("Every form and length", head, body, sortable=True)])
+    return h.join(
+        [
+            h.note(text),
+            h.table(
+                "Every form and length",
+                head,
+                body,
+                sortable=True,
+            ),
+        ]
+    )
 
 
 def _long_row(study: StudyData, cell: LongCell, shown: Sequence[str], *, in_parts: bool) -> Markup:
-    parts = [*([h.words(cell.part)] if in_parts else []), h.words(cell.method), h.cell(f"{cell.length:,}", cell.length)]
+    parts = [
+        *([h.words(cell.part)] if in_parts else []),
+        h.words(cell.method),
+        h.cell(f"{cell.length:,}", cell.length),
+    ]
     for name in shown:
         values = cell.values.get(name)
         mean = math.nan if values is None else 100 * statistics.fmean(values.values())
         parts.append(h.NOTHING if values is None else h.cell(f"{mean:.1f}", mean))
     kept = h.cell(f"{cell.kept:.2f}", cell.kept)
-    return h.table_row(swatch(study, cell.form), *parts, kept, _gain_cell(cell.gain))
+    return h.table_row(
+        swatch(study, cell.form),
+        *parts,
+        kept,
+        _gain_cell(cell.gain),
+    )
 
 
 TABLE_SERIES = 8  # number of colours in assets/report.css
@@ -424,17 +478,39 @@ def _without_result(study: StudyData) -> Markup:
     for run in study.runs:
         if run.status is RunStatus.FAILED:
             lines = [line for line in run.error.strip().splitlines() if line.strip()]
-            title = h.join([_run_name(study, run), ": ", h.tag("strong", {}, f"failed{_reached(run)}")])
-            last = h.tag("p", {"class": "error"}, h.tag("code", {}, lines[-1] if lines else "no message was written"))
+            title = h.join(
+                [
+                    _run_name(study, run),
+                    ": ",
+                    h.tag("strong", {}, f"failed{_reached(run)}"),
+                ]
+            )
+            last = h.tag(
+                "p",
+                {"class": "error"},
+                h.tag("code", {}, lines[-1] if lines else "no message was written"),
+            )
             trace = h.details("Traceback", h.tag("pre", {}, run.error.strip())) if len(lines) > 1 else ""
             list_entries.append(h.tag("li", {}, title, last, trace))
     for status, (word, hint) in _WAITING.items():
         runs = [run for run in study.runs if run.status is status]
         if runs:
             names = [h.tag("span", {"class": "run"}, _run_name(study, run), _reached(run)) for run in runs]
-            head = h.tag("strong", {}, f"{h.count(len(runs), 'run')} {word}")
+            head = h.tag(
+                "strong",
+                {},
+                f"{h.count(len(runs), 'run')} {word}",
+            )
             below = h.tag("p", {"class": "runs"}, *names)
-            list_entries.append(h.tag("li", {"class": "waiting"}, head, h.tag("p", {}, hint), below))
+            list_entries.append(
+                h.tag(
+                    "li",
+                    {"class": "waiting"},
+                    head,
+                    h.tag("p", {}, hint),
+                    below,
+                )
+            )
     return h.tag("ul", {"class": "failures"}, *list_entries) if list_entries else Markup("")
 
 

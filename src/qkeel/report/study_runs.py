@@ -206,7 +206,13 @@ def _need(value: Row, names: Iterable[str], file: Path) -> None:
 def _row(summary: Row, run: RunData) -> Row:
     """Returns the run's table row, with names from the study, missing values as NaN and `collapsed` filled in."""
     row = dict(summary)
-    row.update(remedy=run.remedy, lr=run.lr, seed=run.seed, run_id=run.run_id, status=str(run.status))
+    row.update(
+        remedy=run.remedy,
+        lr=run.lr,
+        seed=run.seed,
+        run_id=run.run_id,
+        status=str(run.status),
+    )
     for name in ("val_loss", "max_logit", "end_entropy", "init_loss", "cpu_seconds"):
         row[name] = as_number(row.get(name))
     if not isinstance(row.get("collapsed"), bool):

@@ -142,14 +142,26 @@ def _lead(run: Watched) -> Markup:
     """Returns the traffic light, its sentence, and the fix with a button that copies it."""
     light, text = verdict(run)
     dot = h.tag("span", {"class": "light", "aria-hidden": "true"})
-    parts = [h.tag("p", {"class": f"lead signal signal-{light}"}, dot, h.tag("span", {}, text))]
+    parts = [
+        h.tag(
+            "p",
+            {"class": f"lead signal signal-{light}"},
+            dot,
+            h.tag("span", {}, text),
+        )
+    ]
     if light in ("large", "bad"):
         parts.append(h.tag("p", {"class": "why"}, _WHY))
     lines = fix(run)
     if lines:
         todo = "start the run again with this command:" if len(lines) > 1 else "after the optimizer is created:"
         fixes = [
-            h.tag("p", {"class": "todo"}, h.tag("strong", {}, "What to do:"), f" {todo}"),
+            h.tag(
+                "p",
+                {"class": "todo"},
+                h.tag("strong", {}, "What to do:"),
+                f" {todo}",
+            ),
             h.tag("div", {"class": "remedy-line"}, h.command_block(lines[0], "Copy fix")),
         ]
         if len(lines) > 1:
@@ -200,14 +212,24 @@ def _card(run: Watched, cause: str, alarms: Sequence[Row], name: str) -> Markup:
     course = []
     for alarm in alarms:
         trend = f"; {alarm['trend']}" if alarm.get("trend") else ""
-        course.append(h.tag("li", {}, f"Step {alarm['step']:,}{_place(alarm)}: {alarm.get('meaning')}{trend}."))
+        course.append(
+            h.tag(
+                "li",
+                {},
+                f"Step {alarm['step']:,}{_place(alarm)}: {alarm.get('meaning')}{trend}.",
+            )
+        )
     grave = [alarm for alarm in alarms if alarm.get("severity") != "notice"] or alarms
     advised = list(dict.fromkeys(str(alarm["remedy"]) for alarm in grave if alarm.get("remedy")))
     fixes = [h.tag("div", {"class": "remedy-line"}, h.command_block(line)) for line in advised[:1]]
     if run.acted and cause == CAUSE:
         fixes = [h.tag("p", {"class": "source"}, "The autopilot responds to this alarm; its actions are listed below.")]
     sources = dict.fromkeys(str(alarm["source"]) for alarm in alarms if alarm.get("source"))
-    about = h.tag("ul", {}, *(h.tag("li", {"class": "source"}, source) for source in sources))
+    about = h.tag(
+        "ul",
+        {},
+        *(h.tag("li", {"class": "source"}, source) for source in sources),
+    )
     thresholds = h.details("Where the thresholds come from", about) if sources else ""
     body = (h.tag("p", {}, *title), h.tag("ol", {"class": "course"}, *course), *fixes, thresholds)
     return h.tag("li", {"class": f"alarm-{gravest}"}, *body)
@@ -227,7 +249,12 @@ def _interventions(runs: Sequence[Watched]) -> Markup:
             strong = h.tag("strong", {"class": "severity"}, kind.replace("_", " "))
             sentences = [h.tag("p", {"class": "source"}, str(event.get("text"))) for event in events[1:]]
             folded = [h.details(f"at {h.count(len(sentences), 'more site')}", h.join(sentences))] if sentences else []
-            text = h.tag("p", {}, strong, f" {first.get('text')}")
+            text = h.tag(
+                "p",
+                {},
+                strong,
+                f" {first.get('text')}",
+            )
             entries.append(h.tag("li", {"class": "alarm-notice"}, text, *folded))
     return h.tag("ul", {"class": "alarms"}, *entries) if entries else Markup("")
 
@@ -328,7 +355,13 @@ def _figures(runs: Sequence[Watched], present: Sequence[Chart]) -> Markup:
     # The first chart shows all runs; the others show the run that the reader chooses.
     choice = h.choices("run") if sum(bool(run.records) for run in runs) > 1 else ""
     first = [chart.figure() for chart in present if chart is RUNS]
-    return h.join([*first, choice, *(chart.figure() for chart in present if chart is not RUNS)])
+    return h.join(
+        [
+            *first,
+            choice,
+            *(chart.figure() for chart in present if chart is not RUNS),
+        ]
+    )
 
 
 def chart_data(runs: Sequence[Watched]) -> dict[str, object]:
@@ -423,7 +456,13 @@ def _intervention_marks(run: Watched) -> list[dict[str, object]]:
     for step, events in steps.items():
         labels = [f"{h.MINUS if event.get('release') else ''}{event.get('action')}" for event in events]
         text = "\n".join(str(event.get("text")) for event in events)
-        marks.append({"step": step, "label": ", ".join(dict.fromkeys(labels)), "text": text})
+        marks.append(
+            {
+                "step": step,
+                "label": ", ".join(dict.fromkeys(labels)),
+                "text": text,
+            }
+        )
     return marks
 
 
@@ -480,7 +519,12 @@ def _compared(runs: Sequence[Watched]) -> Markup:
                 _last(run, "train_loss"),
             )
         )
-    return h.table("The watched runs", [*head, *h.columns("Training loss, last")], body, sortable=True)
+    return h.table(
+        "The watched runs",
+        [*head, *h.columns("Training loss, last")],
+        body,
+        sortable=True,
+    )
 
 
 def _last(run: Watched, name: str) -> Markup:
@@ -504,8 +548,19 @@ def _layers(runs: Sequence[Watched]) -> Markup:
         body = [_layer(run, i, last, typed=typed) for i in range(len(run.layers))]
         for name, kind in run.types.items():
             if kind == LINEAR:
-                body.append(h.table_row(name, h.words(LINEAR), *[h.NOTHING] * len(last)))
-        inner = h.table(f"Layers of {run.name} at step {run.steps[-1]:,}", head, body, sortable=True)
+                body.append(
+                    h.table_row(
+                        name,
+                        h.words(LINEAR),
+                        *[h.NOTHING] * len(last),
+                    )
+                )
+        inner = h.table(
+            f"Layers of {run.name} at step {run.steps[-1]:,}",
+            head,
+            body,
+            sortable=True,
+        )
         title = f"{run.name}, step {run.steps[-1]:,}" if len(runs) > 1 else f"Step {run.steps[-1]:,}"
         parts.append(h.details(f"{title}: {h.count(len(run.layers), 'layer')}", inner))
     return h.join(parts)

@@ -91,13 +91,25 @@ class AttentionCall:
 
     def encoded(self) -> tuple[Queries, Keys]:
         """Returns q and k as they enter the dot product, float32 or wider."""
-        return self.spec.encode(self.q, self.k, self.pos_q, self.pos_k, self.params)
+        return self.spec.encode(
+            self.q,
+            self.k,
+            self.pos_q,
+            self.pos_k,
+            self.params,
+        )
 
     def scores(self, q: Queries, k: Keys, rows: slice, keys: slice) -> Logits:
         """The logits of a block of encoded (already sliced) q and k, before the cap is applied and with the additive
         mask included."""
         with unrounded(q):
-            z = self.spec.scores(q, k, self.pos_q[:, rows], self.pos_k[:, keys], self.params)
+            z = self.spec.scores(
+                q,
+                k,
+                self.pos_q[:, rows],
+                self.pos_k[:, keys],
+                self.params,
+            )
         bias = self.bias(rows, keys)
         return z if bias is None else z + bias.to(z.dtype)
 
@@ -319,7 +331,11 @@ def _mask(mask: AttentionMask | None, q: Tensor, s: int) -> Tensor | None:
 
 def _params(spec: AttentionSpec, q: Tensor, k: Tensor, params: Params | None) -> Params:
     values = dict(params or {})
-    needed = spec.parameter_shapes(q.shape[1], k.shape[1], q.shape[3])
+    needed = spec.parameter_shapes(
+        q.shape[1],
+        k.shape[1],
+        q.shape[3],
+    )
     for name in values:
         if name not in needed:
             raise unknown("parameter of this spec", name, needed)
@@ -440,7 +456,11 @@ def band_call(
     if window == (-1, -1) and slopes is None and cu_seqlens is None:
         return call
     t, s = call.q.shape[2], call.k.shape[2]
-    fields: dict[str, object] = {"of_key": None, "longest": None, "masked": call.mask is not None}
+    fields: dict[str, object] = {
+        "of_key": None,
+        "longest": None,
+        "masked": call.mask is not None,
+    }
     if cu_seqlens is None:
         begin, length, at = call.pos_q.new_zeros(1, t), call.pos_q.new_full((1, t), s), call.pos_q
         slopes = slopes if slopes is None else (slopes if slopes.ndim == 2 else slopes[None])[..., None]
@@ -470,7 +490,16 @@ def band_call(
         mask = call.q.new_ones((1, 1, 1, 1), dtype=torch.bool) if slopes is None else call.q.new_zeros(1, 1, 1, 1)
     elif slopes is not None and mask.dtype == torch.bool:  # only an additive mask can carry ALiBi's bias
         mask = call.q.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
-    return BandCall(**{**fields_of(call), **fields, "mask": mask, "low": low, "high": high, "slopes": slopes})  # type: ignore[arg-type]
+    return BandCall(
+        **{
+            **fields_of(call),
+            **fields,
+            "mask": mask,
+            "low": low,
+            "high": high,
+            "slopes": slopes,
+        }
+    )  # type: ignore[arg-type]
 
 
 def _tokens(ends: Ends, total: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -155,7 +155,13 @@ class GainNorm(Norm):
             return x
         if self.over == "layer":
             b, h, t, d = x.shape
-            flat = self.normalise(x.transpose(1, 2).reshape(b, t, h * d))
+            flat = self.normalise(
+                x.transpose(1, 2).reshape(
+                    b,
+                    t,
+                    h * d,
+                )
+            )
             y = flat.view(b, t, h, d).transpose(1, 2)
         else:
             y = self.normalise(x)
