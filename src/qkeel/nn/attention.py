@@ -69,14 +69,14 @@ class Cache:
         """The number of bytes that each token of one sequence takes; 0 before the first token."""
         return sum(x[0, :, :1].numel() * x.element_size() for x in self._held)
 
-    def next_positions(self, like: HeadTensor, pos: QueryPositions | None = None) -> PosQ:
-        """Returns the positions [b|1 t] of the next tokens, of which `like` is [b h t d]: `pos`, after validation, or
+    def next_positions(self, keys: HeadTensor, pos: QueryPositions | None = None) -> PosQ:
+        """Returns the positions [b|1 t] of the next tokens, whose keys are [b h t d]: `pos`, after validation, or
         the positions that follow those of the cached tokens."""
-        b, t = like.shape[0], like.shape[2]
+        b, t = keys.shape[0], keys.shape[2]
         if pos is None:
             if self.pos is None:
-                return torch.arange(self.length, self.length + t, device=like.device)[None]
-            return torch.arange(1, t + 1, device=like.device) + self.pos[:, -1:]
+                return torch.arange(self.length, self.length + t, device=keys.device)[None]
+            return torch.arange(1, t + 1, device=keys.device) + self.pos[:, -1:]
         rows = pos[None] if pos.ndim == 1 else pos
         if rows.ndim != 2 or rows.shape[0] not in (1, b) or rows.shape[1] != t:
             raise ShapeError(f"expected pos of shape [{b} {t}] or [{t}], got {tuple(pos.shape)}")
@@ -114,26 +114,26 @@ class Cache:
         self.length = length
         return [held[:, :, :length] for held in self._held]
 
-    def _place(self, new: Tensor, like: Tensor) -> None:
-        old = torch.arange(self.length, device=like.device)[None] if self.pos is None else self.pos
+    def _place(self, new: Tensor, keys: Tensor) -> None:
+        old = torch.arange(self.length, device=keys.device)[None] if self.pos is None else self.pos
         b = max(old.shape[0], new.shape[0])
         self.pos = torch.cat([old.expand(b, -1), new.expand(b, -1)], dim=1)
 
-    def _grown(self, old: Tensor | None, like: Tensor, needed: int) -> Tensor:
-        if old is not None and (old.shape[:2], old.shape[3:]) != (like.shape[:2], like.shape[3:]):
+    def _grown(self, old: Tensor | None, keys: Tensor, needed: int) -> Tensor:
+        if old is not None and (old.shape[:2], old.shape[3:]) != (keys.shape[:2], keys.shape[3:]):
             raise ShapeError(
-                f"this cache holds a tensor of shape {tuple(old.shape)} and cannot append one of {tuple(like.shape)}; "
+                f"this cache holds a tensor of shape {tuple(old.shape)} and cannot append one of {tuple(keys.shape)}; "
                 f"use one {type(self).__name__} per layer and batch"
             )
         if old is not None and old.shape[2] >= needed:
             return old
         room = self.max_length or max(needed, 2 * (old.shape[2] if old is not None else 0))
         grown = torch.empty(
-            *like.shape[:2],
+            *keys.shape[:2],
             room,
-            *like.shape[3:],
-            dtype=like.dtype,
-            device=like.device,
+            *keys.shape[3:],
+            dtype=keys.dtype,
+            device=keys.device,
         )
         if old is not None:
             grown[:, :, : self.length] = old[:, :, : self.length]
@@ -468,19 +468,19 @@ class Attention(SpecModule):
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
 
 
-def as_spec(given: AttentionSpec | str | None) -> AttentionSpec:
+def as_spec(spec: AttentionSpec | str | None) -> AttentionSpec:
     """Returns the given spec, the spec of the named preset, or the baseline for None.
 
     Raises:
         UnknownNameError: no preset has this name.
         InvalidTypeError: `given` has the wrong type.
     """
-    if isinstance(given, AttentionSpec):
-        return given
-    if given is not None and not isinstance(given, str):
+    if isinstance(spec, AttentionSpec):
+        return spec
+    if spec is not None and not isinstance(spec, str):
         expected = 'an AttentionSpec or the name of a preset, such as "qwen3"'
-        raise InvalidTypeError(f"expected {expected}, got {type(given).__name__}")
-    return attention_spec(given or "baseline")
+        raise InvalidTypeError(f"expected {expected}, got {type(spec).__name__}")
+    return attention_spec(spec or "baseline")
 
 
 def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:

@@ -128,8 +128,8 @@ class Block(nn.Module):
         return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
 
 
-def _rms(d_model: int, wanted: bool) -> nn.Module:
-    return nn.RMSNorm(d_model, eps=1e-6) if wanted else nn.Identity()
+def _rms(d_model: int, has_norm: bool) -> nn.Module:
+    return nn.RMSNorm(d_model, eps=1e-6) if has_norm else nn.Identity()
 
 
 # A decoder language model.
@@ -168,12 +168,12 @@ class DecoderConfig:
     base_width: int | None = None
 
     def __post_init__(self) -> None:
-        for kind, name, known in (
+        for kind, name, choices in (
             ("attention", self.attention, ("mha", "mla", "gau")),
             ("MLP", self.mlp, ("gelu", "swiglu")),
             ("norm order", self.norm_order, NORM_ORDERS),
         ):
-            check_known(kind, name, known)
+            check_known(kind, name, choices)
         base = 1 if self.base_width is None else self.base_width
         sizes = (self.vocab_size, self.d_model, self.n_layers, self.n_heads, base)
         for name, size in zip(("vocab_size", "d_model", "n_layers", "n_heads", "base_width"), sizes, strict=True):
