@@ -40,7 +40,11 @@ COMPARED = ("qkeel", "torch", "device", "cpu", "compiled_kernels")  # affect the
 
 
 def computed_with(config: RunConfig) -> Json:
-    """Returns the versions, processor and kernels, which affect the last digits of the results; see COMPARED."""
+    """Returns the versions, processor and kernels, which affect the last digits of the results; see COMPARED.
+
+    >>> sorted(computed_with(RunConfig(device="cpu")))
+    ['compiled_kernels', 'cpu', 'device', 'qkeel', 'torch']
+    """
     device = config.device
     return {
         "qkeel": VERSION,

@@ -167,7 +167,11 @@ def _stack(images: Sequence[np.ndarray], what: str) -> np.ndarray:
 
 
 def patches(pixels: np.ndarray, size: int) -> np.ndarray:
-    """Cuts images [n height width channels] into square patches, row by row: [n rows columns size²·channels]."""
+    """Cuts images [n height width channels] into square patches, row by row: [n rows columns size²·channels].
+
+    >>> patches(np.arange(16.0).reshape(1, 4, 4, 1), 2)[0, 0].tolist()
+    [[0.0, 1.0, 4.0, 5.0], [2.0, 3.0, 6.0, 7.0]]
+    """
     n, height, width, channels = pixels.shape
     cut = pixels.reshape(n, height // size, size, width // size, size, channels).transpose(
         0,

@@ -344,7 +344,12 @@ def parts(base: RunConfig, grid: Grid) -> list[PlannedRun]:
 
 
 def product(base: RunConfig, grid: Grid, role: str = "grid") -> list[PlannedRun]:
-    """Returns the runs remedies × rates × seeds, in this order, each as a variant of `base`."""
+    """Returns the runs remedies × rates × seeds, in this order, each as a variant of `base`.
+
+    >>> runs = product(RunConfig(), Grid(remedies=["none"], lrs=[0.1, 0.01], seeds=[0]))
+    >>> [run.title for run in runs]
+    ['none, lr 0.01, seed 0', 'none, lr 0.1, seed 0']
+    """
     runs = []
     for remedy, lr, seed in itertools.product(grid.remedies, grid.lrs, grid.seeds):
         config = with_values(base, remedy=remedy, optim={"lr": lr}, seed=seed)

@@ -332,6 +332,9 @@ MULTIMODAL = Study(
 def mixed(base: RunConfig, mix: str) -> RunConfig:
     """Returns the configuration for a mix like 'patches:share=0.25,variance=4,norm=none'.
 
+    >>> mixed(RunConfig(), "mix:share=0.25").images.image_share
+    0.25
+
     Raises:
         UnknownNameError: the mix or an option is unknown.
     """
@@ -349,6 +352,9 @@ STUDIES: dict[str, Study] = {study.name: study for study in (LR, MLA, DEMO, EXTR
 
 def find_study(name: str) -> Study:
     """Returns the study of this name.
+
+    >>> find_study("lr").grid.lrs
+    (0.01, 0.03, 0.1, 0.3)
 
     Raises:
         UnknownNameError: there is no such study.

@@ -157,7 +157,11 @@ def heldout(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
 
 
 def spread(tokens: np.ndarray, context: int, sequences: int) -> np.ndarray:
-    """Returns evenly spaced, disjoint windows of tokens, int64 [n, context + 1]; n ≤ sequences."""
+    """Returns evenly spaced, disjoint windows of tokens, int64 [n, context + 1]; n ≤ sequences.
+
+    >>> spread(np.arange(10), context=2, sequences=2).tolist()
+    [[2, 3, 4], [6, 7, 8]]
+    """
     room = len(tokens) - context
     count = min(sequences, max(1, room // context))  # no more than fit without overlap
     starts = ((np.arange(count) + 0.5) / count * room).astype(np.int64)
