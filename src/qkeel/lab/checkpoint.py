@@ -145,18 +145,22 @@ class RunState:
         self.task = load_task(config)
         self.device = torch.device(config.device)
         self.heldout = self.task.heldout(config.eval_sequences).to(self.device)
+        # The probe is the same in every run of a task, so that logits of remedies are compared on equal text.
         self.probed = self.task.heldout(config.probe_sequences).to(self.device)
+        # Some layers draw their own weights when they are built, before `init_weights` replaces them.
         torch.manual_seed(config.seed)
         self.model = self.task.build(torch.Generator().manual_seed(config.seed))
         _nudge(self.model, config.nudge)
         self.model.to(self.device)
         self.attentions = tuple(name for name, m in self.model.named_modules() if isinstance(m, SpecModule))
+        # Remedies come after the optimizer: some scale its steps, others add parameters to its groups.
         self.optimizer = build_optimizer(config.optim, self.model, width_ratio(config.model))
         self.handle = put_on(config, self.model, self.optimizer)
         # Loss scaling keeps gradients within the range of fp16. A scale is a power of two, so it does not round.
         self.scaler = GradScaler(self.device.type, enabled=config.dtype == "fp16")
         self.skipped_steps = 0
         self.model.train()
+        # Compiled last, so that the graph contains what the remedy changed.
         if config.compile:
             self.model.compile()
 
@@ -301,6 +305,7 @@ def restore(directory: RunDirectory, run: RunState, checkpoint: RunCheckpoint) -
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters and buffers by name; shared tensors appear once."""
+    # A tied head and its embedding are one tensor; written twice, they could be restored to different values.
     ids: set[int] = set()
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

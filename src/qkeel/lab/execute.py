@@ -190,6 +190,7 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution = Execution()) ->
     out = Path(out)
     if plan.grid.tuning_seeds and not plan.tuned:
         plan = tune(plan, out, execution)
+    # All processes of a study write study.json, so a plan is joined with what is there while no other one writes.
     with _alone(out):
         if parse_executor(execution.executor).name == "loky":  # otherwise the computing machines check this
             for run in {run.role: run for run in pending(plan, out)}.values():
@@ -203,6 +204,7 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution = Execution()) ->
                 if outcome.error:
                     failures.append(outcome)
     finally:
+        # A study that is interrupted leaves the table of what has finished.
         with _alone(out):
             table, long_table = write_tables(out)
     return StudyResult(path=out, table=table, long_table=long_table, failures=failures)
@@ -268,6 +270,7 @@ def _outcomes(plan: Plan, out: Path, execution: Execution) -> Generator[Outcome,
     # Other machines start in other folders, so jobs get absolute paths; outcomes name the paths that were typed.
     runs = {str(run_directory(out, run).absolute()): run for run in pending(plan, out)}
     workers = execution.workers if execution.workers is not None else default_jobs(execution.executor)
+    # Each round starts what is left; the rounds end when every run has a result, whoever computed it.
     while runs:
         jobs = [
             Job(run.config.to_dict(), directory, execution.command, plan.contexts and plan.contexts.of(run.name))
@@ -276,7 +279,7 @@ def _outcomes(plan: Plan, out: Path, execution: Execution) -> Generator[Outcome,
         with closing(outcomes(jobs, workers, execution.executor, out.absolute())) as ended:
             for outcome in ended:
                 if outcome.busy:
-                    continue
+                    continue  # looked at again below, until the process that trains it has finished or died
                 run = runs.pop(outcome.directory)
                 error = (outcome.error or _invisible(plan, out, run)) if _is_pending(plan, out, run) else ""
                 yield Outcome(str(run_directory(out, run)), error)
@@ -304,6 +307,7 @@ def _invisible(plan: Plan, out: Path, run: PlannedRun) -> str:
 def _study(out: Path, plan: Plan, command: str) -> Json:
     """Returns the study.json of the plan, joined with the one in the directory."""
     new = study_of(plan, command)
+    # A directory of runs without study.json may be anything, so nothing is added to it.
     if (out / "study.json").exists():
         return joined_study(out, read_study(out), new)
     if out.exists() and any(not p.name.startswith("lock") and p.name != FOLDER for p in out.iterdir()):

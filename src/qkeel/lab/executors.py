@@ -135,6 +135,7 @@ def work(job: Job) -> Outcome:
 def _by_joblib(jobs: Sequence[Job], workers: int, backend: str) -> Iterator[Outcome]:
     with needed(f"{workers} workers", "joblib"):
         import joblib
+    # If a worker dies, joblib does not say in which job; all that are not known to have ended are reported.
     unfinished = {job.directory: None for job in jobs}
     # Ray's backend has no generator, so its outcomes come together at the end.
     settings: Json = {"return_as": "list" if backend == "ray" else "generator_unordered"}

@@ -157,6 +157,7 @@ def _at(run: RunState, baseline: _AsTrained, method: Method, steps: int) -> Json
 def _measured(model: nn.Module, windows: Tensor, short: int, ranges: Sequence[Range]) -> Json:
     """Returns the results of a model on windows [n, length + 1] after training at length `short`."""
     tokens, length = windows[:, :-1], windows.shape[1] - 1
+    # Repeated text has no new content: a model that only copies predicts it as well as at the training length.
     repeated = windows[:, :short].repeat(1, length // short + 1)[:, : length + 1]
     long = predict(model, tokens, windows[:, 1:])
     repeat = predict(
@@ -190,6 +191,7 @@ def trained_on(run: RunState, method: Method, steps: int) -> nn.Module:
     sequence), a new optimizer and the run's own schedule.
     """
     config = run.config
+    # As many tokens a step as before, so that only the length changes.
     several = max(1, config.data.batch * config.data.context // method.trained_at)
     data = {"context": method.trained_at, "batch": several}
     longer = RunState(

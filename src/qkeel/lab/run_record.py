@@ -66,6 +66,7 @@ def measuring(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     compiled = is_compiled(model)
     eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+    # A compiled model would be compiled once more for evaluation mode, which takes longer than the measurement.
     model.eval()
     try:
         with torch.no_grad(), eager:
@@ -361,7 +362,8 @@ class RunRecord:
             probe: the statistics of the probe.
             held: the held-out losses; empty if they are not due.
         """
-        self._write(numbers, probe, held)  # the bad step is recorded too, so that the page shows why training stopped
+        # The bad step is recorded too, so that the page shows why training stopped.
+        self._write(numbers, probe, held)
         if self._ends(numbers or ()):
             # No checkpoint is written, so a run that is killed here stops at the same step again.
             scale = " at any loss scale" if self.state.scaler.is_enabled() else ""
@@ -372,6 +374,7 @@ class RunRecord:
         """Replaces the checkpoint after syncing all earlier records to the disk."""
         self._claim.check()
         self._write_events()
+        # The checkpoint names the sizes of the files, so they must be on the disk before it is.
         self.directory.sync()
         save(
             self.directory,
@@ -401,6 +404,7 @@ class RunRecord:
             return None
         checkpoint = read_checkpoint(directory)
         step, sizes = checkpoint.progress.step, checkpoint.progress.sizes
+        # What was written after the checkpoint is repeated bit for bit, so it is cut off first.
         directory.cut_to(sizes or {})
         directory.events(sizes)
         logged_steps = [step for step in range(step + 1) if self.is_logged(step)]

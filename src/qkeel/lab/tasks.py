@@ -110,6 +110,7 @@ class VisionTask(Task):
         tokens = patches((pictures.pixels - train.mean()) / deviation, config.images.patch)
         self._patches = torch.from_numpy(tokens.reshape(len(tokens), -1, tokens.shape[-1]).astype(np.float32))
         self._labels = torch.from_numpy(pictures.labels)
+        # Images are held out by content, so that copies of an image are on one side.
         self._sides = [np.flatnonzero(side) for side in (~pictures.held, pictures.held)]
         flat = [self._patches[side].flatten(0, 1).numpy() for side in self._sides]
         self.corpus = Corpus(
@@ -193,7 +194,9 @@ class FusedTask(Task):
         """Returns sequences of which a share `image_share` has an image; the text is the same as without images."""
         config, data = self.images, self.config.data
         windows = batch(self.text, data, seed, step)
+        # A generator of its own, so that the text is the same with and without images.
         rng = np.random.default_rng((seed, step, 1))
+        # Rounded up or down at random: on average, the share of sequences with an image is as asked for.
         count = int(config.image_share * data.batch + rng.random())
         rows = []
         for i, window in enumerate(windows):

@@ -202,6 +202,7 @@ def split(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
     than half of the tenth (because there are few texts or one text dominates), the last tenth of each text is held out
     instead.
     """
+    # Copies of one text on both sides would make the held-out loss a training loss.
     unique = {hashlib.sha256(text).digest(): text for text in texts if text}
     budget = HELD_OUT * sum(map(len, unique.values()))
     held: set[bytes] = set()

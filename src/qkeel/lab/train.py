@@ -86,10 +86,12 @@ def train(record: RunRecord) -> None:
         KeyboardInterrupt: the watcher asked to stop; a checkpoint was written.
     """
     state = record.state
+    # The record of step 0 shows the initial weights: collapse is judged against their loss.
     if record.step == 0:
         record.write(None, measure_probe(state), evaluate(state))
     while not record.over:
         is_logged, is_saved = record.is_logged(record.step + 1), record.is_saved(record.step + 1)
+        # Calls before the step are kept only where its effect on the logits is recorded: they hold q and k.
         before = remember(state) if is_logged else ()
         start = time.perf_counter()
         loss, norm = train_step(state, record.step)
@@ -101,6 +103,7 @@ def train(record: RunRecord) -> None:
             held = evaluate(state, decode=record.over) if record.wants_held(*numbers) else {}
             record.write(numbers, statistics, held)
         must_stop = not record.over and record.watcher.should_stop()
+        # A run that stopped at a loss that is not finite keeps its last sound checkpoint.
         if (must_stop or is_saved) and not record.stopped:
             record.save()
         if must_stop:
@@ -121,6 +124,7 @@ def train_step(state: RunState, step: int) -> tuple[Tensor, Tensor]:
     config, optimizer, scaler = state.config, state.optimizer, state.scaler
     set_rate(state, step)
     batch = state.task.batch(config.seed, step).to(state.device)
+    # Dropout draws from torch's own generator, which a resumed run must find in the state of this step.
     torch.manual_seed(config.seed * _SEEDS + step)
     losses = []
     for examples in batch.split(config.data.batch // config.accumulate):
@@ -130,8 +134,10 @@ def train_step(state: RunState, step: int) -> tuple[Tensor, Tensor]:
         total = loss + z_loss(logits, config.optim.z_loss) if config.optim.z_loss else loss
         scaler.scale(total / config.accumulate).backward()
         losses.append(loss.detach() / config.accumulate)
+    # Clipping and the recorded norm are those of the true gradient, not of the scaled one.
     scaler.unscale_(optimizer)
     parameters = [p for p in state.model.parameters() if p.grad is not None]
+    # The norm is recorded even without clipping, so it is computed once, apart from clipping.
     norm = get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
     if config.optim.grad_clip:
         clip_grads_with_norm_(parameters, config.optim.grad_clip, norm, foreach=True)

@@ -60,6 +60,7 @@ def tuned_plan(plan: Plan, table: Sequence[Mapping[str, object]]) -> Plan:
 def _chosen(role: str, name: str, by_rate: Mapping[float, Sequence[float]], seeds: Sequence[int]) -> Json:
     means = {lr: sum(losses) / len(losses) for lr, losses in sorted(by_rate.items())}
     rates = list(means)
+    # Rates are in rising order, so of two equally good ones the lower is chosen.
     best = min(rates, key=lambda lr: means[lr])
     border = "lowest" if best == rates[0] else "highest" if best == rates[-1] else ""
     return {

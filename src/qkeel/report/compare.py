@@ -45,9 +45,11 @@ def difference(above: Mapping[int, float], below: Mapping[int, float]) -> Differ
     >>> round(found.mean, 3), found.interval()
     (0.11, '+0.085 to +0.135, 3 seeds')
     """
+    # In the order of seeds, so that the last digits do not depend on the order of the runs.
     values = [above[seed] - below[seed] for seed in sorted(above.keys() & below.keys())]
     if not values:
         return None
+    # One pair has no spread, and a loss that is not finite has no mean.
     judged = len(values) > 1 and all(map(math.isfinite, values))
     return Difference(
         mean=math.fsum(values) / len(values),

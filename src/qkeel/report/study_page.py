@@ -120,6 +120,7 @@ def _long_lead(study: StudyData) -> str:
     """Returns the share of accuracy that the second form keeps at the longest texts, compared with the first."""
     table = [cell for cell in long_cells(study) if cell.method == "none"]
     longest = max((cell.length for cell in table), default=0)
+    # The first form in the study's order that is not the baseline, so that it does not depend on how the forms did.
     for cell in table:
         if cell.length == longest and cell.gain is not None:
             interval = cell.gain.interval()
@@ -224,6 +225,7 @@ def chart_data(study: StudyData) -> dict[str, object]:
     rows = [run.row for run in study.finished if run.row is not None]
     counted = [run.env["counted_bigrams"] for run in study.finished if run.env.get("counted_bigrams") is not None]
     starts = [row["init_loss"] for row in rows if math.isfinite(row["init_loss"])]
+    # Lists instead of objects: the names of fields would be most of the page.
     losses = [
         [
             study.remedies.index(row["remedy"]),

@@ -93,6 +93,7 @@ def verdict(run: Watched) -> tuple[str, str]:
         return "none", "Nothing is recorded yet."
     logits = run.overall("max_logit")
     last = float(logits[-1])
+    # Remedies of an autopilot undo an alarm, so the page says what is left of it.
     grave = _grave(run)
     if grave and not (run.acted and last <= ALARM_THRESHOLD):
         first, leader = grave[0], run.leader()
@@ -429,6 +430,7 @@ def _last_sample(run: Watched, cells: int) -> dict[str, object] | None:
     measured = [name for name in run.measured() if not np.isnan(run.heads.values[name][-1]).all()]
     if not measured:
         return None
+    # The map starts with the fields that have a chart; a large model has room for few others.
     ordered = sorted(measured, key=lambda name: LINES.index(name) if name in LINES else len(LINES))
     shown = ordered[: max(2, cells // run.heads.values[ordered[0]][-1].size)]
     fields = {name: [h.series(line, 3) for line in run.heads.values[name][-1]] for name in shown}
