@@ -17,9 +17,9 @@ from tests.contract.watch.test_watch_faults import caught, same
 from torch import Tensor, nn
 
 from qkeel import watch
+from qkeel.monitor.call_statistics import CallStatistics
 from qkeel.monitor.gather import Transfer
 from qkeel.monitor.journal import Recorder
-from qkeel.monitor.measure import CallStatistics
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.weight_norms import WeightNorms
 from qkeel.nn import Attention

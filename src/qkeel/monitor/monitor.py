@@ -20,23 +20,18 @@ from qkeel.handle import Handle, State, under
 from qkeel.heads.site import AttentionSite, Sites, UnrecognizedAttention
 from qkeel.monitor.alarms import fitted, rules_for
 from qkeel.monitor.cadence import Cadence, MeasuredSteps
+from qkeel.monitor.call_statistics import CallStatistics, SettingSeen, wanted
 from qkeel.monitor.gather import Measurement, Stats, merged, on_host
 from qkeel.monitor.history import History, PlannedRates
 from qkeel.monitor.journal import PendingResults, Recorder
-from qkeel.monitor.measure import (
-    CallStatistics,
-    LogitChanges,
-    SettingSeen,
-    StepNumbers,
-    WatchedModels,
-    WatchedSites,
-    wanted,
-)
+from qkeel.monitor.logit_changes import LogitChanges
+from qkeel.monitor.measure import StepNumbers, WatchedModels
 from qkeel.monitor.processes import Handshake, ProcessGroup
 from qkeel.monitor.record import Sample, about, coverage, sample_html, sample_line, sample_table
 from qkeel.monitor.rules import Alarm, Rule
 from qkeel.monitor.sinks import Sink
 from qkeel.monitor.token_classes import Classes, PassTokens, QueryMaskSource
+from qkeel.monitor.watched_sites import WatchedSites
 from qkeel.patching.forward import owners, unwrapped
 from qkeel.patching.modes import FaultGuard, joined
 from qkeel.patching.optimizers import StepHooks, stepping, steps_taken
