@@ -264,7 +264,7 @@ def test_a_fused_step_that_a_scaler_skipped_is_clipped_by_at_the_next_one() -> N
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     handle = qkeel.apply(model, "qk_clip:threshold=1", optimizer)
     trained(model(x))
-    optimizer.found_inf = torch.ones(1)
+    optimizer.found_inf = torch.tensor(1.0)
     optimizer.step()
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
     state = handle.state()
@@ -274,7 +274,7 @@ def test_a_fused_step_that_a_scaler_skipped_is_clipped_by_at_the_next_one() -> N
     handle.remove()
     handle = qkeel.apply(model, "qk_clip:threshold=1", optimizer)
     handle.load(state)  # a run killed here goes on as it would have
-    optimizer.found_inf = torch.zeros(1)
+    optimizer.found_inf = torch.tensor(0.0)
     optimizer.step()
     assert torch.allclose(maxima(model, x)[0], top.clamp(max=1))
     kept = by_name(model)
@@ -283,7 +283,7 @@ def test_a_fused_step_that_a_scaler_skipped_is_clipped_by_at_the_next_one() -> N
     with torch.no_grad():
         model.q_proj.weight.mul_(3)
     trained(model(x))
-    optimizer.found_inf = torch.ones(1)
+    optimizer.found_inf = torch.tensor(1.0)
     optimizer.step()
     del optimizer.found_inf  # a step without the scaler clips by them too, once
     optimizer.step()
@@ -304,7 +304,7 @@ def test_on_an_accelerator_all_sites_are_multiplied_and_one_leaves_weights_bit_f
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     with qkeel.apply(model, "qk_clip:threshold=3", optimizer):
         trained(model(x))
-        optimizer.found_inf = torch.zeros(1)
+        optimizer.found_inf = torch.tensor(0.0)
         with NoReads():  # which raises where a number is read
             optimizer.step()
     assert unchanged(before["q_proj.weight"], model.q_proj.weight, 4) == (top <= 3).tolist()

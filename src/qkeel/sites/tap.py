@@ -31,6 +31,7 @@ from qkeel.patching.modes import (
     Function,
     Kwargs,
     ModuleTree,
+    in_function_transform,
     in_this_thread,
     is_fake,
     recomputing,
@@ -55,6 +56,10 @@ _FUNCTIONS: dict[str, frozenset[Function] | None] = {
 # The modules in which attention was observed, by name, with the torch functions to look for there.
 Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]
 
+_TRANSFORMED = (
+    "a pass inside a transform of torch.func (grad, vmap, jvp) is not measured, because its tensors have no values "
+    "outside it; passes outside are measured"
+)
 _OFF = "qkeel's tap failed and switched itself off: {}. The model continues unwatched"
 
 
@@ -198,6 +203,7 @@ class Tap(Handle):
         self._due = due or (lambda candidate, _: (candidate or not when_training, True))
         self.guard = FaultGuard(_OFF) if guard is None else guard
         self._guessed: set[str] = set()
+        self._said_transform = False
         self._stats: dict[Phase, SiteStatistics] = {"train": SiteStatistics(), "eval": SiteStatistics()}
         self._running: _ForwardPass | None = None
         self._forwards = ForwardPasses(model, self._before, self._after, guard=self.guard, owner=self)
@@ -357,6 +363,11 @@ class Tap(Handle):
 
     def _before(self, args: Args, kwargs: Kwargs, compiled: bool) -> None:
         self.settle(decide=False)
+        if in_function_transform():
+            if not self._said_transform:
+                self._said_transform = True
+                caution(_TRANSFORMED)
+            return
         if has_no_values(args, kwargs):
             return
         training = self.model.training
