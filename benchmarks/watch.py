@@ -96,9 +96,6 @@ def step_cases(size: Size, *, compiled: bool) -> Cases:
         "full statistics every 10th": trained(size, Every(10), compiled=compiled),
         "removed monitor": trained(size, Every(10), compiled=compiled, remove=True),
     }
-    if not compiled:
-        adaptive = Adaptive(least=NEVER, most=NEVER)
-        cases["a bracket every step (Adaptive)"] = trained(size, adaptive, compiled=False)
     return cases
 
 
