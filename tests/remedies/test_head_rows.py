@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qkeel.errors import RefusedError
 from qkeel.remedies.base import Target
-from qkeel.remedies.head_groups import HeadGroups, HeadView, factor_per_row, frobenius_norm, views_by_tensor
+from qkeel.remedies.head_rows import HeadRows, factor_per_row, views_by_tensor
 from qkeel.remedies.head_weights import HeadWeights
 from qkeel.sites import HeadSlice, find_sites
 
@@ -43,52 +43,42 @@ class Case:
 
     def __init__(self, *dtypes: torch.dtype) -> None:
         self.weights = [torch.randn(shape).to(d) for (shape, _), d in zip(LAYOUTS, itertools.cycle(dtypes))]
-        self.slices = [s for _, own in LAYOUTS for s in own]
+        slices = [s for _, own in LAYOUTS for s in own]
         entries = [w for w, (_, own) in zip(self.weights, LAYOUTS) for _ in own]
-        self.pieces = [piece for _, _, found in views_by_tensor(entries, self.slices) for piece in found]
-        self.firsts = [0, *itertools.accumulate(s.n for s in self.slices)]
-        self.row = torch.cat([(2 * torch.rand(self.firsts[-1])).round(decimals=1), torch.ones(1)]).double()
-        self.bundles = HeadGroups(lambda view: view.places([s.n for s in self.slices]))
-        self.bundles.update(self.parts())
-
-    def parts(self) -> list[tuple[HeadView, Tensor]]:
-        return [(piece, piece.weight) for piece in self.pieces]
+        views = [view for _, _, found in views_by_tensor(entries, slices) for view in found]
+        counts = [s.n for s in slices]
+        self.row = torch.cat([(2 * torch.rand(sum(counts))).round(decimals=1), torch.ones(1)]).double()
+        self.row[::3] = 0
+        self.rows = HeadRows([(view, view.weight) for view in views], [view.places(counts) for view in views])
+        each = iter(zip(slices, self.row[:-1].split(counts)))
+        # The factors of each weight, as merged from its slices one by one.
+        self.factors = [factor_per_row([next(each) for _ in own], w) for w, (_, own) in zip(self.weights, LAYOUTS)]
 
     def numbers(self) -> list[Tensor]:
         """What the weights hold now, in float64."""
         return [w.to(torch.float64, copy=True) for w in self.weights]
 
-    def factors(self) -> list[Tensor]:
-        """Of each weight, as merged from its slices one by one."""
-        each = iter(zip(self.slices, self.row[:-1].split([s.n for s in self.slices])))
-        return [factor_per_row([next(each) for _ in own], w) for w, (_, own) in zip(self.weights, LAYOUTS)]
-
 
 @pytest.mark.parametrize("dtypes", [(torch.float64,), (torch.float32, torch.float64)], ids=str)
-def test_every_layout_is_moved_and_scaled_as_weights_are_one_by_one(dtypes: tuple[torch.dtype, ...]) -> None:
+def test_every_layout_is_moved_restored_and_scaled_as_weights_are_one_by_one(dtypes: tuple[torch.dtype, ...]) -> None:
     case = Case(*dtypes)
-    assert len(case.bundles.all) == len(dtypes)
-    old = case.numbers()
-    sizes = torch.cat([x for bundle in case.bundles.all for x in bundle.copy(frobenius_norm)])
-    for w in case.weights:
-        w.add_(torch.randn_like(w))
-    new = case.numbers()
-    for bundle in case.bundles.all:
-        bundle.interpolate(case.row)
     near = 1e-14 if dtypes == (torch.float64,) else 1e-6
-    for w, a, b, f in zip(case.weights, old, new, case.factors()):
-        assert (w - torch.lerp(a, b, f.expand_as(a))).abs().max() <= near
-        assert torch.equal(w[(f == 1).expand_as(w)].double(), b[(f == 1).expand_as(b)])
+    for freezes in (False, True):
+        old, copies = case.numbers(), case.rows.copies()
+        for w in case.weights:
+            w.add_(torch.randn_like(w))
+        new = case.numbers()
+        (case.rows.restore if freezes else case.rows.interpolate)(copies, case.row)
+        for w, a, b, f in zip(case.weights, old, new, case.factors):
+            expected = torch.where(f == 0, a, b) if freezes else torch.lerp(a, b, f.expand_as(a))
+            assert (w - expected).abs().max() <= near
+            kept = (f != 0 if freezes else f == 1).expand_as(w)
+            assert torch.equal(w[kept].double(), b[kept])
     moved = case.numbers()
-    for look, bundle in itertools.product((True, False), case.bundles.all):
-        bundle.scale(case.row, on_host=look)
-    for w, a, f in zip(case.weights, moved, case.factors()):
+    for on_host in (True, False):
+        case.rows.scale(case.row, on_host=on_host)
+    for w, a, f in zip(case.weights, moved, case.factors):
         assert torch.allclose(w.double(), a * f * f, rtol=near, atol=near)
-    for piece, first in zip(case.pieces, case.bundles.firsts):
-        if not piece.whole:
-            i, s = piece.shares[0]
-            before = old[next(j for j, w in enumerate(case.weights) if w is piece.weight)]
-            assert torch.allclose(sizes[first : first + s.n].double(), frobenius_norm(s.heads(before)), rtol=1e-6), i
 
 
 def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused() -> None:
