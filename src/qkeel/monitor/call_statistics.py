@@ -8,12 +8,12 @@ from typing import Literal, final, get_args
 import torch
 from torch import Tensor
 
-from qkeel.capture.calls import ScoresCall, Seen, call_logsumexp, find, find_maxima
+from qkeel.capture.calls import ScoresCall, Seen, call_logsumexp, maxima, statistics
 from qkeel.errors import unknown
 from qkeel.functional.norms import widest
-from qkeel.functional.statistics import KernelRows, row_moments, sink_gate
+from qkeel.functional.statistics import KernelRows, LogitStats, row_moments, sink_gate
 from qkeel.heads.site import AttentionSite, Kind, NormGain
-from qkeel.kernels.statistics import Found, FoundExtremes, find_plain_extremes, find_plain_rows
+from qkeel.kernels.statistics import extreme_stats, plain_max_stats, plain_stats
 from qkeel.monitor.alarms import Setting
 from qkeel.monitor.gather import NumberKey, PartialValue, SiteNumbers
 from qkeel.monitor.pass_values import PassValues
@@ -54,26 +54,26 @@ class CallStatistics:
     def __init__(self, tokens: PassTokens, setting: SettingSeen, wanted: Wanted = True) -> None:
         self.tokens, self.setting, self._wanted = tokens, setting, wanted
 
-    def call(self, call: Seen) -> Found:
+    def call(self, call: Seen) -> LogitStats:
         """Measures a call in a separate pass over its logits."""
         self.setting.see(call)
         counted = self.tokens.on(call)
-        return find_maxima(counted) if self._wanted == "max" else find(counted)
+        return maxima(counted) if self._wanted == "max" else statistics(counted)
 
-    def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> Found | None:
+    def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> LogitStats | None:
         """Like `call`, but for a call of torch's own attention function without a mask; None if that is not
         supported."""
         if not self.tokens.all_count:
             return None
         self.setting.see_plain(q, scale)
-        return (find_plain_extremes if self._wanted == "max" else find_plain_rows)(q, k, scale, causal)
+        return (plain_max_stats if self._wanted == "max" else plain_stats)(q, k, scale, causal)
 
-    def maxima(self, call: AttentionCall, rows: KernelRows) -> Found:
+    def of_rows(self, call: AttentionCall, rows: KernelRows) -> LogitStats:
         """The largest logits, from the attention pass itself, whose kernel returns them for each row."""
         self.setting.see(call)
         mask = self.tokens.on(call).query_mask
         tops = rows.largest if mask is None else rows.largest.masked_fill(~mask[:, None], -torch.inf)
-        return FoundExtremes(tops[None])
+        return extreme_stats(tops)
 
 
 _NAMES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {

@@ -378,7 +378,7 @@ class Monitor(Handle):
         self._end = TrainingEnd(self._steps, self._models, self._group, self._step_end, optimizer, guard=self._guard)
         for name, one in model.items():
             calls = CallStatistics(PassTokens(query_mask.get(name), classes.get(name)), setting, main)
-            due, rows = functools.partial(self._steps.due, name), None if main is True else calls.maxima
+            due, rows = functools.partial(self._steps.due, name), None if main is True else calls.of_rows
             tap = Tap(
                 one,
                 due=due,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, SiteStats, find, find_maxima
+from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, SiteStats, maxima, statistics
 from qkeel.capture.example import LastPass, ModuleCall, copied, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
 from qkeel.capture.readers import FLASH_AND_FLEX
@@ -20,8 +20,8 @@ from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.handle import Handle
 from qkeel.heads.site import INDEX, AttentionSite, Sites, layer_of
-from qkeel.kernels.native import logit_pass
-from qkeel.kernels.statistics import Found, find_plain_rows
+from qkeel.kernels.logits import compiled as logit_pass
+from qkeel.kernels.statistics import plain_stats
 from qkeel.nn import functional_attention
 from qkeel.nn.attention import Observer, RowObserver, SpecModule
 from qkeel.patching.forward import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
@@ -40,9 +40,9 @@ from qkeel.patching.named_calls import SDPA_BY_NAME
 from qkeel.patching.roles import PassRole, Phase, inside_checkpoint
 from qkeel.spec import AttentionCall
 
-MeasurePlain = Callable[[Tensor, Tensor, float, bool], Found | None]
-MeasureCall = Callable[[Seen], Found | LogitStats | None]
-MeasureRows = Callable[[AttentionCall, KernelRows], Found | LogitStats | None]
+MeasurePlain = Callable[[Tensor, Tensor, float, bool], LogitStats | None]
+MeasureCall = Callable[[Seen], LogitStats | None]
+MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
 
 _FUSED = SDPA_BY_NAME | {F.multi_head_attention_forward, functional_attention}
 # For each function by whose name a call was observed, the torch functions to look for in the calling module; None for
@@ -180,14 +180,14 @@ class Tap(Handle):
         parts: bool = False,
         due: Callable[[bool, bool], tuple[bool, bool]] | None = None,
         by_step: bool = False,
-        measure: MeasureCall = find,
+        measure: MeasureCall = statistics,
         measure_rows: MeasureRows | None = None,
         measure_plain: MeasurePlain | None = None,
         keeps: bool = False,
         guard: FaultGuard | None = None,
     ) -> None:
         self.measure, self.measure_rows = measure, measure_rows
-        self.measure_plain = find_plain_rows if measure is find and measure_plain is None else measure_plain
+        self.measure_plain = plain_stats if measure is statistics and measure_plain is None else measure_plain
         self.visitor = Visitor()
         self.sites = Sites()  # the known sites, with the information needed to observe them
         self._known: _Known | None = None
@@ -424,7 +424,7 @@ class Tap(Handle):
             if look.error is not None:
                 raise look.error
             look.over()
-            held.stats, held.calls = look.sites.reduced(), look.calls
+            held.stats, held.calls = look.sites, look.calls
             seen = bool(held.stats) or any([self.has("train"), self.has("eval"), *(x.stats for x in self._held)])
             held.collected = self.visitor.after(output, seen)
         self._hold(held)
@@ -519,7 +519,7 @@ class _ForwardPass:
             layouts=self.tap.known.layouts,
             only_in=only_in,
         )
-        interceptor.maxima = self.tap.measure is find_maxima  # no other result of a call is read
+        interceptor.maxima = self.tap.measure is maxima  # no other result of a call is read
         interceptor.key_heads = self.tap.known.key_heads
         if self.tap.known.indexers and self.kept is None:
             interceptor.index, interceptor.index_layouts = self._index, self._index_layout

@@ -9,6 +9,7 @@
 
 namespace qkeel {
 
+constexpr int64_t KEYS = 128;  // a tile's
 constexpr float INF = std::numeric_limits<float>::infinity(), NONE_LARGER = std::numeric_limits<float>::max();
 constexpr float GONE = -88.0f;  // e to this is 0 next to a 1
 

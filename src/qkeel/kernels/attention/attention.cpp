@@ -56,7 +56,7 @@ struct Block {
 struct Adjust {
   const Options& o;
   const Mask& mask;
-  int64_t place;        // of the block's first row in the mask
+  int64_t b, h, start;  // of the block's first row
   float* room;          // [ROWS KEYS] and [KEYS ROWS]
 
   void operator()(const Block& k, int64_t from, int64_t n, float* z) const {
@@ -81,16 +81,15 @@ struct Adjust {
   }
   void by_mask(const Block& k, int64_t from, int64_t n, float* z) const {
     float *across = room, *down = room + ROWS * KEYS;
-    const int64_t at = place + from * mask.step[3];
     if (mask.step[2] == 0) {
-      mask.read(at, n, across);
+      mask.read(b, h, 0, from, n, across);
       for (int64_t j = 0; j < n; ++j)
         for (int64_t c = 0; c < k.width; c += LANES) add(z + j * ROWS + c, Lanes{} + across[j]);
       return;
     }
     const int64_t whole = round_up(n, 8);
     for (int64_t r = 0; r < k.rows; ++r) {
-      mask.read(at + r * mask.step[2], n, across + r * KEYS);
+      mask.read(b, h, start + r, from, n, across + r * KEYS);
       std::fill(across + r * KEYS + n, across + r * KEYS + whole, 0.0f);
     }
     transpose(k.rows, whole, across, KEYS, 1.0f, down, ROWS);
@@ -265,7 +264,7 @@ void qkeel::attention(const Array& q, const Array& k, const Array& v, const Arra
       const int64_t i = task % many, start = ROWS * (i % 2 ? many - 1 - i / 2 : i / 2);
       const int64_t b = task / many / n.h, h = task / many % n.h, group = b * n.g + h / share;
       worker.begin(q, b, h, start, slopes ? slopes[h] : 0.0f);
-      const Adjust adjust{o, mask, b * mask.step[0] + h * mask.step[1] + start * mask.step[2], worker.room.get()};
+      const Adjust adjust{o, mask, b, h, start, worker.room.get()};
       const auto [low, high] = reach(n, o, start);
       for (int64_t which = low; which < high; ++which) {
         worker.copy(k, v, group, which);

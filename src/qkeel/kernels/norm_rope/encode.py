@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from qkeel.kernels.native.operators import NONE, OPS, WHOLE, norm_rope, norm_rope_two, reads, ready
-from qkeel.kernels.triton import available
+from qkeel.kernels.native.operators import OPS, reads
+from qkeel.kernels.norm_rope.operator import (
+    INTERLEAVED,
+    L2,
+    LAYER,
+    NONE,
+    RMS,
+    WHOLE,
+    norm_rope,
+    norm_rope_two,
+    operators_for,
+)
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.norm import Norm, NormKind
@@ -19,16 +29,14 @@ from qkeel.spec.rope import Position, Rope
 from qkeel.spec.slot import Keys, Params, PosK, PosQ, Queries, Values
 
 # The codes of the norms in the operators' sources. torch computes all other norms.
-KINDS: dict[NormKind, int] = {"none": NONE, "rms": 1, "l2": 2, "layer": 3}
+KINDS: dict[NormKind, int] = {"none": NONE, "rms": RMS, "l2": L2, "layer": LAYER}
 # Least min |gain| / max |gain| of a pair for which x̂ is recomputed from the result, since the division magnifies
 # rounding.
 _SPREADS = {torch.float32: 0.05, torch.bfloat16: 0.25, torch.float16: 0.25}
 _WIDEST_TOKEN = 8192  # numbers of all heads, rounded up to a power of two, that one program can hold
 
-CosSin = tuple[Tensor, Tensor]
+CosSin = tuple[Tensor, Tensor]  # of q and of k may differ in length
 KeyParts = Float[Tensor, "b g s r"]  # keys, or their rotated part
-EncodeOperator = Callable[[Tensor, Tensor | None, CosSin | None, int, float, bool], Tensor]
-BothOperator = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,10 +59,11 @@ def _planned(norm: Norm, position: Position) -> _EncodePlan | None:
 def _plan(norm: Norm, position: Position) -> _EncodePlan | None:
     if norm.kind not in KINDS or position.kind not in ("none", "rope") or not _takes(norm, position):
         return None
-    whole = WHOLE if norm.over == "layer" else 0
-    kind_q, kind_k = (KINDS[norm.kind] + whole if part in norm.sides else NONE for part in "qk")
     rope = position.rope
-    on_gpu = bool(whole) or (rope is not None and rope.pairing == "interleaved")
+    normed = KINDS[norm.kind] + (WHOLE if norm.over == "layer" else 0)
+    pairing = INTERLEAVED if rope is not None and rope.pairing == "interleaved" else 0
+    kind_q, kind_k = ((normed if side in norm.sides else NONE) + pairing for side in "qk")
+    on_gpu = norm.over == "layer" or pairing > 0
     return _EncodePlan(norm=norm, position=rope, kind_q=kind_q, kind_k=kind_k, eps=norm.eps, on_gpu=on_gpu)
 
 
@@ -119,46 +128,18 @@ def fused(
     for x in (k, *params.values()):
         if x.device != device:
             return None  # torch raises its own error
-    operator = operator_for(device)
-    if operator is None or (plan.on_gpu and (operator is norm_rope or not _fits(plan, q, k))):
+    operators = operators_for(device)
+    if operators is None or (plan.on_gpu and (operators is OPS or not _fits(plan, q, k))):
         return None
-    step = {"step": 2} if plan.position is not None and plan.position.pairing == "interleaved" else {}
     gain_q, gain_k = plan.norm.weight("q", params), plan.norm.weight("k", params)
     table_q, table_k = _tables(plan, q, k, pos_q, pos_k)
-    kinds = plan.kind_q, plan.kind_k
-    at_once = table_q is table_k and (table_q is not None or all(kinds))
-    if at_once and operator is norm_rope:
-        keeps = _keeps(q, gain_q), _keeps(k, gain_k)
-        return norm_rope_two(q, k, (gain_q, gain_k), table_q, kinds, plan.eps, keeps)
-    alike = q.dtype == k.dtype and q.shape[-1] == k.shape[-1] and (kinds[0] == NONE) == (kinds[1] == NONE)
-    two = both_operator(device) if at_once and alike else None
-    if two is not None:
-        return two(q, k, (gain_q, gain_k), table_q, kinds, plan.eps, (_keeps(q, gain_q), _keeps(k, gain_k)), **step)
-    operator = functools.partial(operator, **step) if step else operator
+    if table_q is table_k and (table_q is not None or (plan.kind_q % WHOLE and plan.kind_k % WHOLE)):
+        kinds, keeps = (plan.kind_q, plan.kind_k), (_keeps(q, gain_q), _keeps(k, gain_k))
+        return norm_rope_two(operators, q, k, (gain_q, gain_k), table_q, kinds, plan.eps, keeps)
     return (
-        _one(operator, q, gain_q, table_q, plan.kind_q, plan.eps),
-        _one(operator, k, gain_k, table_k, plan.kind_k, plan.eps),
+        _one(operators, q, gain_q, table_q, plan.kind_q, plan.eps),
+        _one(operators, k, gain_k, table_k, plan.kind_k, plan.eps),
     )
-
-
-def operator_for(device: torch.device) -> EncodeOperator | None:
-    """Returns the operator for norm and rotation on a device, or None if torch computes them."""
-    if device.type == "cpu":
-        return norm_rope if ready() else None
-    if not available.usable(device):
-        return None
-    from qkeel.kernels.triton import norm_rope as triton_norm_rope
-
-    return triton_norm_rope.norm_rope
-
-
-def both_operator(device: torch.device) -> BothOperator | None:
-    """Returns the GPU operator that handles q and k in one launch, gradient included, or None if there is none."""
-    if device.type == "cpu" or not available.usable(device):
-        return None
-    from qkeel.kernels.triton import norm_rope as triton_norm_rope
-
-    return triton_norm_rope.norm_rope_two
 
 
 def _tables(
@@ -170,19 +151,19 @@ def _tables(
         return None, None
     whole = pos_q.numel() == 1 and not pos_q.is_floating_point() and pos_q.device.type == "cpu"
     if whole and pos_q is pos_k and not torch.compiler.is_compiling():
-        found = _of_place(plan, q.shape[-1], q.dtype, int(pos_q))
-        return found, found
+        table = _of_place(plan, q.shape[-1], q.dtype, int(pos_q))
+        return table, table
     theirs, keys = position.tables(q, k, pos_q, pos_k)
     turned = _turned(position, keys)
     return (turned if theirs is keys else _turned(position, theirs)), turned
 
 
 @functools.lru_cache(maxsize=16)  # consecutive layers of a model ask for the same table
-def _of_place(plan: _EncodePlan, size: int, dtype: torch.dtype, place: int) -> CosSin:
+def _of_place(plan: _EncodePlan, size: int, dtype: torch.dtype, position_index: int) -> CosSin:
     assert plan.position is not None
-    like, pos = torch.empty(1, 1, 1, size, dtype=dtype, device="cpu"), torch.tensor([[place]], device="cpu")
+    row, pos = torch.empty(1, 1, 1, size, dtype=dtype, device="cpu"), torch.tensor([[position_index]], device="cpu")
     with torch.inference_mode(False):
-        return _turned(plan.position, plan.position.tables(like, like, pos, pos)[1])
+        return _turned(plan.position, plan.position.tables(row, row, pos, pos)[1])
 
 
 def _turned(position: Rope, table: CosSin) -> CosSin:
@@ -202,18 +183,16 @@ def _takes(norm: Norm, position: Position) -> bool:
 def _fits(plan: _EncodePlan, q: Tensor, k: Tensor) -> bool:
     """True if a GPU program can hold all heads of a token, as a norm over all of them requires."""
     widest = max(
-        (1 << (x.shape[1] - 1).bit_length()) * max(16, x.shape[3]) if kind >= WHOLE else 0
+        (1 << (x.shape[1] - 1).bit_length()) * max(16, x.shape[3]) if kind & WHOLE else 0
         for x, kind in ((q, plan.kind_q), (k, plan.kind_k))
     )
     return widest <= _WIDEST_TOKEN
 
 
-def _one(
-    operator: EncodeOperator, x: Tensor, gain: Tensor | None, table: CosSin | None, kind: int, eps: float
-) -> Tensor:
-    if kind == NONE:
-        return x if table is None else operator(x, None, table, NONE, 0.0, False)
-    return operator(x, gain, table, kind, eps, _keeps(x, gain))
+def _one(operators: Any, x: Tensor, gain: Tensor | None, table: CosSin | None, kind: int, eps: float) -> Tensor:
+    if kind % WHOLE == NONE and table is None:
+        return x
+    return norm_rope(operators, x, gain, table, kind, eps, _keeps(x, gain))
 
 
 def _keeps(x: Tensor, gain: Tensor | None) -> bool:

@@ -23,9 +23,9 @@ inline void behind(V& a, V& b, const Turn& t) {
   b = b * t.cos2 - was * t.sin2;
 }
 
-// rotation(gain · x): y1 = g1 c a - g2 s b, y2 = g2 c b + g1 s a.
-inline Turn turn_at(const float* g, const float* c, const float* s, int64_t i, int64_t half) {
-  const V g1 = at8(g + i), g2 = at8(g + i + half), cos = at8(c + i), sin = at8(s + i);
+// rotation(gain · x): y1 = g1 c a - g2 s b, y2 = g2 c b + g1 s a; the gain times `size`.
+inline Turn turn_at(const float* g, const float* c, const float* s, int64_t i, int64_t half, float size = 1.0f) {
+  const V g1 = at8(g + i) * size, g2 = at8(g + i + half) * size, cos = at8(c + i), sin = at8(s + i);
   return {g1 * cos, g1 * sin, g2 * cos, g2 * sin};
 }
 
@@ -90,12 +90,6 @@ struct Back {
   float* sums; // Σ x̂ · its gradient, the gain's times the gain: [d], those of the next row gain_step further
 };
 
-// As turn_at, for what undoes it: over_gain · rotation⁻¹.
-inline Turn undo_at(const float* over, const float* c, const float* s, float size, int64_t i, int64_t half) {
-  const V g1 = at8(over + i) * size, g2 = at8(over + i + half) * size, cos = at8(c + i), sin = at8(s + i);
-  return {g1 * cos, g1 * sin, g2 * cos, g2 * sin};
-}
-
 // The gradient of x under an RMS or L2 norm from y = rotation(gain · x̂): (dn - x̂ · ⟨dn, x̂⟩) · inverse. All rows take
 // their turn at sixteen numbers each, so that what they share stays in registers.
 template <int64_t D, bool SHARED>
@@ -116,7 +110,7 @@ inline void back_whole(const Back& p, const With& w, int64_t kind, float clamped
     sizes[r] = 1.0f / (c * c + s * s);
   }
   for (int64_t i = 0; i < HALF; i += 8) {
-    Turn turn = turn_at(w.gain, w.cos, w.sin, i, HALF), undo = undo_at(p.over_gain, w.cos, w.sin, sizes[0], i, HALF);
+    Turn turn = turn_at(w.gain, w.cos, w.sin, i, HALF), undo = turn_at(p.over_gain, w.cos, w.sin, i, HALF, sizes[0]);
     const float *v = y.at + i, *u = up.at + i;
     float *o = const_cast<float*>(to.at) + i, *sums = p.sums + i;
     V sum1 = at8(sums), sum2 = at8(sums + HALF);
@@ -124,7 +118,7 @@ inline void back_whole(const Back& p, const With& w, int64_t kind, float clamped
       if (!SHARED && r) {
         const float *c = w.cos + r * w.angle_step, *s = w.sin + r * w.angle_step;
         turn = turn_at(w.gain + r * w.gain_step, c, s, i, HALF);
-        undo = undo_at(p.over_gain + r * w.gain_step, c, s, sizes[r], i, HALF);
+        undo = turn_at(p.over_gain + r * w.gain_step, c, s, i, HALF, sizes[r]);
         if (w.gain_step) {
           put8(sums, sum1), put8(sums + HALF, sum2);
           sums += w.gain_step;

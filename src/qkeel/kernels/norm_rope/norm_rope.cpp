@@ -72,8 +72,8 @@ template <int64_t D, bool MANY, bool SHARED>
 void backward(const Array& dy, const Array& kept, const Array& r, const Array& dx, float* dgain, const Walk& w,
               const Options& opt) {
   const float* inv = r.as<float>();
-  std::vector<float> over(w.gain.rows * w.d);
-  for (size_t i = 0; i < over.size(); ++i) over[i] = 1.0f / w.gain.at[i];
+  std::vector<float> over(w.gain.numbers.size());
+  for (size_t i = 0; i < over.size(); ++i) over[i] = 1.0f / w.gain.numbers[i];
   const int64_t d = D ? D : w.d, half = D ? D / 2 : w.half;
   const int64_t outer = w.outer(), chunks = std::min(CHUNKS, outer), up_step = w.apart(dy);
   const int64_t was_step = w.apart(kept), out_step = w.apart(dx), inv_step = w.apart(r);
@@ -89,7 +89,7 @@ void backward(const Array& dy, const Array& kept, const Array& r, const Array& d
         const Rows v = load_rows(kept.row(b.n, b.h, b.t), kept.type, was_step, b.rows, d, loaded[1], d);
         char* end = dx.row(b.n, b.h, b.t);
         const Rows to = target_rows(end, dx.type, out_step, made, d);
-        const int64_t g = b.gain - w.gain.at;
+        const int64_t g = b.gain - w.gain.numbers.data();
         float* sums = parts.data() + chunk * numbers + g;
         for (int64_t i = 0; i < b.rows; ++i) inverse[i] = inv[b.n * r0 + b.h * r1 + b.t * r2 + i * inv_step];
         if constexpr (MANY) {
@@ -146,9 +146,8 @@ void qkeel::norm_rope_backward(const Array& dy, const Array& kept, const Array& 
 double qkeel::gain_spread(const Array& gain) {
   float low = std::numeric_limits<float>::infinity(), high = 0;
   const int64_t rows = gain.dims == 2 ? gain.size[0] : 1, d = gain.dims ? gain.size[gain.dims - 1] : 1;
-  const Gain all(gain, rows, d);
-  for (int64_t i = 0; i < rows * d; ++i) {
-    const float size = std::abs(all.at[i]);
+  for (const float number : Gain(gain, rows, d).numbers) {
+    const float size = std::abs(number);
     if (!(size > 0)) return 0.0;  // NaN too
     low = std::min(low, size), high = std::max(high, size);
   }

@@ -119,10 +119,7 @@ void weigh(const Problem& w, const Room& room, int64_t b, int64_t h, Range i, Ra
     float *p = room.p + (r - i.from) * LOGITS, *ds = room.ds + (r - i.from) * LOGITS;
     const Range seen = w.visibility.keys(r).within(j.from, j.to);
     const int64_t low = seen.from - j.from, high = seen.to - j.from;
-    if (BIASED && w.mask.data) {
-      const int64_t* step = w.mask.step;
-      w.mask.read(b * step[0] + h * step[1] + r * step[2] + seen.from * step[3], high - low, room.bias + low);
-    }
+    if (BIASED && w.mask.data) w.mask.read(b, h, r, seen.from, high - low, room.bias + low);
     const float lse = room.lse[r], dot = room.dot[r];
     for (int64_t c = low / LANES * LANES; c < high; c += LANES) {
       Lanes z = lanes(p + c), up = lanes(ds + c) - dot;

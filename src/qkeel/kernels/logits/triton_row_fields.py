@@ -2,8 +2,8 @@
 
 The pass computes only one of attention's two matrix products, and needs neither the values nor a T×T matrix. It returns
 what the compiled pass on a CPU returns (`kernels.native.logit_pass`): the fields of `functional.statistics.ROW_FIELDS`
-in one tensor. Sums of weights are updated while the maximum grows, as in `kernels.triton.statistics`, so that nothing
-cancels at large logits.
+in one tensor. The entropy is updated together with the sum of exponentials while the maximum grows: W ← f (W + L (M -
+M')), L ← f L, f = e^(M - M'); H = ln L - W / L. So nothing cancels at large logits.
 
 Shapes: b batch, h query heads, g key heads, t queries, s keys, d dimensions per head.
 """
@@ -19,7 +19,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkeel.functional.statistics import ROW_FIELDS
-from qkeel.kernels.triton.statistics import Spans, bounds, capped, dense, first_and_last, key_mask, tile_sizes, visible
+from qkeel.kernels.logits.triton_visible_keys import (
+    Spans,
+    bounds,
+    dense,
+    first_and_last,
+    key_mask,
+    tile_sizes,
+    visible,
+)
 
 # Rows, keys and warps of a tile by head size, in 16 bits and in float32: the fewest instructions a logit of those that
 # spill no registers on Hopper.
@@ -32,11 +40,41 @@ _YES, _NO = tl.constexpr(True), tl.constexpr(False)
 
 
 @triton.jit
+def capped(z, cap, CAP: tl.constexpr):
+    """Returns cap · tanh(z / cap), computed with an exponential that cannot overflow."""
+    if CAP:
+        e = tl.exp(-2.0 * tl.abs(z) / cap)
+        t = cap * (1.0 - e) / (1.0 + e)
+        z = tl.where(z < 0, -t, t)
+    return z
+
+
+@triton.jit
 def _add(
-    x, y, inverse, factor, cap, threshold, seen, key,
-    top, low, most, mass, along, total, above, squares, widest, cosines, n, begin,
-    CAP: tl.constexpr, MASK: tl.constexpr, ALL: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    inverse,
+    factor,
+    cap,
+    threshold,
+    is_visible,
+    key,
+    top,
+    low,
+    most,
+    mass,
+    along,
+    total,
+    above,
+    squares,
+    widest,
+    cosines,
+    n,
+    begin,
+    CAP: tl.constexpr,
+    MASK: tl.constexpr,
+    ALL: tl.constexpr,
+):
     """Adds a tile of keys to the running statistics of the rows; with ALL, every key is seen.
 
     `most`, `mass` and `along` refer to logits in units of ln 2. All weights of a tile are relative to the same rounded
@@ -44,20 +82,20 @@ def _add(
     """
     products = tl.dot(x, y, input_precision="ieee")
     if not ALL:
-        products = tl.where(seen, products, 0.0)  # a hidden key may hold anything
-        n += tl.sum(seen.to(tl.int32), 1)
+        products = tl.where(is_visible, products, 0.0)  # a hidden key may hold anything
+        n += tl.sum(is_visible.to(tl.int32), 1)
         if MASK:
-            begin = tl.minimum(begin, tl.min(tl.where(seen, key[None, :], _NONE), 1))
+            begin = tl.minimum(begin, tl.min(tl.where(is_visible, key[None, :], _NONE), 1))
     else:
         n += products.shape[1]
     total += tl.sum(products, 1)
     squares += tl.sum(products * products, 1)
     angles = products * inverse[None, :]
-    angles = angles if ALL else tl.where(seen, angles, 0.0)
+    angles = angles if ALL else tl.where(is_visible, angles, 0.0)
     cosines += tl.sum(angles, 1)
-    widest = tl.maximum(widest, tl.max(angles if ALL else tl.where(seen, angles, float("-inf")), 1))
-    most_product = tl.max(products if ALL else tl.where(seen, products, float("-inf")), 1)
-    least_product = tl.min(products if ALL else tl.where(seen, products, float("inf")), 1)
+    widest = tl.maximum(widest, tl.max(angles if ALL else tl.where(is_visible, angles, float("-inf")), 1))
+    most_product = tl.max(products if ALL else tl.where(is_visible, products, float("-inf")), 1)
+    least_product = tl.min(products if ALL else tl.where(is_visible, products, float("inf")), 1)
     none, up = least_product > most_product, factor >= 0  # pyright: ignore[reportOperatorIssue]
     largest = tl.where(none, 0.0, tl.where(up, most_product, least_product)) * factor
     least = tl.where(none, 0.0, tl.where(up, least_product, most_product)) * factor
@@ -65,7 +103,7 @@ def _add(
     top = tl.maximum(top, largest)
     if tl.max(largest, 0) > threshold:
         over = products * factor[:, None] > threshold
-        above += tl.sum((over if ALL else over & seen).to(tl.int32), 1)
+        above += tl.sum((over if ALL else over & is_visible).to(tl.int32), 1)
     highest = capped(tl.where(none, 0.0, largest), cap, CAP) * _LOG2_E
     new = tl.maximum(most, tl.where(none, float("-inf"), highest))
     base = tl.where(new == float("-inf"), 0.0, new)  # before the first key any finite number works
@@ -74,9 +112,9 @@ def _add(
         away = capped(products * factor[:, None], cap, CAP) * _LOG2_E - base[:, None]
     else:
         away = products * (factor * _LOG2_E)[:, None] - base[:, None]
-    away = away if ALL else tl.where(seen, away, 0.0)
+    away = away if ALL else tl.where(is_visible, away, 0.0)
     p = tl.exp2(away)
-    p = p if ALL else tl.where(seen, p, 0.0)
+    p = p if ALL else tl.where(is_visible, p, 0.0)
     fade = tl.exp2(was - base)
     along = fade * (along + mass * (was - base)) + tl.sum(p * away, 1)
     mass = fade * mass + tl.sum(p, 1)
@@ -85,14 +123,53 @@ def _add(
 
 @triton.jit
 def _fields(
-    q, k, inverses, keys, pairs, starts, stops, scales, fields, counts, scale, cap, threshold,
-    heads, share, times, length, window, tiles, rows_in_all,
-    q_b, q_h, q_t, k_b, k_h, k_t, keys_b, keys_s, pairs_b, pairs_h, pairs_t, pairs_s,
-    scales_b, scales_h, scales_t,
-    D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr, CAP: tl.constexpr,
-    SCALED: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    inverses,
+    keys,
+    pairs,
+    starts,
+    stops,
+    scales,
+    fields,
+    counts,
+    scale,
+    cap,
+    threshold,
+    heads,
+    share,
+    times,
+    length,
+    window,
+    tiles,
+    rows_in_all,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    keys_b,
+    keys_s,
+    pairs_b,
+    pairs_h,
+    pairs_t,
+    pairs_s,
+    scales_b,
+    scales_h,
+    scales_t,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
+    SPANS: tl.constexpr,
+    CAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
     of = (tl.program_id(0) // tiles).to(tl.int64)  # sequence and head
     n, h = of // heads, of % heads
     start = (tiles - 1 - tl.program_id(0) % tiles) * ROWS  # longest rows first under a causal mask
@@ -100,15 +177,26 @@ def _fields(
     ok = row < times
     past_keys = length - times  # queries are aligned to the end of the keys
     at = row + past_keys
-    own = q + n * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + i[None, :]
-    x = tl.load(own, mask=ok[:, None] & (i[None, :] < D), other=0.0)
+    query_rows = q + n * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + i[None, :]
+    x = tl.load(query_rows, mask=ok[:, None] & (i[None, :] < D), other=0.0)
     factor = tl.zeros([ROWS], tl.float32) + scale
     if SCALED:
         factor = tl.load(scales + n * scales_b + h * scales_h + row * scales_t, mask=ok, other=1.0)
-    low_key, high_key, begin, whole, stop = bounds(
-        starts, stops, row, ok, start + past_keys, start + ROWS - 1 + past_keys, length, window,
-        KEYS, CAUSAL, WINDOW, MASK or PAIRS, SPANS,
-    )  # fmt: skip
+    low_key, high_key, begin, shared_end, stop = bounds(
+        starts,
+        stops,
+        row,
+        ok,
+        start + past_keys,
+        start + ROWS - 1 + past_keys,
+        length,
+        window,
+        KEYS,
+        CAUSAL,
+        WINDOW,
+        MASK or PAIRS,
+        SPANS,
+    )
     nothing = tl.zeros([ROWS], tl.float32)
     top = nothing + float("-inf")
     low, most, widest = -top, top, top
@@ -121,38 +209,79 @@ def _fields(
         if WINDOW:
             first = tl.maximum(at - window + 1, 0)
     theirs, turns = k + n * k_b + (h // share) * k_h, inverses + (n * (heads // share) + h // share) * length
-    for past in range(begin, whole, KEYS):
+    for past in range(begin, shared_end, KEYS):
         key = past + tl.arange(0, KEYS)
         y = tl.load(theirs + key.to(tl.int64)[None, :] * k_t + i[:, None], mask=i[:, None] < D, other=0.0)
         inverse = tl.load(turns + key)
         top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first = _add(
-            x, y, inverse, factor, cap, threshold, True, key,
-            top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first,
-            CAP, MASK or PAIRS, _YES,
-        )  # fmt: skip
-    for past in range(whole, stop, KEYS):
+            x,
+            y,
+            inverse,
+            factor,
+            cap,
+            threshold,
+            True,
+            key,
+            top,
+            low,
+            most,
+            mass,
+            along,
+            total,
+            above,
+            squares,
+            widest,
+            cosines,
+            seen_keys,
+            first,
+            CAP,
+            MASK or PAIRS,
+            _YES,
+        )
+    for past in range(shared_end, stop, KEYS):
         key = past + tl.arange(0, KEYS)
         y = tl.load(
             theirs + key.to(tl.int64)[None, :] * k_t + i[:, None],
-            mask=(key[None, :] < length) & (i[:, None] < D), other=0.0,
-        )  # fmt: skip
-        seen = visible(
+            mask=(key[None, :] < length) & (i[:, None] < D),
+            other=0.0,
+        )
+        is_visible = visible(
             keys + n * keys_b, key, at, ok, low_key, high_key, length, window, keys_s, CAUSAL, WINDOW, MASK, SPANS
         )
         if PAIRS:
             to_pairs = pairs + n * pairs_b + h * pairs_h + row.to(tl.int64)[:, None] * pairs_t
-            shown = tl.load(to_pairs + key.to(tl.int64)[None, :] * pairs_s, mask=seen, other=0)
-            seen = seen & (shown != 0)
+            shown = tl.load(to_pairs + key.to(tl.int64)[None, :] * pairs_s, mask=is_visible, other=0)
+            is_visible = is_visible & (shown != 0)
         inverse = tl.load(turns + key, mask=key < length, other=0.0)
         top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first = _add(
-            x, y, inverse, factor, cap, threshold, seen, key,
-            top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first,
-            CAP, MASK or PAIRS, _NO,
-        )  # fmt: skip
-    some = seen_keys > 0
-    there = some & ok
+            x,
+            y,
+            inverse,
+            factor,
+            cap,
+            threshold,
+            is_visible,
+            key,
+            top,
+            low,
+            most,
+            mass,
+            along,
+            total,
+            above,
+            squares,
+            widest,
+            cosines,
+            seen_keys,
+            first,
+            CAP,
+            MASK or PAIRS,
+            _NO,
+        )
+    sees_a_key = seen_keys > 0
+    row_and_key = sees_a_key & ok
     z = tl.load(
-        theirs + first.to(tl.int64)[:, None] * k_t + i[None, :], mask=there[:, None] & (i[None, :] < D), other=0.0
+        theirs + first.to(tl.int64)[:, None] * k_t + i[None, :], mask=row_and_key[:, None] & (i[None, :] < D), other=0.0
     )
     wide = x.to(tl.float32)
     z = tl.sum(wide * z.to(tl.float32), 1)
@@ -162,13 +291,13 @@ def _fields(
     # The hardware's maxima drop NaN, sums do not, so the sums show rows with a NaN or infinite logit.
     nan, full = float("nan"), mass > 0
     lost = mass != mass
-    bad = lost | (some & ((mass == 0) & (low <= top)))
+    bad = lost | (sees_a_key & ((mass == 0) & (low <= top)))
     logs = tl.log(tl.where(full, mass, 1.0))
     spread = logs - along / tl.where(full, mass, 1.0) * _LN_2
-    weight = tl.exp2(z - tl.where(some, most, 0.0)) / tl.where(full, mass, 1.0)
+    weight = tl.exp2(z - tl.where(sees_a_key, most, 0.0)) / tl.where(full, mass, 1.0)
     unknown = lost & (top != float("inf"))
-    best = tl.where(some, capped(tl.where(some, top, 0.0), cap, CAP), float("-inf"))
-    cosine, turned = tl.where(some, widest, 0.0) * inverse, cosines * inverse
+    best = tl.where(sees_a_key, capped(tl.where(sees_a_key, top, 0.0), cap, CAP), float("-inf"))
+    cosine, turned = tl.where(sees_a_key, widest, 0.0) * inverse, cosines * inverse
     count = seen_keys.to(tl.float32)
     to, apart = fields + of * times + row, of * 0 + rows_in_all  # in 64 bits
     tl.store(to, tl.where(unknown, nan, top), mask=ok)
@@ -219,7 +348,7 @@ def row_fields(
         scale: factor on the products, a number or a tensor that broadcasts to [b h t 1].
         threshold: logits above it are counted, in nats.
         causal: a query sees the keys up to its position, with positions aligned at the end.
-        window: as in `statistics.row_statistics`, like keys.
+        window: as in `extremes.extremes`, like keys.
         cap: cap of a softcap, or None.
         pairs: True where a query may see a key.
     """
@@ -243,12 +372,41 @@ def row_fields(
     tiles = triton.cdiv(t, rows)
     with torch.cuda.device_of(q):
         LAUNCHED["fields"][(tiles * b * h,)](
-            q, k, inverse, mask, shown, *first_and_last(window, q), scales, fields, counts,
-            scale if number else 1.0, cap or 1.0, threshold,
-            h, h // g, t, s, near or 0, tiles, b * h * t,
-            *q.stride()[:3], *k.stride()[:3], *over, *strides, *((0, 0, 0) if number else scales.stride()[:3]),
-            D=d, WIDE=wide, ROWS=rows, KEYS=columns, CAUSAL=causal, WINDOW=near is not None,
-            MASK=keys is not None, SPANS=isinstance(window, tuple), CAP=cap is not None,
-            SCALED=not number, PAIRS=pairs is not None, num_warps=warps,
-        )  # fmt: skip
+            q,
+            k,
+            inverse,
+            mask,
+            shown,
+            *first_and_last(window, q),
+            scales,
+            fields,
+            counts,
+            scale if number else 1.0,
+            cap or 1.0,
+            threshold,
+            h,
+            h // g,
+            t,
+            s,
+            near or 0,
+            tiles,
+            b * h * t,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *over,
+            *strides,
+            *((0, 0, 0) if number else scales.stride()[:3]),
+            D=d,
+            WIDE=wide,
+            ROWS=rows,
+            KEYS=columns,
+            CAUSAL=causal,
+            WINDOW=near is not None,
+            MASK=keys is not None,
+            SPANS=isinstance(window, tuple),
+            CAP=cap is not None,
+            SCALED=not number,
+            PAIRS=pairs is not None,
+            num_warps=warps,
+        )
     return fields, counts, norms

@@ -1,33 +1,26 @@
-// What attention and its gradient share: the sizes, and the mask.
+// Masks of any type as floats that are added to logits.
 #pragma once
 #include <algorithm>
 #include <bit>
 #include <limits>
 
 #include "array.h"
-#include "tile.h"
 
 namespace qkeel {
 
-constexpr float HIDDEN = -std::numeric_limits<float>::max();  // what a hidden logit becomes: exp gives 0, and 0 times it is 0, as of no infinity
+// What a hidden logit becomes: exp gives 0, and 0 times it is 0, as of no infinity.
+constexpr float HIDDEN = -std::numeric_limits<float>::max();
 
-inline Lanes hidden_as(Lanes like, Lanes z) { return like <= HIDDEN ? like : z; }
-
-struct Sizes {
-  int64_t b, h, g, t, s, d, e;
-};
-inline Sizes sizes_of(const Array& q, const Array& k, const Array& v) {
-  return {q.size[0], q.size[1], k.size[1], q.size[2], k.size[2], q.size[3], v.size[3]};
-}
-
-// A mask of any type as floats to add, HIDDEN where it hides.
+// A mask [b h t s], HIDDEN where it hides: by its dtype's most negative number and -inf, or by false.
 struct Mask {
   const char* data = nullptr;
   Type type = Type::BOOL;
   int64_t step[4] = {};  // 0 where it is broadcast
 
   explicit Mask(const Array& m) : data(m.as<char>()), type(m.type) { std::copy_n(m.broadcast().stride, 4, step); }
-  void read(int64_t at, int64_t n, float* to) const {  // a row
+  // The numbers from (b, h, row, key) on, along the keys.
+  void read(int64_t b, int64_t h, int64_t row, int64_t key, int64_t n, float* to) const {
+    const int64_t at = b * step[0] + h * step[1] + row * step[2] + key * step[3];
     if (type == Type::BOOL) read_as<bool>(at, n, to);
     else if (type == Type::FLOAT) read_as<float>(at, n, to);
     else if (type == Type::DOUBLE) read_as<double>(at, n, to);

@@ -3,8 +3,6 @@
 //   logit_rows(Tensor q, Tensor k, Tensor scale, Tensor? low, Tensor? high, Tensor? mask, float cap, float threshold)
 //     -> (Tensor rows, Tensor counts, Tensor key_norms)
 //   logit_extremes(q, k, scale, low, high, mask) -> Tensor
-//   guided_maxima(Tensor q, Tensor k, Tensor lse, float scale, bool causal, int rows) -> (Tensor, Tensor)
-//   logsumexp_bracket(Tensor lse, Tensor? counted, bool causal, int s) -> (Tensor lower, Tensor upper)
 //
 // q [b h t d]; k [b g s d]; h a multiple of g, d of 8; float, bfloat16 or half, alike; any strides; arithmetic in
 // float. scale: float [b h t]. Visible to row i are the keys from low to before high, int64 [b|1 t] (none: all), that
@@ -16,7 +14,6 @@
 #include <limits>
 #include <vector>
 
-#include "guided.h"
 #include "logit_pass.h"
 #include "operators.h"
 #include "rows.h"
@@ -90,7 +87,7 @@ void panel_of(const Work& w, Space& sp, Rows k, int64_t j0, const Stretch& keys,
                     sp.shade.bias.data(), sp.scale + col, sp.shade.hidden.data(), w.cap, w.threshold};
     one_tile<FULL>(w, sp.panel[col / WIDE], tile, hides, bias);
   };
-  if (keys.masked) return part(from, to, seen == Shade::SOME, w.visibility.added());
+  if (keys.masked) return part(from, to, seen == Shade::SOME, w.visibility.added);
   const int64_t a = std::clamp<int64_t>(*low1, from, to), z = std::clamp<int64_t>(*high0, a, to);
   auto edge = [&](int64_t first, int64_t last) {  // some rows see these keys
     if (first >= last) return;
@@ -205,7 +202,7 @@ void block(const Work& w, Space& sp, int64_t n, int64_t head, int64_t row) {
 template <bool FULL> void run(const Work& w) {
   const int64_t blocks = (w.t + ROWS - 1) / ROWS;
   parallel_for(0, w.b * w.h * blocks, 1, [&](int64_t first, int64_t last) {
-    Space sp(w.d, w.cap > 0, w.visibility.mask.given);
+    Space sp(w.d, w.cap > 0, w.visibility.masked);
     for (int64_t i = first; i < last; ++i) {
       // The first rows of a causal call see little and the last ones much: in turns, so that threads share evenly.
       const int64_t at = i % blocks, place = at % 2 ? blocks - 1 - at / 2 : at / 2, head = i / blocks;
@@ -242,18 +239,6 @@ void logit_rows(const Array& q, const Array& k, const Array& scale, const Array&
 void logit_extremes(const Array& q, const Array& k, const Array& scale, const Array& low, const Array& high,
                     const Array& mask, const Array& rows) {
   run<false>({q, k, scale, {q, k, low, high, mask}, 0.0f, 0.0f, nullptr, rows.as<float>(), nullptr});
-}
-
-void guided_maxima(const Array& q, const Array& k, const Array& lse, float scale, bool causal, int64_t m,
-                   const Array& found, const Array& others) {
-  if (q.numel()) return guided(q, k, lse, scale, causal, m, found.as<float>(), others.as<float>());
-  std::fill_n(found.as<float>(), found.numel(), -INF);  // no row, or no head
-  std::fill_n(others.as<float>(), others.numel(), -INF);
-}
-
-void logsumexp_bracket(const Array& lse, const Array& counted, bool causal, int64_t s, const Array& lower,
-                       const Array& upper) {
-  bracket(lse, counted, causal, s, lower.as<float>(), upper.as<float>());
 }
 
 } // namespace qkeel

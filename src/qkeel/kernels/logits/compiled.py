@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkeel.functional.statistics import ROW_FIELDS
-from qkeel.kernels.encode import encoded
 from qkeel.kernels.native.operators import OPS, STORED, WIDEST, is_plain, reads, ready
+from qkeel.kernels.norm_rope.encode import encoded
 from qkeel.spec.call import AttentionCall, BandCall
 
 _MASKS = (torch.bool, *STORED)
@@ -31,37 +31,37 @@ def rows_of(
     classes. It requires float32, bfloat16 or float16 on a CPU, a head_dim that is a multiple of 8, and keys whose
     positions are ascending or do not matter.
     """
-    given = _arguments(call)
-    if given is None:
+    arguments = _arguments(call)
+    if arguments is None:
         return None
-    return OPS.logit_rows.default(*given, call.spec.cap.limit or 0.0, threshold)
+    return OPS.logit_rows.default(*arguments, call.spec.cap.limit or 0.0, threshold)
 
 
 def extremes_of(call: AttentionCall) -> Float[Tensor, "2 b h t"] | None:
     """Returns the largest and smallest logit of each row, -inf and inf for excluded rows; None for the calls that
     `rows_of` does not support."""
-    given = _arguments(call)
-    if given is None:
+    arguments = _arguments(call)
+    if arguments is None:
         return None
-    found = OPS.logit_extremes.default(*given)
+    extremes = OPS.logit_extremes.default(*arguments)
     if call.query_mask is None:
-        return found
-    nothing = found.new_tensor([-torch.inf, torch.inf])[:, None, None, None]
-    return torch.where(call.query_mask[:, None], found, nothing)
+        return extremes
+    excluded = extremes.new_tensor([-torch.inf, torch.inf])[:, None, None, None]
+    return torch.where(call.query_mask[:, None], extremes, excluded)
 
 
 def plain_rows(
     q: Tensor, k: Tensor, scale: float, causal: bool, threshold: float
 ) -> tuple[Float[Tensor, "fields b h t"], Int[Tensor, "b h t"], Float[Tensor, "b g s"]]:
     """Like `rows_of`, for a call that `reads_plain` accepts, which has no mask, position or cap."""
-    given = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
-    return OPS.logit_rows.default(q.detach(), k.detach(), *given, 0.0, threshold)
+    arguments = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
+    return OPS.logit_rows.default(q.detach(), k.detach(), *arguments, 0.0, threshold)
 
 
 def plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> Float[Tensor, "2 b h t"]:
     """Like `extremes_of`, but for a call that `reads_plain` accepts."""
-    given = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
-    return OPS.logit_extremes.default(q.detach(), k.detach(), *given)
+    arguments = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
+    return OPS.logit_extremes.default(q.detach(), k.detach(), *arguments)
 
 
 def reads_plain(q: Tensor, k: Tensor, causal: bool) -> bool:
@@ -85,18 +85,6 @@ def _plain_arguments(
         return scales, None, None, None
     ends = torch.arange(1, t + 1, device="cpu").repeat(b, 1)  # whole, or the operator would copy them in each call
     return scales, torch.zeros_like(ends), ends, None
-
-
-def bracket_of(
-    lse: Float[Tensor, "b h t"], call: AttentionCall
-) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]] | None:
-    """Returns max (lse - ln n) and max lse over the counted rows, where n is the number of keys visible to a row.
-
-    Returns None unless lse is float32 on a CPU. A causal call must be square with default positions.
-    """
-    if not (lse.dtype == torch.float32 and is_plain(lse) and lse.is_cpu and ready()):
-        return None
-    return OPS.logsumexp_bracket.default(lse, call.query_mask, call.causal, call.k.shape[2])
 
 
 def holds(*tensors: Tensor) -> bool:

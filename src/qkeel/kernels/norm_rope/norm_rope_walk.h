@@ -7,41 +7,23 @@
 
 namespace qkeel {
 
-// The gain of a norm that has none.
-struct Ones {
-  float at[WIDEST];
-  constexpr Ones() : at() {
-    for (float& x : at) x = 1.0f;
-  }
-};
-inline constexpr Ones ONES;
-
-// A gain of shape [], [d], [h 1] or [h d] as rows of float [1|h d].
+// A gain of shape [], [d], [h 1] or [h d] as rows of float [1|h d]; ones if none is given.
 struct Gain {
-  const float* at = ONES.at;
   int64_t rows = 1, step = 0;  // floats from row to row, 0 for one row
-  std::vector<float> copy;
+  std::vector<float> numbers;
 
   Gain(const Array& g, int64_t h, int64_t d) {
-    if (!g.given) return;
     if (g.dims == 2) rows = h, step = d;
-    const bool lies = g.type == Type::FLOAT && (g.size[g.dims - 1] == d && g.stride[g.dims - 1] == 1) &&
-                      (g.dims == 1 || g.stride[0] == d);
-    if (g.dims && lies) {
-      at = g.as<float>();  // the usual one, as it is: for one token every operation counts
-      return;
-    }
+    numbers.assign(rows * d, 1.0f);
+    if (!g.given) return;
     const Array wide = g.broadcast();
     const int64_t down = g.dims == 2 ? wide.stride[0] : 0, along = g.dims ? wide.stride[g.dims - 1] : 0;
-    for (int64_t i = 0; i < rows * d; ++i) copy.push_back(number(g, i / d * down + i % d * along));
-    at = copy.data();
-  }
-
-  static float number(const Array& g, int64_t place) {
-    const char* from = g.as<char>() + place * bytes(g.type);
-    if (g.type == Type::DOUBLE) return float(*reinterpret_cast<const double*>(from));
-    float to;
-    return *load(from, g.type, &to, 1);
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t i = 0; i < d; ++i) {
+        const char* from = g.as<char>() + (row * down + i * along) * bytes(g.type);
+        float& to = numbers[row * d + i];
+        to = g.type == Type::DOUBLE ? float(*reinterpret_cast<const double*>(from)) : *load(from, g.type, &to, 1);
+      }
   }
 };
 
@@ -76,7 +58,7 @@ struct Walk {
     for (int64_t o = from; o < to; ++o) {
       for (int64_t i = 0; i < count; i += most) {
         int64_t head = heads_inner ? i : rest, at = heads_inner ? rest : i, place = n * cos_b + at * cos_t;
-        f(Block{n, head, at, std::min(most, count - i), gain.at + head * gain.step, cos + place, sin + place});
+        f(Block{n, head, at, std::min(most, count - i), gain.numbers.data() + head * gain.step, cos + place, sin + place});
       }
       if (++rest == many) rest = 0, ++n;
     }

@@ -8,10 +8,9 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from qkeel.errors import caution
@@ -21,25 +20,6 @@ from qkeel.patching.modes import constant_when_compiled, transformed
 _LOADING = threading.Lock()
 _OLDEST = (8, 0)  # least compute capability, the first with bfloat16
 _WIDEST = 256  # largest head_dim of the statistics
-
-
-class RowNumbers(NamedTuple):
-    """Statistics of every query row, in float32; -inf, +inf, -inf and 0 for rows without a visible key."""
-
-    largest: Float[Tensor, "b h t"]
-    smallest: Float[Tensor, "b h t"]
-    lse: Float[Tensor, "b h t"]
-    entropy: Float[Tensor, "b h t"]
-
-
-class HeadNumbers(NamedTuple):
-    """Statistics of heads from a sample of their rows: the largest logit, the mean entropy with half the width of its
-    95 % interval, and the number of counted rows that see a key."""
-
-    largest: Float[Tensor, " h"]
-    entropy: Float[Tensor, " h"]
-    error: Float[Tensor, " h"]
-    n: Int64[Tensor, " h"]
 
 
 @constant_when_compiled
@@ -59,7 +39,7 @@ def usable(device: torch.device) -> bool:
 def loaded() -> bool:
     """True if Triton can be imported; registers the operators on the first call."""
     try:
-        from qkeel.kernels.triton import norm_rope
+        from qkeel.kernels.norm_rope import triton_kernels as norm_rope
     except ImportError as error:
         caution(f"qkeel computes without its Triton kernels: {error}. QKEEL_TRITON=0 silences this.")
         return False
