@@ -178,8 +178,16 @@ class DecoderConfig:
         sizes = (self.vocab_size, self.d_model, self.n_layers, self.n_heads, base)
         for name, size in zip(("vocab_size", "d_model", "n_layers", "n_heads", "base_width"), sizes, strict=True):
             check(size >= 1, f"{name} of at least 1", size)
-        check(int(self.mlp_ratio * self.d_model) >= 1, "an MLP of at least one unit", f"mlp_ratio={self.mlp_ratio}")
-        check(len(self.specs) == self.n_layers, f"one spec per layer, {self.n_layers}", len(self.specs))
+        check(
+            int(self.mlp_ratio * self.d_model) >= 1,
+            "an MLP of at least one unit",
+            f"mlp_ratio={self.mlp_ratio}",
+        )
+        check(
+            len(self.specs) == self.n_layers,
+            f"one spec per layer, {self.n_layers}",
+            len(self.specs),
+        )
         check_dropout(self.dropout)
         check_heads(self.d_model, self.n_heads, self.n_kv_heads, self.head_dim)
         if self.attention == "gau" and self.n_heads != 1:
@@ -322,8 +330,12 @@ class FusedEmbedding(nn.Embedding):
     def forward(self, input: Int[Tensor, "b t"]) -> Float[Tensor, "b t m"]:
         """Maps tokens [b t] to embeddings [b t m]."""
         code = input - self.first
-        patches = self.patch(self.pixels[code.clamp_min(0)])  # type: ignore[index]
-        return torch.where((code >= 0)[..., None], patches, super().forward(input))
+        embedded_patches = self.patch(self.pixels[code.clamp_min(0)])  # type: ignore[index]
+        return torch.where(
+            (code >= 0)[..., None],
+            embedded_patches,
+            super().forward(input),
+        )
 
 
 @final
