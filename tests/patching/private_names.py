@@ -222,18 +222,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "torch.ops.aten: _scaled_dot_product_flash_attention_for_cpu, _scaled_dot_product_flash_attention, "
             "_scaled_dot_product_flash_attention_for_cpu_backward, _scaled_dot_product_efficient_attention, "
             "_scaled_dot_product_cudnn_attention, _scaled_dot_product_fused_attention_overrideable",
-            "to get row logsumexps from torch's attention kernels, and to know these kernels when they are called",
-            "statistics at the price of a bracket, and windowed attention on a CPU",
-        ),
-        (
-            "torch: _fused_sdp_choice",
-            "to know which kernel F.scaled_dot_product_attention would take",
-            "statistics at the price of a bracket",
-        ),
-        (
-            "torch.ops.aten.add: _qualified_op_name",
-            "to know qkeel's compiled attention when it is called",
-            "the bound on the largest logit of compiled attention",
+            "to know torch's attention kernels when they are called, and to merge their rows by their logsumexps",
+            "watching models that call them, and windowed attention on a CPU",
         ),
         (
             "torch.ops.aten.add.default: _schema",

@@ -21,7 +21,7 @@ from qkeel.patching.modes import Kwargs
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.logits import Fixed
-from qkeel.spec.slot import AttentionMask, Outputs, PerRow
+from qkeel.spec.slot import AttentionMask, Outputs
 
 
 def scaled_dot_product_attention(
@@ -83,15 +83,6 @@ def attention_with_rows(arguments: Kwargs) -> tuple[Outputs, KernelRows | None]:
     if isinstance(kernel, Native) and call is not None:
         out, rows = kernel.with_rows(call)
         return _laid_out(out, arguments["query"]), rows
-    return scaled_dot_product_attention(**arguments), None
-
-
-def attention_with_logsumexp(arguments: Kwargs) -> tuple[Outputs, PerRow | None]:
-    """Computes attention from all arguments by name; also returns row logsumexps [b h t] if the compiled kernel ran."""
-    kernel, call = _compiled_call(arguments)
-    if isinstance(kernel, Native) and call is not None:
-        out, lse = kernel.with_logsumexp(call)
-        return _laid_out(out, arguments["query"]), lse
     return scaled_dot_product_attention(**arguments), None
 
 

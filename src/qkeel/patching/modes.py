@@ -407,7 +407,7 @@ def pickle_by(module: nn.Module, reduced: Callable[[Any, object], tuple[object, 
     type(module).__reduce_ex__ = reduced  # type: ignore[assignment,method-assign]
 
 
-# Torch operators without a public function: attention kernels that return their logsumexp, and operators over lists.
+# Torch operators without a public function: attention kernels, and operators over lists.
 
 Operator = torch._ops.OpOverloadPacket
 
@@ -418,9 +418,6 @@ flash = torch.ops.aten._scaled_dot_product_flash_attention
 memory_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
 cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
 registered = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
-
-# The kernel that F.scaled_dot_product_attention would choose, as a number of torch.nn.attention.SDPBackend.
-kernel_choice = torch._fused_sdp_choice
 
 # Kernels behind F.scaled_dot_product_attention, by name without outer underscores.
 SDPA_KERNELS = {
@@ -437,11 +434,6 @@ multiply_all = torch._foreach_mul_
 copy_to_all = torch._foreach_copy_
 lerp_all = torch._foreach_lerp
 lerp_all_in_place = torch._foreach_lerp_
-
-
-def operator_name(function: object) -> str:
-    """Returns an operator's name with its namespace, such as "aten::add", or "" for anything else."""
-    return function._qualified_op_name if isinstance(function, Operator) else ""
 
 
 def argument_names(operator: Operator) -> list[str]:
