@@ -21,7 +21,8 @@ from qkeel.patching.forward import unwrapped
 from qkeel.remedies.apply import apply, parse
 from qkeel.remedies.base import evaluating
 from qkeel.remedies.qk_norm import QKNorm
-from qkeel.remedies.retrofit.fit_gains import Balance, Best, InsertedNorm, copies, descend, fit, put_back
+from qkeel.remedies.retrofit.balance import Balance
+from qkeel.remedies.retrofit.fit_gains import Best, InsertedNorm, copies, descend, fit, put_back
 from qkeel.remedies.retrofit.outputs import Reference, held_out, predictions
 from qkeel.remedies.retrofit.replay import Replay, captured
 from qkeel.remedies.retrofit.report import LayerGap, RetrofitReport
