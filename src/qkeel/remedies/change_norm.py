@@ -605,7 +605,7 @@ class ChangeNorm(ChangeSpec):
         slices_of_sides: dict[str, Sequence[HeadSlice]] = {
             "queries": [term.query[-1] for term in site.terms],
             "keys": [term.key[-1] for term in site.terms],
-            "values": target.value_weights(site),
+            "values": [s for other in target.all_sites or [site] for s in target.value_weights(other)],
         }
         for side in self.sides:
             normed = {"q": "queries", "k": "keys", "v": "values"}[side]

@@ -37,8 +37,9 @@ def factors_by_site(target: Target, *, by_group: bool) -> list[list[LogitFactor]
     """
     factors: list[list[LogitFactor]] = []
     for site in target.sites:
-        in_use = list(target.value_weights(site))
+        in_use: list[HeadSlice] = []
         for other in target.all_sites or target.sites:
+            in_use.extend(target.value_weights(other))
             if other is not site and not _is_same_layer(site, other, target):
                 in_use.extend(_last_weights(other))
         fixed = [s for s in _last_weights(site) if any(target.overlap(s, other) for other in in_use)]

@@ -214,7 +214,7 @@ class SpectralCap(StepRemedy):
                 )
         check_steps(optimizer, self.name, tensors, is_scaled=False)
         for s in weights.slices:
-            for site in target.sites:
+            for site in target.all_sites or target.sites:
                 if any(target.overlap(s, value) for value in target.value_weights(site)):
                     raise RefusedError(
                         f"spectral_cap at {where(site)}: {s.parameter} makes values too, which the cap would change; "
