@@ -244,7 +244,7 @@ def _drop(module: nn.Module, remedy: Remedy) -> None:
 
 def _unmark(modules: Sequence[weakref.ref[nn.Module]], remedy: Remedy) -> None:
     """Drops the records of a remedy whose optimizer no longer exists."""
-    for module in [found for ref in modules if (found := ref()) is not None]:
+    for module in [site_module for ref in modules if (site_module := ref()) is not None]:
         _drop(module, remedy)
 
 

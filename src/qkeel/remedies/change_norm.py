@@ -162,12 +162,12 @@ def _ancestors(name: str) -> Iterator[str]:
         yield name
 
 
-def _fitting(site: AttentionSite, seen: dict[str, _Calls]) -> tuple[Branch, Branch] | None:
+def _fitting(site: AttentionSite, observed: dict[str, _Calls]) -> tuple[Branch, Branch] | None:
     """Returns the branches of the innermost block around a site that computes the formula, or None."""
     name = module_name(site)
-    for parent in (p for p in _ancestors(name) if p in seen):
+    for parent in (p for p in _ancestors(name) if p in observed):
         child = name.removeprefix(f"{parent}.").partition(".")[0]
-        branches = _matched(parent, seen[parent], child)
+        branches = _matched(parent, observed[parent], child)
         if branches is not None:
             return branches
     return None

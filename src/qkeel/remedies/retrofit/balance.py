@@ -43,9 +43,9 @@ class Balance:
         self._rows: dict[int, tuple[Tensor, list[_ScaledRows]]] = {}
         for i, site in enumerate(self.sites):
             for heads, sign in ((site.query[0], 1.0), (site.key[-1], -1.0)):
-                for part in filter(None, (heads, heads.bias_of())):
-                    p = model.get_parameter(part.parameter)
-                    self._rows.setdefault(id(p), (p, []))[1].append(_ScaledRows(site=i, heads=part, sign=sign))
+                for rows in filter(None, (heads, heads.bias_of())):
+                    p = model.get_parameter(rows.parameter)
+                    self._rows.setdefault(id(p), (p, []))[1].append(_ScaledRows(site=i, heads=rows, sign=sign))
         self.weights = [p for p, _ in self._rows.values()]
         self._old = [p.detach().clone() for p in self.weights]
         self._pairs: list[Tensor] = []
