@@ -294,7 +294,7 @@ def test_a_clip_that_can_read_no_logits_any_more_warns_once_and_training_goes_on
 
     model = loud(attention(torch.float32, 4), *SCALES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    monkeypatch.setattr(qk_clip, "find_maxima", boom)
+    monkeypatch.setattr(qk_clip, "maxima", boom)
     with qkeel.apply(model, "qk_clip:threshold=1", optimizer):
         said = "qk_clip failed while reading logits and has stopped clipping: ValueError: boom"
         with pytest.warns(QkeelWarning, match=said):

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from qkeel.capture.calls import SiteStats, find_maxima
+from qkeel.capture.calls import SiteStats, maxima
 from qkeel.errors import InvalidValueError, RefusedError, caution
 from qkeel.functional.bounds import qk_clip_gamma
 from qkeel.handle import Handle, check_taken, compose
 from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
-from qkeel.kernels.statistics import FoundExtremes, find_kernel_rows, find_plain_extremes
+from qkeel.kernels.statistics import plain_max_stats, stats_of_rows
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.modes import FaultGuard
 from qkeel.patching.optimizers import in_real_steps
@@ -221,9 +221,9 @@ class _Clip:
             when_training=True,
             by_step=True,
             parts=True,
-            measure=find_maxima,
-            measure_rows=find_kernel_rows,
-            measure_plain=_find_largest,
+            measure=maxima,
+            measure_rows=stats_of_rows,
+            measure_plain=plain_max_stats,
             guard=FaultGuard(_OFF),
         )
         self.tap.sites.extend(target.sites)
@@ -418,12 +418,6 @@ def _stop(tap: weakref.ref[Tap]) -> None:
     running = tap()
     if running is not None:
         running.remove()
-
-
-def _find_largest(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundExtremes | None:
-    """Finds the largest logits of a call of torch's attention function without a mask; see `find_plain_extremes`."""
-    extremes = find_plain_extremes(q, k, scale, causal)
-    return None if extremes is None else FoundExtremes(extremes.rows[:1])
 
 
 def _spared(heads: HeadsBySite | None, sites: Sequence[AttentionSite]) -> Tensor | None:
