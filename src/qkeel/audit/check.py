@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from qkeel.audit.scan import Scan, ScanProgress, largest_bounds, scan
-from qkeel.audit.tensor_heads import Geometry
+from qkeel.audit.checkpoint_config import Geometry
+from qkeel.audit.scan import Scan, ScanProgress, scan
 from qkeel.audit.visible_keys import doubts
 from qkeel.capture.calls import Seen
 from qkeel.capture.example import arguments, copied, undisturbed
@@ -19,7 +18,7 @@ from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
 from qkeel.functional.statistics import LogitStats
-from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged
+from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, Health, Row, Status, judged
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import FaultGuard
 from qkeel.records import NON_FINITE, Heads, RunDirectory, fold_heads
@@ -155,15 +154,10 @@ def _of_run(path: Path, threshold: float) -> Health:
             largest, broken=["the run"] if any(map(math.isnan, known)) else [], threshold=threshold
         )
         return Health(status=status, sentence=sentence, largest=largest, threshold=threshold)
-    found = _of_heads(heads, threshold)
-    alarms = [e for e in run.events() if e.get("event") == "alarm" and e.get("severity") != "notice"]
-    if found.status is not Status.HEALTHY or not alarms:
-        return found
-    raised = f"{len(alarms)} alarm{'s' if len(alarms) > 1 else ''}, {'the first ' if len(alarms) > 1 else ''}"
-    return dataclasses.replace(found, sentence=f"{found.sentence}; the run raised {raised}at step {alarms[0]['step']}")
+    return _of_heads(heads, threshold, run.events())
 
 
-def _of_heads(heads: Heads, threshold: float) -> Health:
+def _of_heads(heads: Heads, threshold: float, events: Sequence[Row]) -> Health:
     """Judges a run by all records: the largest logit of any record, and the entropy of the last."""
     logits = torch.from_numpy(heads.values["max_logit"].copy()).double()  # [records layers heads]
     bad = heads.values.get(NON_FINITE)
@@ -178,8 +172,12 @@ def _of_heads(heads: Heads, threshold: float) -> Health:
     low = min(range(len(names)), key=lambda i: math.inf if math.isnan(entropies[i]) else entropies[i])
     broken = [] if bad is None else [names[i] for i in range(len(names)) if (bad[:, i] > 0).any()]
     where = f"{names[layer]} head {head}, step {int(heads.steps[record]):,}"
+    alarms = [event for event in events if event.get("event") == "alarm" and event.get("severity") != "notice"]
+    has_acted = any(event.get("event") == "decision" and event.get("remedy") for event in events)
+    if has_acted and float(logits[-1].nan_to_num(-math.inf).max()) <= ALARM_THRESHOLD:
+        alarms = []  # the autopilot has answered them
     status, sentence = judged(
-        largest, where, entropy=entropies[low], lowest=names[low], broken=broken, threshold=threshold
+        largest, where, entropy=entropies[low], lowest=names[low], broken=broken, threshold=threshold, alarms=alarms
     )
     tops = logits.nan_to_num(-math.inf).amax(dim=(0, 2)).tolist()
     now = logits[-1].nan_to_num(-math.inf).amax(dim=1).tolist()
@@ -192,7 +190,7 @@ def of_scan(found: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
     """Judges a checkpoint by its weights, which imply an upper bound on the logits if there are norms."""
     rows, bounds = [], []
     for site in found.sites:
-        both = largest_bounds(site)
+        both = site.bounds()
         known = [x for x in both if math.isfinite(x)]
         bound = max(known) if len(known) == len(both) else math.nan
         bounds.append((bound, site.name))

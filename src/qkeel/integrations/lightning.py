@@ -92,7 +92,7 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
     ) -> None:
         """Logs the numbers that have arrived from the device so far."""
         found: dict[str, float] = {}
-        for sample in self._queue.take():
+        for sample in self._queue.take("train"):
             found = sample.summaries()
             for logger in trainer.loggers:
                 logger.log_metrics(found, step=sample.step)
@@ -104,7 +104,7 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
         if self.monitor is not None:
             self.monitor.training_over()
         if self.monitor is not None and self.monitor.sample is not None:  # reading `sample` waits for pending ones
-            for sample in self._queue.take():
+            for sample in self._queue.take("train"):
                 for logger in trainer.loggers:
                     logger.log_metrics(sample.summaries(), step=sample.step)
 

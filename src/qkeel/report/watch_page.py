@@ -87,31 +87,25 @@ _APPLY = re.compile(r'qkeel\.apply\((?:model, )?"([^"]+)"')  # runs of 0.1.0 hav
 def verdict(run: Watched) -> tuple[str, str]:
     """Returns the traffic light (good, large, bad, or none if nothing is known) and one sentence about the run.
 
-    An alarm decides unless an autopilot has brought the logits back below the alarm threshold; without one, the
-    sentence is that of `qkeel check`.
+    An alarm decides unless an autopilot has brought the logits back below the alarm threshold. The sentence is that of
+    `qkeel check`.
     """
     if not run.records:
         return "none", "Nothing is recorded yet."
     logits = run.overall("max_logit")
     now = float(logits[-1])
-    grave = _grave(run)
-    if grave and not (run.acted and now <= ALARM_THRESHOLD):
-        first, leader = grave[0], run.leader()
-        cause = str(first.get("cause") or CAUSE)
-        text = f"{cause[0].upper()}{cause[1:]} since step {first['step']:,}: {first.get('meaning')}{_place(first)}."
-        if leader is not None:
-            text += f" The largest is now {h.number(now)} ({leader.name}, head {leader.head})."
-        return "bad", text
     # Under an autopilot, what counts is what the remedies left.
+    is_mended = run.acted and now <= ALARM_THRESHOLD
     sample = len(logits) - 1
     if not run.acted and not np.isnan(logits).all():
         sample = int(np.nanargmax(logits))
     leader = run.leader(sample)
     where = "" if leader is None else f"{leader.name} head {leader.head}"
-    status, text = judged(float(logits[sample]), where)
-    if status is Status.HEALTHY:
-        return "large" if logits[sample] > ALARM_THRESHOLD else "good", f"{text[0].upper()}{text[1:]}."
-    return "bad" if status is Status.NOT_HEALTHY else "none", f"{text[0].upper()}{text[1:]}."
+    status, text = judged(float(logits[sample]), where, alarms=[] if is_mended else _grave(run))
+    light = {Status.HEALTHY: "good", Status.NOT_HEALTHY: "bad", Status.NOT_KNOWN: "none"}[status]
+    if status is Status.HEALTHY and logits[sample] > ALARM_THRESHOLD:
+        light = "large"
+    return light, f"{text[0].upper()}{text[1:]}."
 
 
 def _grave(run: Watched) -> list[Row]:

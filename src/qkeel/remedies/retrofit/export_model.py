@@ -24,7 +24,7 @@ from qkeel.patching.forward import unwrapped
 from qkeel.records.file_formats import write_json
 from qkeel.remedies.apply import active_remedies
 from qkeel.remedies.change_norm import HeadNorm
-from qkeel.safetensors_io import DTYPES, INDEX, PICKLES, Checkpoint, MappedFile, open_checkpoint
+from qkeel.safetensors_io import DTYPES, INDEX, PICKLES, Checkpoint, TensorReader, open_checkpoint
 
 # Target architectures in transformers: the tensors to rename or add, and the config.
 
@@ -505,14 +505,14 @@ def _shards(weights: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _stored(checkpoint: Checkpoint, file: Path) -> dict[str, Tensor]:
-    mapped = MappedFile(file)
+    reader = TensorReader()
     inside = [t for t in checkpoint.tensors.values() if t.file == file]
     for tensor in inside:
         if tensor.dtype not in DTYPES:
             raise RefusedError(
                 f"{tensor.name} is stored as {tensor.dtype}, which torch does not support; dequantise it first"
             )
-    return {t.name: mapped.view(t) for t in inside}
+    return {t.name: reader.read(t) for t in inside}
 
 
 def _changed(planned: MovePlan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
