@@ -173,7 +173,7 @@ class SitePlan:
     def slices(self) -> list[Slice]:
         """Returns all parts of weights."""
         sides = (*self.queries, *self.keys)
-        return [part for side in sides for part in (side.weight, side.rope) if part is not None]
+        return [weight_slice for side in sides for weight_slice in (side.weight, side.rope) if weight_slice is not None]
 
 
 @final
@@ -247,16 +247,18 @@ def _with_stream(tensors: Tensors, at: str, leaf: str, plan: SitePlan) -> Found:
             return Unknown("", f"{JOINT[leaf]} has shape {list(shape)}, expected {rows} rows as {leaf}")
         bias = f"{name}.bias" if f"{name}.bias" in tensors else None
         for sides, side in ((queries, query), (keys, key)):
-            part = dataclasses.replace(side.weight, tensor=f"{name}.weight", bias=bias)
-            sides.append(Side(weight=part, gain=_other_gain(tensors, at, side.gain)))
+            weight_slice = dataclasses.replace(side.weight, tensor=f"{name}.weight", bias=bias)
+            sides.append(Side(weight=weight_slice, gain=_other_gain(tensors, at, side.gain)))
     for sides, side, count, letter in ((queries, query, plan.n_heads, "q"), (keys, key, plan.n_kv_heads, "k")):
-        other = JOINT.get(f"to_{letter}", "")
-        if leaf == "to_q" and f"{at}{other}.weight" in tensors:
-            shape, size = tensors[f"{at}{other}.weight"].shape, plan.head_dim
+        other_stream = JOINT.get(f"to_{letter}", "")
+        if leaf == "to_q" and f"{at}{other_stream}.weight" in tensors:
+            shape, size = tensors[f"{at}{other_stream}.weight"].shape, plan.head_dim
             if len(shape) != 2 or shape[0] != count * size:
-                return Unknown("", f"{other} has shape {list(shape)}, expected {count * size} rows as to_{letter}")
-            part = _even(tensors, f"{at}{other}", count, size, size)
-            sides.append(Side(weight=part, gain=_other_gain(tensors, at, side.gain)))
+                return Unknown(
+                    "", f"{other_stream} has shape {list(shape)}, expected {count * size} rows as to_{letter}"
+                )
+            weight_slice = _even(tensors, f"{at}{other_stream}", count, size, size)
+            sides.append(Side(weight=weight_slice, gain=_other_gain(tensors, at, side.gain)))
     if len(queries) + len(keys) == 2:
         return plan
     layout = f"{plan.layout}, two streams"
@@ -276,16 +278,19 @@ def _joined(sites: Mapping[str, Found], site: Found) -> Found | None:
     for first, second in JOINT_MODULES:
         if second in site.name and site.name.replace(second, first) in sites:
             return None
-        other = sites.get(site.name.replace(first, second)) if first in site.name else None
-        if isinstance(site, SitePlan) and other is not None:
-            if not isinstance(other, SitePlan) or (other.n_heads, other.head_dim) != (site.n_heads, site.head_dim):
-                return Unknown(site.name, f"the tokens of {other.name}, which attend with its own, could not be read")
+        other_stream = sites.get(site.name.replace(first, second)) if first in site.name else None
+        if isinstance(site, SitePlan) and other_stream is not None:
+            if not isinstance(other_stream, SitePlan) or (other_stream.n_heads, other_stream.head_dim) != (
+                site.n_heads,
+                site.head_dim,
+            ):
+                return Unknown(site.name, f"the tokens of {other_stream.name}, which attend with its own, are not read")
             return dataclasses.replace(
                 site,
                 layout=f"{site.layout}, two streams",
-                queries=site.queries + other.queries,
-                keys=site.keys + other.keys,
-                notes=tuple(dict.fromkeys((*site.notes, *other.notes))),
+                queries=site.queries + other_stream.queries,
+                keys=site.keys + other_stream.keys,
+                notes=tuple(dict.fromkeys((*site.notes, *other_stream.notes))),
             )
     return site
 
@@ -295,33 +300,39 @@ def _bounded(plan: SitePlan, leaves: Sequence[str]) -> SitePlan:
     queries or keys: a second stream of tokens, a bias of its own, relative positions that are projected."""
     if plan.layout == "MLA":
         return plan
-    read = {part.tensor.removesuffix(".weight").rpartition(".")[2] for part in plan.slices()}
+    read = {weight_slice.tensor.removesuffix(".weight").rpartition(".")[2] for weight_slice in plan.slices()}
     for side in (*plan.queries, *plan.keys):
         gain = (side.gain or "").removesuffix(".weight").rpartition(".")[2]
         read |= {gain, f"{gain}_bias"}
-    others = sorted(leaf for leaf in set(leaves) - read if _OTHER_QK.search(leaf) and not leaf.startswith("in_proj"))
-    if not others:
+    extra_weights = sorted(
+        leaf for leaf in set(leaves) - read if _OTHER_QK.search(leaf) and not leaf.startswith("in_proj")
+    )
+    if not extra_weights:
         return plan
-    why = f"{', '.join(others[:3])} may take part in the logits in a way that is not known: no logit bound"
+    reason = f"{', '.join(extra_weights[:3])} may take part in the logits in a way that is not known: no logit bound"
     queries, keys = (
         tuple(dataclasses.replace(side, gain=None, input=None) for side in sides) for sides in (plan.queries, plan.keys)
     )
-    return dataclasses.replace(plan, queries=queries, keys=keys, notes=(*plan.notes, why))
+    return dataclasses.replace(plan, queries=queries, keys=keys, notes=(*plan.notes, reason))
 
 
 def _readable(tensors: Tensors, plan: SitePlan) -> Found:
-    for part in plan.slices():
-        module = part.tensor.removesuffix("weight")
+    for weight_slice in plan.slices():
+        module = weight_slice.tensor.removesuffix("weight")
         if any(f"{module}{name}" in tensors for name in _ADAPTERS):
-            return Unknown(plan.name, f"{part.tensor} has a low-rank adapter beside it; merge it into the weight first")
-        tensor = tensors[part.tensor]
-        scales = [part.tensor + end for end in _SCALES]
+            return Unknown(
+                plan.name, f"{weight_slice.tensor} has a low-rank adapter beside it; merge it into the weight first"
+            )
+        tensor = tensors[weight_slice.tensor]
+        scales = [weight_slice.tensor + end for end in _SCALES]
         if tensor.dtype.startswith("F8"):
-            scales += [f"{part.tensor.removesuffix('weight')}{name}" for name in _SCALES_OF_8_BITS]
+            scales += [f"{weight_slice.tensor.removesuffix('weight')}{name}" for name in _SCALES_OF_8_BITS]
         present = [name for name in scales if name in tensors]
         if not tensor.floating or present:
-            why = f"scales in {present[0]}" if present else f"stored as {tensor.dtype}"
-            return Unknown(plan.name, f"{part.tensor} is quantised ({why}); scan the checkpoint before quantisation")
+            reason = f"scales in {present[0]}" if present else f"stored as {tensor.dtype}"
+            return Unknown(
+                plan.name, f"{weight_slice.tensor} is quantised ({reason}); scan the checkpoint before quantisation"
+            )
     return plan
 
 
@@ -338,8 +349,8 @@ def _separate(tensors: Tensors, at: str, q: str, k: str, geometry: Geometry) -> 
     per_head, remainder = divmod(query.shape[0], heads)
     is_gated = geometry.model_type in GATED
     if remainder or (is_gated and per_head % 2):
-        why = f"{q} has {query.shape[0]} rows, which do not split evenly into {heads} heads; give --n-heads"
-        return Unknown("", why)
+        reason = f"{q} has {query.shape[0]} rows, which do not split evenly into {heads} heads; give --n-heads"
+        return Unknown("", reason)
     size = per_head // 2 if is_gated else per_head
     groups, remainder = divmod(key.shape[0], size)
     wrong = f"{k} has {key.shape[0]} rows" if remainder else _contradiction(geometry, size, groups, heads)
@@ -390,8 +401,8 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> Found | 
     if heads is None:
         return Unknown("", f"the number of heads is not known; give --n-heads ({leaf} is {shape[0]} x {shape[1]})")
     if layout is None:
-        why = "it could be [q | k | v] or q, k, v per head; give --layout blocks or --layout groups"
-        return Unknown("", f"{leaf} is ambiguous: {why}")
+        reason = "it could be [q | k | v] or q, k, v per head; give --layout blocks or --layout groups"
+        return Unknown("", f"{leaf} is ambiguous: {reason}")
     groups = geometry.n_kv_heads or heads
     width = shape[1] // heads if is_single else _width(shape, heads, groups, geometry.head_dim)
     size = f"{shape[0]} x {shape[1]}"
@@ -443,8 +454,8 @@ def _latent(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> Found:
     """Plans DeepSeek's MLA: q_b has [nope | rope] per head, kv_b [nope | value] per head, kv_a [latent | rope]."""
     heads, nope, rope, value = geometry.n_heads, geometry.nope_dim, geometry.rope_dim, geometry.value_dim
     if heads is None or nope is None or rope is None or value is None:
-        why = "MLA needs num_attention_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim in config.json"
-        return Unknown("", why)
+        reason = "MLA needs num_attention_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim in config.json"
+        return Unknown("", reason)
     for name, rows in ((leaf, heads * (nope + rope)), ("kv_b_proj", heads * (nope + value))):
         stored = tensors.get(f"{at}{name}.weight")
         if stored is None or len(stored.shape) != 2 or stored.shape[0] != rows:
@@ -514,18 +525,18 @@ def _with_norms(tensors: Tensors, plan: SitePlan, geometry: Geometry) -> SitePla
         if not (query_gain or key_gain):
             query_gain, key_gain = _present(tensors, at + q), _present(tensors, at + k)
     is_mla = query.rope is not None
-    before, why = _norm_before(tensors, plan.name, geometry)
+    before, reason = _norm_before(tensors, plan.name, geometry)
     if geometry.normed and not (query_gain or key_gain or is_mla):
-        before, why = None, "config.json says that q and k are normed, and their gains were not found: no bound"
+        before, reason = None, "config.json says that q and k are normed, and their gains were not found: no bound"
     # Queries without their own latent (DeepSeek-V2-Lite) are projected from the module's input.
     is_direct = f"{at}q_up.weight" == query.weight.tensor and f"{at}q_down.weight" not in tensors
     reads_latent = is_mla and not is_direct and not query.weight.tensor.endswith("q_proj.weight")
 
-    def input_of(part: Slice | None) -> str | None:
+    def input_of(weight_slice: Slice | None) -> str | None:
         """The norm before attention, unless its width is not that of what the weight reads."""
-        if before is None or part is None:
+        if before is None or weight_slice is None:
             return None
-        width = tensors[part.tensor].shape[1 - part.axis]
+        width = tensors[weight_slice.tensor].shape[1 - weight_slice.axis]
         return before if math.prod(tensors[before].shape) == width else None
 
     query = dataclasses.replace(query, gain=query_gain, input=query.input if reads_latent else input_of(query.weight))
@@ -535,7 +546,7 @@ def _with_norms(tensors: Tensors, plan: SitePlan, geometry: Geometry) -> SitePla
         input=key.input if is_mla else input_of(key.weight),
         rope_input=input_of(key.rope) if is_mla else None,
     )
-    notes = (*plan.notes, why) if why else plan.notes
+    notes = (*plan.notes, reason) if reason else plan.notes
     return dataclasses.replace(plan, queries=(query,), keys=(key,), notes=notes)
 
 
@@ -544,10 +555,11 @@ def _norm_before(tensors: Tensors, module: str, geometry: Geometry) -> tuple[str
 
     The reason is empty if there is a norm, or none with a known name.
     """
-    beside = f"{module.removesuffix('multihead_attn')}self_attn.in_proj_weight"  # torch's decoder layer has both names
-    if _CROSS.search(module) or (module.endswith("multihead_attn") and beside in tensors):
+    beside = f"{module.removesuffix('multihead_attn')}self_attn."  # torch's decoder layer has both names
+    has_beside = f"{beside}in_proj_weight" in tensors or f"{beside}q_proj.weight" in tensors
+    if _CROSS.search(module) or (module.endswith("multihead_attn") and has_beside):
         return None, "its name says that its keys come from another sequence: no logit bound"
-    kind, why = geometry.model_type, ""
+    kind, reason = geometry.model_type, ""
     parents = [module.rpartition(".")[0], module.rpartition(".")[0].rpartition(".")[0]]
     for at in parents:
         for name in (*INPUT_NORMS, *EITHER_NORM):
@@ -558,8 +570,8 @@ def _norm_before(tensors: Tensors, module: str, geometry: Geometry) -> tuple[str
                 return None, f"{name} follows attention here: weights alone give no logit bound"
             if name in INPUT_NORMS or kind in EITHER_NORM[name] or (kind is None and name == "ln_1"):  # as in GPT-2
                 return gain, ""
-            why = f"{name} precedes attention in some models and follows it in others: no logit bound"
-    return None, why
+            reason = f"{name} precedes attention in some models and follows it in others: no logit bound"
+    return None, reason
 
 
 def missing_layers(checkpoint: Checkpoint, sites: Sequence[Found]) -> list[Unknown]:
@@ -585,8 +597,10 @@ def missing_layers(checkpoint: Checkpoint, sites: Sequence[Found]) -> list[Unkno
             keys = special if word in stack else keys
         total = first_number(section(checkpoint.config, stack), keys) or 0
         for layer in sorted(set(range(total)) - numbers[stack]):
-            why = f"config.json says {total} layers, and no tensor of this one is in the checkpoint; download it again"
-            unknown.append(Unknown(f"{stack}.{layer}".lstrip("."), why))
+            reason = (
+                f"config.json says {total} layers, and no tensor of this one is in the checkpoint; download it again"
+            )
+            unknown.append(Unknown(f"{stack}.{layer}".lstrip("."), reason))
     return unknown
 
 
@@ -604,19 +618,19 @@ def _left_over(tensors: Tensors, sites: Iterable[str]) -> list[Unknown]:
         quantised = [leaf for leaf in leaves if leaf.endswith(_QUANTISED)]
         adapters = [leaf for leaf in leaves if ".lora_" in leaf]
         if quantised:
-            why = f"it is quantised ({quantised[0]}); scan the checkpoint before quantisation"
+            reason = f"it is quantised ({quantised[0]}); scan the checkpoint before quantisation"
         elif adapters:
-            why = (
+            reason = (
                 f"it holds a low-rank adapter ({adapters[0]}) without its base; merge the two and scan the result: "
                 "model.merge_and_unload().save_pretrained(folder)"
             )
         elif any(
             tensors[f"{module}.{leaf}.weight"].floating for leaf in leaves if f"{module}.{leaf}.weight" in tensors
         ):
-            why = f"no known names for query and key among {', '.join(sorted(leaves)[:6])}"
+            reason = f"no known names for query and key among {', '.join(sorted(leaves)[:6])}"
         else:
             continue
-        unknown.append(Unknown(module, why))
+        unknown.append(Unknown(module, reason))
     return unknown
 
 

@@ -36,8 +36,8 @@ def differences(model: nn.Module, recipes: Sequence[SiteRecipe]) -> tuple[str, .
         layers[lost] = [recipe.name for recipe in recipes]
     sentences = []
     for sentence, names in layers.items():
-        where = "everywhere" if len(names) == len(recipes) else compress(names)
-        sentences.append(f"{sentence} ({where})")
+        place_names = "everywhere" if len(names) == len(recipes) else compress(names)
+        sentences.append(f"{sentence} ({place_names})")
     return tuple(sentences)
 
 

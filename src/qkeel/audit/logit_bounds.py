@@ -65,16 +65,16 @@ class SiteReport:
         return [gain if math.isfinite(gain) else bound for gain, bound in zip(self.gain_bound, self.logit_bound)]
 
 
-def grams(weight: Tensor, part: Slice) -> Tensor:
+def grams(weight: Tensor, weight_slice: Slice) -> Tensor:
     """Returns W_h W_hᵀ per head, [heads rows rows]: float64 for 32- and 64-bit weights, else float32.
 
     Works on one head at a time to bound memory.
     """
     wide = torch.float64 if weight.dtype.itemsize >= 4 else torch.float32
-    products = torch.empty(len(part.starts), part.rows, part.rows, dtype=wide)
-    for product, start in zip(products, part.starts):
-        end = start + part.rows
-        rows = (weight[start:end] if part.axis == 0 else weight[:, start:end].mT).to(wide)
+    products = torch.empty(len(weight_slice.starts), weight_slice.rows, weight_slice.rows, dtype=wide)
+    for product, start in zip(products, weight_slice.starts):
+        end = start + weight_slice.rows
+        rows = (weight[start:end] if weight_slice.axis == 0 else weight[:, start:end].mT).to(wide)
         torch.mm(rows, rows.mT, out=product)
     return products
 
@@ -177,18 +177,18 @@ class _Bounds:
                 reaches.append(self._rotated(side.weight, side.input))
         return torch.stack([_per_query_head(reach, self.plan.n_heads) for reach in reaches]).amax(0)
 
-    def _spectral(self, part: Slice) -> Tensor:
-        products = self.gram[part]
+    def _spectral(self, weight_slice: Slice) -> Tensor:
+        products = self.gram[weight_slice]
         is_finite = products.isfinite().all(-1).all(-1)[:, None, None]
         return _per_query_head(gram_spectral_norm(torch.where(is_finite, products, 0)).double(), self.plan.n_heads)
 
-    def _rotated(self, part: Slice, gain: str | None) -> Tensor:
+    def _rotated(self, weight_slice: Slice, gain: str | None) -> Tensor:
         """Returns ‖W_h‖₂ ρ + ‖b_h‖ for each query head, which no rotation changes."""
-        reach = self._spectral(part) * self._radius(gain)
-        if part.bias is None:
+        reach = self._spectral(weight_slice) * self._radius(gain)
+        if weight_slice.bias is None:
             return reach
-        bias = self._vector(part.bias)
-        norms = torch.stack([bias[start : start + part.rows].norm() for start in part.starts])
+        bias = self._vector(weight_slice.bias)
+        norms = torch.stack([bias[start : start + weight_slice.rows].norm() for start in weight_slice.starts])
         return reach + _per_query_head(norms, self.plan.n_heads)
 
     def _normed(self, name: str, heads: int) -> Tensor:

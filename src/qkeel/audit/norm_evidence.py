@@ -134,14 +134,14 @@ def fit_norm(
     return unknown_norm(arrived, "its length follows neither its projection nor a norm of a head or layer")
 
 
-def unknown_norm(arrived: Tensor, why: str) -> NormFit:
+def unknown_norm(arrived: Tensor, reason: str) -> NormFit:
     """Returns the answer for q that nothing explains."""
     # A mistake that runs without an error: a norm over the wrong axis, where the mean square of q is then 1.
     for axis, dim in (("heads", 0), ("tokens", 1)):
         if arrived.shape[dim] > 1 and bool(((arrived.square().mean(dim) - 1).abs() <= 1e-2).all()):
             recipe = NormRecipe(kind="RMS", over=axis, gain="unknown")
             return NormFit(recipe=recipe, error=math.inf, before=arrived, after=arrived)
-    recipe = NormRecipe(kind="unknown", why=why)
+    recipe = NormRecipe(kind="unknown", why=reason)
     return NormFit(recipe=recipe, error=math.inf, before=arrived, after=arrived)
 
 
@@ -236,9 +236,9 @@ def rotation_of(fit: NormFit, tolerance: float, rounding: float) -> Rotation | N
             angles = angle if angles is None else angles
     if angles is None:
         return Rotation(dims=count, of=size, why="it is no rotation of pairs")
-    base, why = _base(angles)
+    base, reason = _base(angles)
     pairing = "one pair" if count == 2 else fitting[0]
-    return Rotation(dims=count, of=size, pairing=pairing, base=base, why=why)  # type: ignore[arg-type]
+    return Rotation(dims=count, of=size, pairing=pairing, base=base, why=reason)  # type: ignore[arg-type]
 
 
 Pair = tuple[Tensor, Tensor]

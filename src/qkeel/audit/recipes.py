@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from typing import Literal, final
 
-from qkeel.frames.tables import join, plain_table, tag
 from qkeel.records import LAYER_TYPES, LINEAR
 
 
@@ -167,13 +166,6 @@ class Explanation:
         parts += [f"{compress(self.linear)}\n  type      {LINEAR}: {LAYER_TYPES[LINEAR]}"] if self.linear else []
         parts += [f"differs from config: {text}" for text in self.differences]
         return "\n".join(parts)
-
-    def _repr_html_(self) -> str:
-        rows = [(tag("code", {}, names), join(recipe.lines(), "<br>")) for names, recipe in self.grouped()]
-        rows += [(tag("code", {}, compress(self.linear)), f"{LINEAR}: {LAYER_TYPES[LINEAR]}")] if self.linear else []
-        items = [tag("li", {}, text) for text in self.differences]
-        more = [tag("p", {}, "differs from config:"), tag("ul", {}, *items)] if items else []
-        return join([tag("p", {}, self.model), plain_table((), rows), *more])
 
     def grouped(self) -> list[tuple[str, SiteRecipe]]:
         """Returns each distinct recipe once, with the names of its layers."""

@@ -31,11 +31,11 @@ def outliers(sites: Sequence[SiteReport]) -> list[tuple[bool, ...]]:
     z = 0.6745 (ln x - median ln x) / median |ln x - median|; an outlier has z > 3.5 and x > 2 · median, or is NaN.
     """
     logs = [[_log(x * site.scale) for x in site.interaction_spectral] for site in sites]
-    known = [x for row in logs for x in row if math.isfinite(x)]
-    if not known:
+    finite = [x for row in logs for x in row if math.isfinite(x)]
+    if not finite:
         return [tuple(math.isnan(x) for x in row) for row in logs]
-    middle = statistics.median(known)
-    spread = max(statistics.median(abs(x - middle) for x in known), 1e-12)
+    middle = statistics.median(finite)
+    spread = max(statistics.median(abs(x - middle) for x in finite), 1e-12)
     high = middle + max(Z_SCORE * spread / 0.6745, math.log(RATIO))
     return [tuple(math.isnan(x) or x > high for x in row) for row in logs]
 
@@ -264,11 +264,11 @@ def _number(value: float | None) -> str:
 
 
 def _outlier_line(scan: Scan) -> str:
-    found = [f"{site.name} head {h}" for site in scan.sites for h, out in enumerate(site.outlier) if out]
-    if not found:
+    heads = [f"{site.name} head {h}" for site in scan.sites for h, out in enumerate(site.outlier) if out]
+    if not heads:
         return ""
-    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
-    return f"outlier heads (marked !): {', '.join(found[:8])}{more}: |Wq'Wk|_2 far above the median of all heads"
+    others = f" and {len(heads) - 8} more" if len(heads) > 8 else ""
+    return f"outlier heads (marked !): {', '.join(heads[:8])}{others}: |Wq'Wk|_2 far above the median of all heads"
 
 
 def _notes(scan: Scan) -> list[str]:

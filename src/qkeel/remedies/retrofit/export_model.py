@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import math
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -545,7 +547,10 @@ def _write(part: Path, planned: MovePlan, files: Iterable[tuple[str, Mapping[str
     sizes: dict[str, tuple[str, int]] = {}
     for name, stored in files:
         tensors = _changed(planned, stored)
-        save_file(tensors, part / name, metadata={"format": "pt"})
+        try:
+            save_file(tensors, part / name, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, which safetensors does not report as an OSError
+            raise OSError(str(error)) from error
         with open(part / name, "rb") as written:
             os.fsync(written.fileno())
         sizes |= {tensor: (name, x.nbytes) for tensor, x in tensors.items()}
@@ -572,6 +577,8 @@ def _whole(out: Path, source: Path | None) -> Iterator[Path]:
     try:
         with reported(f"cannot write {out}", advice):
             out.parent.mkdir(parents=True, exist_ok=True)
+            for leftover in out.parent.glob(f".{glob.escape(out.name)}.*.part"):  # of a call that was killed
+                shutil.rmtree(leftover)
             part = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".part"))
             yield part
             os.chmod(part, 0o755)
