@@ -30,7 +30,6 @@ class Sum(nn.Module):
         self.embedding = nn.Embedding(2 * T - 1, D)
         self.gap = (torch.arange(T)[:, None] - torch.arange(T)).abs()
         self.mix = nn.Conv2d(H, H, 1, bias=False)
-        self.mix_linear = nn.Linear(H, H, bias=False)
         self.gate = nn.Linear(32, H)
         self.z = torch.zeros(())
 
@@ -188,15 +187,6 @@ def mixed_residual(m: Sum, p: dict[str, Tensor]) -> Tensor:
     return z + m.mix(z)
 
 
-def mixed_linear(m: Sum, p: dict[str, Tensor]) -> Tensor:
-    """CaiT's."""
-    return m.mix_linear((p["q1"] @ p["k1"].mT).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-
-def mixed_einsum(m: Sum, p: dict[str, Tensor]) -> Tensor:
-    return torch.einsum("bhts,hg->bgts", p["q1"] @ p["k1"].mT, m.mix_linear.weight)
-
-
 def gated(m: Sum, p: dict[str, Tensor]) -> Tensor:
     """A bias that the input decides on."""
     return p["q1"] @ p["k1"].mT + m.gate(m.x).permute(0, 2, 1)[..., None] * torch.randn(T, T)
@@ -208,9 +198,7 @@ def capped_part(m: Sum, p: dict[str, Tensor]) -> Tensor:
 
 # What is not known of each, in the words of the site.
 UNKNOWN: dict[str, tuple[Callable[[Sum, dict[str, Tensor]], Tensor], str]] = {
-    "talking heads, residual": (mixed_residual, r"its heads are mixed by a weight \(conv2d\) before the softmax"),
-    "talking heads": (mixed_linear, r"its heads are mixed by a weight \(linear\) before the softmax"),
-    "talking heads, einsum": (mixed_einsum, r"its heads are mixed by a weight \(einsum\) before the softmax"),
+    "talking heads, residual": (mixed_residual, "a term added to its scores depends on the input and is not a product"),
     "gated bias": (gated, "a term added to its scores depends on the input and is not a product"),
     "a part capped": (capped_part, "a term of the sum is capped before it is added"),
 }

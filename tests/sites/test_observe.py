@@ -96,13 +96,6 @@ def keys_in_two_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (torch.cat([far, near], dim=-1) / math.sqrt(D)).softmax(-1) @ v
 
 
-def written_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = q @ k.mT
-    scores *= 1 / math.sqrt(D)
-    scores[:, :, ~causal()] = -torch.inf
-    return scores.softmax(-1) @ v
-
-
 def checkpointed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return checkpoint(nanogpt, q, k, v, use_reentrant=True)  # type: ignore[return-value]
 
@@ -124,7 +117,7 @@ def exp_over_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def values_before_the_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = q @ k.mT
     scores -= scores.max(dim=-1, keepdim=True).values.detach()
-    e = (scores / math.sqrt(D)).exp_() * causal()
+    e = (scores / math.sqrt(D)).masked_fill(~causal(), -torch.inf).exp_()
     return e @ v / e.sum(-1)[..., None]
 
 
@@ -140,11 +133,6 @@ def softmax_of_the_rest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.masked_fill(~causal(), -torch.inf).softmax(-1) @ v
 
 
-def products_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = (q[:, :, :, None] * k[:, :, None]).sum(-1) / math.sqrt(D)
-    return scores.masked_fill(~causal(), -torch.inf).softmax(-1) @ v
-
-
 WAYS: dict[str, Attend] = {
     f.__name__: f
     for f in (
@@ -157,13 +145,11 @@ WAYS: dict[str, Attend] = {
         without_softmax,
         log_softmax,
         keys_in_two_parts,
-        written_in_place,
         checkpointed,
         exp_over_sum,
         values_before_the_sum,
         less_its_logsumexp,
         softmax_of_the_rest,
-        products_by_hand,
         fused,
         fused_with_mask,
     )
@@ -359,7 +345,7 @@ def test_what_stopped_the_scores_is_named_where_nothing_is_found() -> None:
         return out / mass
 
     for way, why in (
-        (sigmoid, r"Seen but not understood: the model itself: values .* weighted by the sigmoid of scores"),
+        (sigmoid, r"Seen but not understood: the model itself: .* values are weighted by the sigmoid of scores"),
         (in_blocks, r"Seen but not understood: the model itself: its scores .* blocks of keys\..*describe\(model"),
     ):
         with pytest.raises(
@@ -414,53 +400,17 @@ def test_a_transformer_encoder_in_eval_keeps_its_fast_path_under_a_tap_and_not_u
     assert found == names
 
 
-def null_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
-    return torch.cat([torch.zeros_like(scores[..., :1]), scores], -1).softmax(-1)[..., 1:] @ v
-
-
-def plus_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    e = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf).exp()
-    return e / (1 + e.sum(-1, keepdim=True)) @ v
-
-
-def plus_one_shifted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
-    top = scores.amax(-1, keepdim=True).clamp_min(0)
-    e = (scores - top).exp()
-    return e / ((-top).exp() + e.sum(-1, keepdim=True)) @ v
-
-
-def plus_one_after_the_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    e = (q @ k.mT / math.sqrt(D)).exp() * causal()
-    mass = e.sum(-1) + 1.0
-    return (e @ v) / mass[..., None]
-
-
 def guarded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    e = (q @ k.mT / math.sqrt(D)).exp() * causal()
+    e = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf).exp()
     return e / (e.sum(-1, keepdim=True) + 1e-9) @ v
 
 
-@pytest.mark.parametrize(
-    ("attend", "same"),
-    [
-        (plus_one, null_key),
-        (plus_one_shifted, null_key),
-        (plus_one_after_the_values, null_key),
-        (guarded, exp_over_sum),
-    ],
-)
-def test_a_constant_beside_the_exponentials_is_a_logit_without_a_value(attend: Attend, same: Attend) -> None:
+def test_a_guard_against_a_sum_of_zero_changes_nothing() -> None:
     x, found = torch.randn(B, T, H * D), list[LogitStats]()
-    for way in (attend, same):
+    for way in (guarded, exp_over_sum):
         torch.manual_seed(0)
-        model = Block(way)
-        with torch.no_grad(), Tap(model) as tap:
-            outputs = model(x)
-            found += tap.read().values()
-        torch.manual_seed(0)
-        torch.testing.assert_close(outputs, Block(same)(x))
+        with torch.no_grad():
+            found.append(read_one(Block(way), x))
     one, other = found
-    for name in ("max_logit", "mean_logit", "entropy", "sink_share"):
-        torch.testing.assert_close(getattr(one, name), getattr(other, name), equal_nan=True, msg=name)
+    for name in ("max_logit", "mean_logit", "entropy"):
+        torch.testing.assert_close(getattr(one, name), getattr(other, name), msg=name)

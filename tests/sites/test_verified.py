@@ -156,7 +156,7 @@ DOUBTFUL: dict[str, tuple[Scores, str]] = {
         "the weights of its heads are not confirmed: with the known key rows set to zero, its logits still change "
         "from key to key ",
     ),
-    "talking heads": (talking, UNKNOWN + r"its heads are mixed by a weight \(conv2d\) before the softmax"),
+    "talking heads": (talking, UNKNOWN + "a term added to its scores depends on the input and is not a product"),
 }
 
 

@@ -146,6 +146,15 @@ class HeadLayout:
         shape = [math.prod([n for n, letter in zip(sizes, letters) if letter == role]) for role in "bhts"]
         return x.reshape(sizes).permute(order).reshape(shape)
 
+    def apply_to_vectors(self, x: Shaped[Tensor, "*scores d"]) -> Shaped[Tensor, "b h t s d"]:
+        """Returns a tensor of vectors, one for each score, rearranged like the scores."""
+        if self.groups == ("b", "h", "t", "s"):
+            return x
+        sizes, order = self._single(x.shape[:-1])
+        letters = "".join(self.groups)
+        shape = [math.prod([n for n, letter in zip(sizes, letters) if letter == role]) for role in "bhts"]
+        return x.reshape([*sizes, x.shape[-1]]).permute([*order, len(sizes)]).reshape([*shape, x.shape[-1]])
+
     def undo(self, x: Shaped[Tensor, "b h t s"], shape: Sequence[int]) -> Shaped[Tensor, ...]:
         """Returns a tensor [b h t s] rearranged to this shape, the layout of the scores. This is the inverse of
         `apply`."""

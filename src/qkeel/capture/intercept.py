@@ -21,8 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkeel.capture.calls import FlexCall, HeadLayout, ScoresCall, Seen, fewest_keys, known_keys
+from qkeel.capture.eager import (
+    EagerAttentionTracer,
+    Lost,
+    Scores,
+    fused_layout,
+    index_call,
+    pad_arguments,
+    products_of,
+    scores_call,
+)
 from qkeel.capture.example import DescribedSiteHooks, ModuleCall, ModuleStack, tensors
-from qkeel.capture.products import Lost, Scores, pad_arguments
 from qkeel.capture.readers import (
     FLASH_AND_FLEX,
     SDPA,
@@ -34,8 +43,6 @@ from qkeel.capture.readers import (
     sdpa_arguments,
     unpacked,
 )
-from qkeel.capture.scores import products_of
-from qkeel.capture.written import EagerAttentionTracer, fused_layout, index_call, seen_call
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows
 from qkeel.heads.site import AttentionSite, UnrecognizedAttention
@@ -321,7 +328,7 @@ class CaptureMode(CallObserver):
             return lambda: (F.scaled_dot_product_attention(*args, **kwargs), None)
         if function is functional_attention and self._rows:
             return functools.partial(attention_with_rows, sdpa_arguments(args, kwargs))
-        if name in SDPA or self.handwritten.minds(name, args):
+        if name in SDPA or self.handwritten.minds(name):
             self._begun = self._operators()
             return True
         return INSIDE
@@ -337,7 +344,7 @@ class CaptureMode(CallObserver):
     @property
     def missed(self) -> list[UnrecognizedAttention]:
         """The attention layers of this pass that were observed but could not be read."""
-        return [*self.handwritten.lost.missed, *self.unread]
+        return [*self.handwritten.missed, *self.unread]
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -368,7 +375,7 @@ class CaptureMode(CallObserver):
     @property
     def chosen(self) -> list[tuple[ModuleCall, ScoresCall]]:
         """The scores in a probe by which keys were chosen, except those that are also the input of a softmax."""
-        weighed = self.handwritten.lost.weighed
+        weighed = self.handwritten.weighed
         return [(frame, call) for frame, call, tag in self._chosen.values() if products_of(tag).isdisjoint(weighed)]
 
     @property
@@ -444,10 +451,10 @@ class CaptureMode(CallObserver):
         if not isinstance(tag, Scores) or not isinstance(mask, Tensor) or mask.ndim < 3:
             return None
         how = HeadLayout(groups=tuple("bhts"), sizes=(mask.shape[1],)) if how is None and mask.ndim == 4 else how
-        return seen_call(tag, mask, mask.ndim - 1, top, known=how, names=self._names, alone=False)
+        return scores_call(tag, mask, mask.ndim - 1, top, known=how, names=self._names, alone=False)
 
     def _read_below(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
-        if name not in SDPA and not self.handwritten.minds(name, args):
+        if name not in SDPA and not self.handwritten.minds(name):
             return
         self.handwritten.below = True
         try:

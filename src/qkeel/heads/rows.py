@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from qkeel.capture.calls import HeadLayout
 from qkeel.capture.example import ModuleCall
-from qkeel.capture.products import ProductOperand
+from qkeel.capture.products import Operand
 from qkeel.errors import QkeelError
 from qkeel.functional.norms import widest
 from qkeel.heads.site import HeadSlice, QKProduct
@@ -109,9 +109,18 @@ def sum_terms(
         except UnknownRowsError as error:
             which = f"its logit is a sum of {len(products)} products, and product {i + 1} is not known: "
             raise UnknownRowsError(f"{which if len(products) > 1 else ''}{error}") from error
-        terms += own
+        # Two products of the same weights, as of ReRoPE's near and far keys, are one term.
+        terms += [term for term in own if not any(_same(term, other) for other in terms)]
         normed = normed or after_norm
     return tuple(terms), normed
+
+
+def _same(one: QKProduct, other: QKProduct) -> bool:
+    """True if two terms have the same rows of the same weights."""
+    if (len(one.query), len(one.key)) != (len(other.query), len(other.key)):
+        return False
+    pairs = zip((*one.query, *one.key), (*other.query, *other.key))
+    return all(a.parameter == b.parameter and a.same(b) for a, b in pairs)
 
 
 def normed_on_the_way(
@@ -359,8 +368,8 @@ Split = tuple[int, int, int]  # the sizes of a dimension's slowest part, heads a
 class Sides:
     """The factors of a product of scores that serve as queries and keys."""
 
-    query: ProductOperand
-    key: ProductOperand
+    query: Operand
+    key: Operand
 
 
 def layout_of(
@@ -395,7 +404,7 @@ def _layout_of(
     return _read(sides, walks[1], splits, keys)
 
 
-def _walk(side: ProductOperand, frame: ModuleCall, names: dict[int, str]) -> Walk | None:
+def _walk(side: Operand, frame: ModuleCall, names: dict[int, str]) -> Walk | None:
     """The result of the search from a factor back to its projections, or None if there are none."""
     if side.x.grad_fn is None:
         return None
@@ -406,23 +415,13 @@ def _walk(side: ProductOperand, frame: ModuleCall, names: dict[int, str]) -> Wal
     return None
 
 
-def _split_of(side: ProductOperand, found: Walk | None, dim: int, keys: int) -> Split | None:
-    assert side.index is not None
-    size = side.index.shape[dim]
+def _split_of(side: Operand, found: Walk | None, dim: int, keys: int) -> Split | None:
+    size = side.x.shape[dim]
     if size == 1:
         return (1, 1, 1)
     assert found is not None
-    index = side.index if dim == keys else side.index.narrow(keys, side.index.shape[keys] - 1, 1)
-    index = _small(index, dim)
-    return split_by_heads(side.vectors()[index.clamp_min(0)], dim, found)
-
-
-def _small(index: Tensor, dim: int) -> Tensor:
-    """The index reduced to size 1 along every dimension in which it is constant, except for `dim`."""
-    for i, step in enumerate(index.stride()):
-        if step == 0 and i != dim and index.shape[i] > 1:
-            index = index.narrow(i, 0, 1)
-    return index
+    x = side.x if dim == keys else side.x.narrow(keys, side.x.shape[keys] - 1, 1)
+    return split_by_heads(x, dim, found)
 
 
 def _read(sides: Sides, key: Walk | None, splits: Mapping[int, Split], keys: int) -> HeadLayout | None:
@@ -455,7 +454,7 @@ def _read(sides: Sides, key: Walk | None, splits: Mapping[int, Split], keys: int
     return HeadLayout(groups=tuple(groups), sizes=sizes, headless=not heads and len(groups) == 3)
 
 
-def _are_features(side: ProductOperand, found: Walk | None, keys: int) -> bool:
+def _are_features(side: Operand, found: Walk | None, keys: int) -> bool:
     """True if the softmax is over features, as in attention between channels, so that the keys are computed from
     different features."""
     split = None if found is None else _split_of(side, found, keys, keys)

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from qkeel import dist
 from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, fewest_keys, key_heads
+from qkeel.capture.eager import is_projected, reached
 from qkeel.capture.example import ModuleCall, ShortExample, Undo, copied, first_row, shorter, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode
-from qkeel.capture.scores import is_projected, reached
 from qkeel.capture.visible_sets import KeyOrigin, VisibleSets, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
@@ -940,7 +940,7 @@ def unseen(model: nn.Module, watcher: CaptureMode, unrecognized: Sequence[Unreco
             f"{_BY_HAND}"
         )
     if watcher.handwritten.multiplied:
-        followed = ", ".join(watcher.handwritten.lost.ends)
+        followed = ", ".join(watcher.handwritten.ends)
         ends = f" (they were followed to {followed})" if followed else ""
         return (
             f"{looked}Activations are multiplied with each other, but none of the products reaches a softmax{ends}: "

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import qkeel
 from qkeel import find_sites
 from qkeel.errors import RefusedError
 from qkeel.sites import Tap
@@ -37,52 +36,11 @@ class Pieces(nn.Module):
         return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-def added(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
-    """As swin-transformer-pytorch masks its shifted windows: a view, added to in place, and written back."""
-    z[:, :, 2:] += LAST
-    return z
-
-
-def through_a_view(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
-    z[:, :, 2:].masked_fill_(~SEEN[2:], -1e9)
-    return z
-
-
-def by_a_mask(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
-    z[~SEEN.expand_as(z)] = -torch.inf
-    return z
-
-
-@pytest.mark.parametrize("change", [added, through_a_view, by_a_mask], ids=lambda f: f.__name__)
-def test_pairs_that_are_hidden_in_a_part_of_the_scores_are_left_out(change: Change) -> None:
-    model, x = Pieces(change).double(), torch.randn(2, T, M, dtype=torch.float64)
-    sites = find_sites(model, x)
-    assert [(s.name, s.why, s.verified, len(s.terms)) for s in sites] == [("", "", True, 1)]
-    with torch.no_grad(), Tap(model) as tap:
-        model(x)
-        (stats,) = tap.read().values()
-    visible = model.z[:, :, SEEN]
-    assert stats.n_pairs.tolist() == [2 * int(SEEN.sum())] * H
-    torch.testing.assert_close(stats.max_logit, visible.amax((0, 2)))
-    torch.testing.assert_close(stats.min_logit, visible.amin((0, 2)))
-
-
-def test_a_cap_leaves_them_hidden() -> None:
-    model, x = Pieces(added), torch.randn(2, T, M)
-    y = model(x)
-    handle = qkeel.apply(model, "softcap:cap=0.5", batch=x)
-    q, k, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (model.q, model.k, model.v))
-    z = (0.5 * torch.tanh(2 * (q @ k.mT) * D**-0.5)).masked_fill(~SEEN, -torch.inf)
-    torch.testing.assert_close(model(x), (z.softmax(-1) @ v).transpose(1, 2).flatten(2))
-    handle.remove()
-    assert torch.equal(model(x), y)
-
-
 class Batched(Pieces):
     """Scores by baddbmm, as Megatron and Bloom make them: `beta` times what was there, plus q·k."""
 
     def __init__(self, beta: float) -> None:
-        super().__init__(added)
+        super().__init__(lambda m, q, z: z)
         self.beta = beta
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,49 +59,35 @@ def test_what_baddbmm_adds_hides_pairs_unless_its_factor_is_zero(beta: float, pa
     assert stats.n_pairs.tolist() == [2 * pairs] * H
 
 
-def more(m: Pieces, q: Tensor, z: Tensor, part: slice) -> Tensor:
-    z[..., part, :] = z[..., part, :] + torch.einsum("bhtd,tsd->bhts", q[..., part, :], m.table[part])
+def added(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
+    """As swin-transformer-pytorch masks its shifted windows: a view, added to in place, and written back."""
+    z[:, :, 2:] += LAST
     return z
 
 
-def whole_sum(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
-    return more(m, q, z, slice(None))
+def through_a_view(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
+    z[:, :, 2:].masked_fill_(~SEEN[2:], -1e9)
+    return z
 
 
-def sum_in_part(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
+def by_a_mask(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
+    z[~SEEN.expand_as(z)] = -torch.inf
+    return z
+
+
+def summed(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
     """As MViT v2 adds relative positions to all tokens but that of the class."""
-    return more(m, q, z, slice(1, None))
-
-
-def halved(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
-    z[..., 1:, :] = z[..., 1:, :] * 0.5
+    z[..., 1:, :] = z[..., 1:, :] + torch.einsum("bhtd,tsd->bhts", q[..., 1:, :], m.table[1:])
     return z
 
 
 def bent(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
-    z[..., 1:, :] = z[..., 1:, :].relu()
+    z[..., 1:, :].relu_()
     return z
 
 
-@pytest.mark.parametrize(
-    ("change", "terms", "why"),
-    [(whole_sum, 2, ""), (sum_in_part, 0, "part of its scores is a sum of more products than the rest")],
-)
-def test_a_sum_that_is_written_back_is_watched_and_its_terms_are_known_or_told(
-    change: Change, terms: int, why: str
-) -> None:
-    model, x = Pieces(change), torch.randn(2, T, M)
-    (site,) = find_sites(model, x)
-    assert len(site.terms) == terms
-    assert site.verified == bool(terms)
-    assert (site.why or "").startswith(why)
-    with torch.no_grad(), Tap(model) as tap:
-        model(x)
-        (stats,) = tap.read().values()
-    torch.testing.assert_close(stats.max_logit, model.z.amax((0, 2, 3)))
-
-
-@pytest.mark.parametrize("change", [halved, bent], ids=lambda f: f.__name__)
-def test_what_is_written_and_is_no_such_sum_is_missed(change: Change) -> None:
-    with pytest.raises(RefusedError, match="Seen but not understood: the model itself"):
+@pytest.mark.parametrize("change", [added, through_a_view, by_a_mask, summed, bent], ids=lambda f: f.__name__)
+def test_scores_that_are_changed_in_a_part_are_missed(change: Change) -> None:
+    with pytest.raises(RefusedError) as refusal:
         find_sites(Pieces(change), torch.randn(2, T, M))
+    assert "a write into a part of a tensor" in str(refusal.value)
