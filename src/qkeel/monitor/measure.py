@@ -607,6 +607,8 @@ class StepNumbers(Visitor):
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         for values in self._collected:
             values.begin()
+        # Such a loss is a sum over the pass's tokens, divided by those of all passes of the step.
+        self._means.summed = {("", "train_loss")} if kwargs.get("num_items_in_batch") is not None else set()
         self._tokens.begin(args, kwargs)
         if self._hidden is None:
             self._hidden = self._norms(())
@@ -759,6 +761,7 @@ class Means(PassValues[NumberKey, tuple[Tensor, int]]):
     def __init__(self) -> None:
         super().__init__()
         self._reductions: dict[NumberKey, Reduction] = {}
+        self.summed: set[NumberKey] = set()  # what is summed over the passes of a step
 
     def add(self, of: NumberKey, mean: Tensor, n: int, how: Reduction = "mean") -> None:
         """Adds a mean over n values. how: how several means are combined."""
@@ -767,6 +770,8 @@ class Means(PassValues[NumberKey, tuple[Tensor, int]]):
 
     def joined(self, key: NumberKey, old: tuple[Tensor, int], new: tuple[Tensor, int]) -> tuple[Tensor, int]:
         (mean, n), (added, more) = old, new
+        if key in self.summed:
+            return mean + added, n
         return joined(self._reductions[key], mean, added, more / max(n + more, 1)), n + more
 
     def read(self) -> SiteNumbers:
