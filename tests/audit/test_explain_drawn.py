@@ -93,6 +93,8 @@ def test_what_was_drawn_is_explained(seed: int) -> None:
             assert ("1 + w" in side.gain) == layer.one_plus
             assert not layer.dims or side.order == layer.order
     if "unknown" not in (site.query.kind, site.key.kind):
+        if layer.kind == "layer" and layer.order == "after RoPE" and layer.dims:
+            return  # what precedes the rotation cannot be computed from the norm's output, whose mean is gone
         turned = site.rotation and (site.rotation.dims, site.rotation.pairing)
         assert turned == ((layer.dims, layer.pairing) if layer.dims else None)
         assert not layer.dims or site.rotation.base == pytest.approx(layer.base, rel=0.02)

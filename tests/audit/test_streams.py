@@ -98,7 +98,7 @@ def test_no_logit_is_over_a_printed_bound(kind: str, seed: int, tmp_path: Path) 
     bounds = torch.tensor(site.bounds(), dtype=torch.float64)
     assert normed == bool(bounds.isfinite().all())
     assert not (reached > bounds * (1 + 1e-9)).any()
-    assert not normed or bool((bounds < 3 * reached).all())  # a bound that says something
+    assert not normed or bool((bounds < 8 * reached).all())  # a bound that says something
 
 
 @pytest.mark.parametrize("other", ["to_q_ip", "pos_key_proj", "q_bias", "k_lora"])

@@ -130,8 +130,25 @@ def fit_norm(
             if rotation is None or rotation.pairing:
                 return fit
         if fitting:
-            return fitting[0]
+            return _of_length_alone(fitting[0], tolerance)
     return unknown_norm(arrived, "its length follows neither its projection nor a norm of a head or layer")
+
+
+def _of_length_alone(fit: NormFit, tolerance: float) -> NormFit:
+    """Returns the answer where lengths fit, and what is left is no rotation or the batch is too short to show it.
+
+    Lengths under a gain that varies before the rotation agree by no accident. Otherwise an RMS norm and a layer norm
+    give vectors of the same length, but only those of a layer norm have a mean of 0.
+    """
+    recipe = fit.recipe
+    is_conclusive = recipe.order == "before RoPE" and "dim" in recipe.gain
+    if is_conclusive or fit.after.shape[1] < 3:
+        return fit
+    if float(fit.after.mean(-1).abs().max()) <= 10 * tolerance * float(fit.after.abs().max()):
+        return dataclasses.replace(fit, recipe=dataclasses.replace(recipe, kind="layer"))
+    return unknown_norm(
+        fit.after, "its length is that of a norm, but its direction follows no rotation of its projection"
+    )
 
 
 def unknown_norm(arrived: Tensor, reason: str) -> NormFit:
