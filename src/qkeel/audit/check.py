@@ -17,10 +17,11 @@ from qkeel.capture.example import arguments, copied, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
-from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, Health, Row, Status, judged
+from qkeel.frames.run_verdict import judge_run
+from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import FaultGuard
-from qkeel.records import NON_FINITE, Heads, RunDirectory, fold_heads
+from qkeel.records import NON_FINITE, RunDirectory
 from qkeel.sites import Sites
 from qkeel.sites.find import found_sites, site_label
 from qkeel.sites.tap import Tap
@@ -145,49 +146,13 @@ def _of_run(path: Path, threshold: float) -> Health:
     records = run.metrics()
     heads = run.heads() if records and (path / "heads.json").exists() else None
     if heads is not None and len(heads.steps) and "max_logit" in heads.values:
-        return _of_heads(heads, threshold, run.events())
+        return judge_run(heads, run.events(), threshold)
     logits = [float(row["max_logit"]) for row in records if isinstance(row.get("max_logit"), (int, float))]
     finite = [logit for logit in logits if not math.isnan(logit)]
     largest = max(finite, default=math.nan)
     broken = ["the run"] if len(finite) < len(logits) else []
     status, sentence = judged(largest, broken=broken, threshold=threshold)
     return Health(status=status, sentence=sentence, largest=largest, threshold=threshold)
-
-
-def _of_heads(heads: Heads, threshold: float, events: Sequence[Row]) -> Health:
-    """Judges a run by all records: the largest logit of any record, and the entropy of the last."""
-    logits = torch.from_numpy(heads.values["max_logit"].copy()).double().nan_to_num(-math.inf)  # [records layers heads]
-    index = int(logits.argmax())
-    record, layer, head = (int(i) for i in torch.unravel_index(torch.tensor(index), logits.shape))
-    largest = float(logits.flatten()[index])
-    largest = math.nan if largest == -math.inf else largest
-    n_layers = logits.shape[1]
-    names = [name or "the model itself" for name in heads.layers or [f"layer {i}" for i in range(n_layers)]]
-    entropies = [math.nan] * n_layers
-    if "entropy" in heads.values:
-        entropies = [float(x) for x in fold_heads("entropy", heads.values["entropy"][-1])]
-    lowest = min(range(n_layers), key=lambda i: math.inf if math.isnan(entropies[i]) else entropies[i])
-    non_finite = heads.values.get(NON_FINITE)
-    broken = []
-    if non_finite is not None:
-        broken = [name for i, name in enumerate(names) if (non_finite[:, i] > 0).any()]
-    alarms = [event for event in events if event.get("event") == "alarm" and event.get("severity") != "notice"]
-    has_acted = any(event.get("event") == "decision" and event.get("remedy") for event in events)
-    if has_acted and float(logits[-1].max()) <= ALARM_THRESHOLD:
-        alarms = []  # the autopilot has answered them
-    status, sentence = judged(
-        largest,
-        f"{names[layer]} head {head}, step {int(heads.steps[record]):,}",
-        entropy=entropies[lowest],
-        lowest=names[lowest],
-        broken=broken,
-        threshold=threshold,
-        alarms=alarms,
-    )
-    tops, last = logits.amax(dim=(0, 2)).tolist(), logits[-1].amax(dim=1).tolist()
-    rows = tuple((name, *map(_text, numbers)) for name, *numbers in zip(names, tops, last, entropies))
-    columns = ("layer", "max logit", "last", "entropy, last")
-    return Health(status=status, sentence=sentence, largest=largest, threshold=threshold, columns=columns, rows=rows)
 
 
 def of_scan(scanned: Scan, threshold: float = HARMFUL_LOGIT) -> Health:

@@ -313,7 +313,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
                 numbers = {key: v for key, v in numbers.items() if key.rpartition("/")[2] in layer_fields()}
             if sample.phase == "eval":
                 # The Trainer's trackers show names that begin with eval_ beside its own evaluations.
-                numbers = {f"eval_{key}": v for key, v in numbers.items() if key.startswith("attn/")}
+                numbers = {f"eval_{key.removeprefix('eval/')}": value for key, value in numbers.items()}
             state_then = copy.copy(state)
             state_then.global_step = sample.step
             state.log_history.append({**numbers, "step": sample.step})
