@@ -5,11 +5,15 @@ from qkeel.audit.check import check
 from qkeel.audit.checkpoint_config import Geometry
 from qkeel.audit.explain import explain
 from qkeel.audit.logit_bounds import SiteReport
+from qkeel.audit.maps import AttentionMaps, attention_maps
 from qkeel.audit.recipes import Explanation, NormRecipe, Rotation, SiteRecipe
 from qkeel.audit.scan import Scan, TensorReport, as_json, scan, table
+from qkeel.audit.sees import Documents, Window
 from qkeel.deprecation import earlier_name
 
 __all__ = [
+    "AttentionMaps",
+    "Documents",
     "Explanation",
     "Geometry",
     "NormRecipe",
@@ -19,7 +23,9 @@ __all__ = [
     "SiteReport",
     "TensorReport",
     "Unknown",
+    "Window",
     "as_json",
+    "attention_maps",
     "check",
     "explain",
     "scan",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,10 +11,9 @@ from torch import nn
 
 from qkeel.audit.checkpoint_config import Geometry
 from qkeel.audit.scan import Scan, ScanProgress, scan
-from qkeel.audit.visible_keys import doubts
-from qkeel.capture.calls import Seen
-from qkeel.capture.example import arguments, copied, undisturbed
-from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.audit.sees import Contract, check_sees
+from qkeel.audit.visibility import findings, read_visibility
+from qkeel.capture.example import arguments, copied, tensors, undisturbed
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
 from qkeel.frames.run_verdict import judge_run
@@ -22,26 +21,36 @@ from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import FaultGuard
 from qkeel.records import NON_FINITE, RunDirectory
-from qkeel.sites import Sites
 from qkeel.sites.find import found_sites, site_label
 from qkeel.sites.tap import Tap
-from qkeel.sites.trace import forward
 
 
 @accepts_earlier_calls()
-def check(model_or_path: nn.Module | str | Path, batch: object = None, *, threshold: float = HARMFUL_LOGIT) -> Health:
+def check(
+    model_or_path: nn.Module | str | Path,
+    batch: object = None,
+    *,
+    sees: Contract | None = None,
+    threshold: float = HARMFUL_LOGIT,
+) -> Health:
     """Checks whether attention is healthy; `print` shows the result in one sentence, and `table()` returns each layer's
     numbers.
 
-    Attention is not healthy if a logit is NaN, infinite or above `threshold`, or if a layer's mean attention entropy is
-    below 0.05 nats. A model is judged by one forward pass on the batch, which leaves it unchanged; a run is judged by
-    all its records. A checkpoint is judged by its weights alone, which give only an upper bound on the logits; a bound
-    above the threshold is therefore "not known", not "not healthy".
+    Attention is not healthy if a logit is NaN, infinite or above `threshold`, if a layer's mean attention entropy is
+    below 0.05 nats, or if queries give weight to what they should not see: later keys in a causal model, other
+    documents of a packed batch, padding, pairs that a mask hides. A model is judged by two forward passes on the batch,
+    after those of `find_sites`; it is left unchanged. A run is judged by all its records. A checkpoint is judged by its
+    weights alone, which give only an upper bound on the logits; a bound above the threshold is therefore "not known",
+    not "not healthy".
 
     Args:
         model_or_path: a model; the directory of a run that qkeel watched or trained; or a .safetensors file, a folder
             of shards or a Hugging Face folder.
         batch: input of the model: a tensor, a tuple of the forward's arguments or a dict of its keyword arguments.
+        sees: what an output may depend on: "causal", `qkeel.Documents(ids)` or `qkeel.Window(size)`. Then this is
+            checked, and nothing else: tokens that must not matter are changed, and the outputs at the other positions
+            must not move. Where they do, the layer and head that let the change through are named, or the module
+            where no attention is to blame.
         threshold: the largest accepted logit, in nats.
 
     Raises:
@@ -54,17 +63,23 @@ def check(model_or_path: nn.Module | str | Path, batch: object = None, *, thresh
         >>> from qkeel.nn import Attention
         >>> print(check(Attention(16, 2), torch.zeros(1, 4, 16)))
         healthy: largest logit 0 (Attention head 0), under 100, where logits begin to count as large
+        >>> print(check(Attention(16, 2), torch.randn(1, 4, 16), sees="causal"))
+        healthy: sees what it should (causal): output did not move in 3 trials
     """
     if not threshold > 0:
         raise InvalidValueError(f"expected a threshold above 0 nats, got {threshold}")
     if isinstance(model_or_path, nn.Module):
         if batch is None:
             raise InvalidTypeError("expected a batch that the model accepts: qkeel.check(model, batch)")
+        if sees is not None:
+            return check_sees(model_or_path, batch, sees)
         return _of_model(model_or_path, batch, threshold)
     if not isinstance(model_or_path, (str, Path)):
         raise InvalidTypeError(
             f"expected a model, or the path of a run or checkpoint, got {type(model_or_path).__name__}"
         )
+    if sees is not None:
+        raise InvalidTypeError("expected a model with sees=, which changes tokens, got the path of files")
     path = Path(model_or_path)
     return _of_run(path, threshold) if is_run(path) else of_scan(scan(path), threshold)
 
@@ -86,7 +101,8 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     guard = FaultGuard("looking at attention failed: {}")
     with Tap(inner, guard=guard) as tap, torch.no_grad(), undisturbed(inner):
         tap.sites = sites
-        inner(*copied(args), **copied(kwargs))
+        output = inner(*copied(args), **copied(kwargs))
+        is_finite = all(bool(x.isfinite().all()) for x in tensors(output) if x.is_floating_point())
         statistics = tap.read()
     if guard.error is not None:
         raise guard.error
@@ -113,8 +129,10 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     status, sentence = judged(
         largest, head_name, entropy=entropy, lowest=layer_name, broken=broken, threshold=threshold
     )
-    for doubt in doubts(_first_calls(inner, sites, args, kwargs), kwargs):
-        sentence += f"; {doubt}"
+    unexpected = findings(inner, batch, read_visibility(inner, batch, sites), finite=is_finite)
+    if unexpected:
+        status = Status.NOT_HEALTHY
+        sentence = f"not healthy: {'; '.join(unexpected)}; {sentence.partition(': ')[2]}"
     if sites.missed:
         total = len(statistics) + len(sites.missed)
         sentence += f"; {len(sites.missed)} of {total} attention layers are not understood"
@@ -122,23 +140,6 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     return Health(
         status=status, sentence=sentence, largest=largest, threshold=threshold, columns=columns, rows=tuple(rows)
     )
-
-
-def _first_calls(
-    model: nn.Module, sites: Sites, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> dict[str, Seen]:
-    """Returns the first attention call of each site, from one more pass; those of qkeel's own modules follow their
-    spec."""
-    calls: dict[str, Seen] = {}
-
-    def keep(captured: CapturedCall) -> None:
-        calls.setdefault(captured.name, captured.call)
-
-    layouts = {site.name: site.layout for site in sites if site.layout is not None}
-    watcher = CaptureMode(model, keep, layouts=layouts)
-    with undisturbed(model):
-        forward(model, watcher, copied(args), copied(dict(kwargs)), graph=False)
-    return calls
 
 
 def _of_run(path: Path, threshold: float) -> Health:
