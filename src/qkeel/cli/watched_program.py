@@ -27,7 +27,7 @@ from typing import Any, final
 from torch import nn
 from torch.optim import Optimizer
 
-from qkeel.audit import check
+from qkeel.audit.check import check, is_run
 from qkeel.autopilot import Autopilot
 from qkeel.autopilot import attach as attach_autopilot
 from qkeel.cli.commands import FAILED, INTERRUPTED, OK, USAGE
@@ -183,7 +183,7 @@ class MessageSink(Sink):
         counts = Counter(alarm.severity for alarm in self._alarms)
         alarms = ", ".join(f"{counts[severity]} {severity}" for severity in reversed(Severity) if counts[severity])
         self.writer(f"alarms: {alarms or 'none'}")
-        if self.run.path is not None:
+        if self.run.path is not None and is_run(self.run.path):
             self.writer(str(check(self.run.path)))
 
 

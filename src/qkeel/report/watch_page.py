@@ -92,7 +92,7 @@ def verdict(run: Watched) -> tuple[str, str]:
     """
     if not run.records:
         return "none", "Nothing is recorded yet."
-    if "max_logit" not in run.heads.values or not len(run.heads):
+    if "max_logit" not in run.heads.values or not len(run.heads.steps):
         largest = float(np.fmax.reduce(run.overall("max_logit"), initial=math.nan))
         status, sentence = judged(largest)
     else:
