@@ -97,31 +97,34 @@ class Geometry:
 
 def read_geometry(config: ConfigMapping, tensor: str, flags: Geometry) -> Geometry:
     """Returns the sizes for the named tensor; flags override config.json."""
-    part = section(config, tensor)
-    if str(part.get("_class_name", "")).startswith("UNet"):
-        part = _unet(part, tensor)
+    entries = section(config, tensor)
+    if str(entries.get("_class_name", "")).startswith("UNet"):
+        entries = _unet(entries, tensor)
     # An encoder-decoder may give its halves different numbers of heads.
     keys = ("decoder_attention_heads", *N_HEADS) if "decoder." in tensor else N_HEADS
-    found = Geometry(
-        n_heads=first_number(part, keys),
-        n_kv_heads=_kv_heads(part),
-        head_dim=first_number(part, HEAD_DIM),
-        nope_dim=first_number(part, ("qk_nope_head_dim",)),
-        rope_dim=first_number(part, ("qk_rope_head_dim",)),
-        value_dim=first_number(part, ("v_head_dim",)),
-        scale=_scale(part, tensor),
-        rope_factor=_rope_factor(part),
-        model_type=part.get("model_type", config.get("model_type")),
-        normed=any(part.get(key) is True for key in ("use_qk_norm", "qk_layernorm", "qk_norm")),
-        norm_after=any(part.get(key) is True for key in ("swin_norm", "norm_after")),
-        layout=_layout(part),
+    geometry = Geometry(
+        n_heads=first_number(entries, keys),
+        n_kv_heads=_kv_heads(entries),
+        head_dim=first_number(entries, HEAD_DIM),
+        nope_dim=first_number(entries, ("qk_nope_head_dim",)),
+        rope_dim=first_number(entries, ("qk_rope_head_dim",)),
+        value_dim=first_number(entries, ("v_head_dim",)),
+        scale=_scale(entries, tensor),
+        rope_factor=_rope_factor(entries),
+        model_type=entries.get("model_type", config.get("model_type")),
+        normed=any(entries.get(key) is True for key in ("use_qk_norm", "qk_layernorm", "qk_norm")),
+        norm_after=any(entries.get(key) is True for key in ("swin_norm", "norm_after")),
+        layout=_layout(entries),
     )
-    given = {field.name: getattr(flags, field.name) for field in dataclasses.fields(flags)}
-    said = {name: value for name, value in given.items() if value is not None and value != getattr(_NO_FLAGS, name)}
+    overrides = {}
+    for field in dataclasses.fields(flags):
+        value = getattr(flags, field.name)
+        if value is not None and value != getattr(_NO_FLAGS, field.name):
+            overrides[field.name] = value
     for stage, heads in flags.stages:
         if stage in tensor:
-            said["n_heads"] = said["n_kv_heads"] = heads
-    return dataclasses.replace(found, **said)
+            overrides["n_heads"] = overrides["n_kv_heads"] = heads
+    return dataclasses.replace(geometry, **overrides)
 
 
 def _unet(config: ConfigMapping, tensor: str) -> ConfigMapping:
@@ -150,9 +153,9 @@ def _layout(config: ConfigMapping) -> str | None:
 def section(config: ConfigMapping, tensor: str) -> ConfigMapping:
     """Returns the part of a composite config that describes the named tensor or module."""
     for key, words in SECTIONS:
-        part = config.get(key)
-        if isinstance(part, Mapping) and any(word in tensor for word in words):
-            return part
+        entries = config.get(key)
+        if isinstance(entries, Mapping) and any(word in tensor for word in words):
+            return entries
     return config
 
 
@@ -177,9 +180,9 @@ def _kv_heads(config: ConfigMapping) -> int | None:
         return first_number(nested, ("kv_n_heads",))
     if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
         return 1  # Falcon, GPT-BigCode
-    found = first_number(config, N_KV_HEADS)
-    if found is not None or "decoder_attention_heads" in config:
-        return found
+    key_heads = first_number(config, N_KV_HEADS)
+    if key_heads is not None or "decoder_attention_heads" in config:
+        return key_heads
     return first_number(config, N_HEADS)  # models without grouped keys omit the field
 
 
@@ -191,8 +194,9 @@ def _scale(config: ConfigMapping, tensor: str) -> float | None:
     position.
     """
     nested = config.get("attn_config")
-    if isinstance(nested, Mapping) and (given := _positive(nested, "softmax_scale")):
-        return given
+    softmax_scale = _positive(nested, "softmax_scale") if isinstance(nested, Mapping) else None
+    if softmax_scale:
+        return softmax_scale
     if config.get("model_type") in UNSCALED or config.get("scale_attn_weights") is False:
         return 1.0
     if scalar := _positive(config, "query_pre_attn_scalar"):
@@ -231,7 +235,7 @@ def _ropes(config: ConfigMapping) -> list[ConfigMapping]:
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(rope, Mapping):
         return []
-    return [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
+    return [entries for entries in rope.values() if isinstance(entries, Mapping)] or [rope]
 
 
 def _positive(config: ConfigMapping, key: str) -> float | None:
@@ -262,8 +266,9 @@ def _rope_factor(config: ConfigMapping) -> float:
 def _one_rope_factor(rope: ConfigMapping, config: ConfigMapping) -> float:
     kind = rope.get("rope_type", rope.get("type"))
     factor = _positive(rope, "factor") or 1.0
-    if given := [x for key in ("attention_factor", "long_mscale", "short_mscale") if (x := _positive(rope, key))]:
-        return max(given)
+    factors = [_positive(rope, key) or 0.0 for key in ("attention_factor", "long_mscale", "short_mscale")]
+    if any(factors):
+        return max(factors)
     if kind == "yarn" and factor > 1:
         m, over = _positive(rope, "mscale"), _positive(rope, "mscale_all_dim")
         top = 0.1 * (m if m and over else 1.0) * math.log(factor) + 1

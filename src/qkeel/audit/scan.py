@@ -102,19 +102,19 @@ def scan(
         >>> scan(file, flags=Geometry(n_heads=2)).sites[0].query_spectral
         (1.0, 1.0)
     """
-    given = flags or Geometry()
-    for name, value in (("n_heads", given.n_heads), ("n_kv_heads", given.n_kv_heads), ("head_dim", given.head_dim)):
+    flags = flags or Geometry()
+    for name, value in (("n_heads", flags.n_heads), ("n_kv_heads", flags.n_kv_heads), ("head_dim", flags.head_dim)):
         if value is not None and value < 1:
             raise InvalidValueError(f"expected {name} to be at least 1, got {value}; give the model's actual number")
     checkpoint = open_checkpoint(path)
     sites: list[SitePlan | Unknown] = []
     if heads:
-        sites = recognise(checkpoint.tensors, lambda name: read_geometry(checkpoint.config, name, given))
+        sites = recognise(checkpoint.tensors, lambda name: read_geometry(checkpoint.config, name, flags))
         if not sites:
             raise _nothing_known(checkpoint)
     plans = [site for site in sites if isinstance(site, SitePlan)]
     unknown = [site for site in sites if isinstance(site, Unknown)]
-    tensors, measured = _measured(checkpoint, plans, given, on_progress)
+    tensors, measured = _measured(checkpoint, plans, flags, on_progress)
     reports = [measured[plan.name] for plan in plans]
     marked = [dataclasses.replace(site, outlier=marks) for site, marks in zip(reports, outliers(reports))]
     return Scan(

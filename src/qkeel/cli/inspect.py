@@ -51,18 +51,18 @@ def explain(text: str) -> str:
     names = [term.name for term in terms]
     if len(names) == 1 and names[0] in PRESETS:
         row = PRESETS[names[0]]
-        given = text.partition(":")[2]
-        line = f"{names[0]} with {given}; as published: {row.line}" if given else row.line
+        options = text.partition(":")[2]
+        line = f"{names[0]} with {options}; as published: {row.line}" if options else row.line
         return f"{text}: {line}\nsource: {row.source}\n\n{attention_spec(text).explain()}"
     for name in names:
         if name not in REMEDIES and name not in ALIASES:
             raise unknown("preset or remedy", name, {*PRESETS, *REMEDIES, *ALIASES})
-    about, found = note(text), rules(text)
-    if len(found) < len(remedies_of(text)):
-        found.append(_formula(text))
-    elif found:
-        found.append("the attention computation stays the model's own")
-    return "\n".join([f"{canonical(text)}: {about.line}", f"source: {about.source}", "", *found])
+    about, formulas = note(text), rules(text)
+    if len(formulas) < len(remedies_of(text)):
+        formulas.append(_formula(text))
+    elif formulas:
+        formulas.append("the attention computation stays the model's own")
+    return "\n".join([f"{canonical(text)}: {about.line}", f"source: {about.source}", "", *formulas])
 
 
 def _formula(text: str) -> str:
@@ -108,12 +108,12 @@ def scan(
     flags = Geometry(n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, stages=_stages(heads), layout=layout)
     refuse_hub_name(checkpoint)
     with progress_bar() as on_progress:
-        found = read(checkpoint, flags=flags, on_progress=on_progress, heads=not tensors_only)
+        scanned = read(checkpoint, flags=flags, on_progress=on_progress, heads=not tensors_only)
     if json_:
-        print(json.dumps(as_json(found)))
+        print(json.dumps(as_json(scanned)))
     else:
-        print(printable(table(found, every_head=every_head, tensors=tensors or tensors_only)))
-    return FAILED if any(t.non_finite for t in found.tensors) else OK
+        print(printable(table(scanned, every_head=every_head, tensors=tensors or tensors_only)))
+    return FAILED if any(t.non_finite for t in scanned.tensors) else OK
 
 
 def _stages(heads: Sequence[str]) -> tuple[tuple[str, int], ...]:
@@ -179,20 +179,20 @@ def check(
     if not threshold > 0:
         raise InvalidValueError(f"expected a threshold above 0 nats, got {threshold:g}")
     if is_run(path):
-        found = judge(path, threshold=threshold)
+        health = judge(path, threshold=threshold)
     else:
         refuse_hub_name(path)
         with progress_bar() as on_progress:
-            found = check_checkpoint(path, Geometry(n_heads=n_heads, n_kv_heads=n_kv_heads), threshold, on_progress)
+            health = check_checkpoint(path, Geometry(n_heads=n_heads, n_kv_heads=n_kv_heads), threshold, on_progress)
     if json_:
-        largest = found.largest if math.isfinite(found.largest) else None
-        said = {"status": str(found.status), "sentence": found.sentence, "largest": largest, "threshold": threshold}
-        print(json.dumps(said))
+        largest = health.largest if math.isfinite(health.largest) else None
+        fields = {"status": str(health.status), "sentence": health.sentence, "largest": largest, "threshold": threshold}
+        print(json.dumps(fields))
     else:
-        print(printable(str(found)))
-        if table and found.rows:
-            print(printable(found.table()))
-    return {Status.HEALTHY: OK, Status.NOT_HEALTHY: FAILED, Status.NOT_KNOWN: UNDECIDED}[found.status]
+        print(printable(str(health)))
+        if table and health.rows:
+            print(printable(health.table()))
+    return {Status.HEALTHY: OK, Status.NOT_HEALTHY: FAILED, Status.NOT_KNOWN: UNDECIDED}[health.status]
 
 
 # `qkeel export`: the records of a run as tables.
@@ -216,10 +216,10 @@ def export(run: Path, /, *, to: Literal["csv", "parquet"], out: Unset[Path] = No
         "eval_steps": loaded.eval_steps,
         "eval_heads": loaded.eval_heads,
     }
-    place = out or Path(f"{run.resolve().name}-tables")
-    files = TableFiles(place, to)
-    if not disk.make_directory(place) and any(place.iterdir()):
-        raise RunDirectoryError(f"expected a new or empty folder to write tables to, but {place} is not empty")
+    folder = out or Path(f"{run.resolve().name}-tables")
+    files = TableFiles(folder, to)
+    if not disk.make_directory(folder) and any(folder.iterdir()):
+        raise RunDirectoryError(f"expected a new or empty folder to write tables to, but {folder} is not empty")
     for name, frame in frames.items():
         if len(frame):
             files.append(name, frame)
