@@ -56,10 +56,10 @@ def test_a_page_is_written_where_torch_cannot_be_imported(tmp_path: Path) -> Non
         (
             [1.0, 7.0],
             "good",
-            "Healthy: largest logit 7 (attn head 0), under 100, where logits begin to count as large.",
+            "Healthy: largest logit 7 (attn head 0, step 1), under 100, where logits begin to count as large.",
         ),
-        ([168.0, 1.0], "large", "Healthy, but large: largest logit 168 (attn head 0) is over 100"),
-        ([1.0, 1340.0], "bad", "Not healthy: largest logit 1,340 (attn head 0) is over 1,000, where training suffers."),
+        ([168.0, 1.0], "large", "Healthy, but large: largest logit 168 (attn head 0, step 0) is over 100"),
+        ([1.0, 1340.0], "bad", "Not healthy: largest logit 1,340 (attn head 0, step 1) is over 1,000, where training"),
         ([np.nan, np.nan], "none", "Not known: no attention logit was measured."),
     ],
 )
