@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -293,6 +294,8 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     def _send(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         for sample in self._queue.take():
             summaries = sample.summaries(None if self._per_layer else ())
+            # The Trainer's own convention, from which its trackers make eval/attn/…
+            summaries = {re.sub("^eval/", "eval_", key): value for key, value in summaries.items()}
             if not self._per_layer:
                 summaries = {key: v for key, v in summaries.items() if key.rpartition("/")[2] in layer_fields()}
             then = copy.copy(state)

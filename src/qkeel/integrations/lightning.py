@@ -99,9 +99,10 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
         """Logs the numbers that have arrived from the device so far."""
         summaries: dict[str, float] = {}
         for sample in self._queue.take():
-            summaries = sample.summaries()
+            if sample.phase == "train":
+                summaries = sample.summaries()
             for logger in trainer.loggers:
-                logger.log_metrics(summaries, step=sample.step)
+                logger.log_metrics(sample.summaries(), step=sample.step)
         if summaries:
             pl_module.log_dict(summaries, logger=False, rank_zero_only=True)
 

@@ -58,7 +58,7 @@ Sinks = Sink | str | Path | Sequence[Sink | str | Path]
 
 @final
 class SampleQueue(Sink):
-    """Keeps training samples with their steps until they are taken. Only the first process receives samples."""
+    """Keeps samples with their steps until they are taken. Only the first process receives samples."""
 
     def __init__(self) -> None:
         self._samples: list[Sample] = []
@@ -67,9 +67,8 @@ class SampleQueue(Sink):
         """Does nothing."""
 
     def write(self, sample: Sample) -> None:
-        """Keeps a training sample."""
-        if sample.phase == "train":
-            self._samples.append(sample)
+        """Keeps a sample, of trained passes or of others."""
+        self._samples.append(sample)
 
     def alarm(self, alarm: Alarm) -> None:
         """Does nothing, because the monitor issues its own warnings."""
