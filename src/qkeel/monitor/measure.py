@@ -66,7 +66,6 @@ class StepNumbers(Visitor):
         self.pass_over: Callable[[Phase], None] | None = None  # called when the role of a measured pass is known
         self.counted: Callable[[Phase], None] = lambda phase: None  # called when the role of any pass is known
         self._means, self._tree = Means(), tree
-        self._is_share = False  # whether the loss of the running pass is a share of the step's
         several: list[PassValues[Any, Any] | None] = [self._means, self._indexes, self._rows, self._chosen]
         self._collected = [values for values in several if values is not None]
         self._hidden: HiddenNorms | None = None  # from the first measured pass on
@@ -76,9 +75,9 @@ class StepNumbers(Visitor):
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         for values in self._collected:
             values.begin()
+        # Such a loss is a sum over the pass's tokens, divided by those of all passes of the step.
+        self._means.summed = {("", "train_loss")} if kwargs.get("num_items_in_batch") is not None else set()
         self._tokens.begin(args, kwargs)
-        # With this argument, transformers' losses are sums over the tokens of a pass, divided by those of the step.
-        self._is_share = kwargs.get("num_items_in_batch") is not None
         if self._hidden is None:
             self._hidden = self._norms(())
             if not self._sites.find(args, kwargs):
@@ -126,7 +125,7 @@ class StepNumbers(Visitor):
         self._sites.report(seen)
         losses = [x for x in tensors(output) if x.ndim == 0 and x.is_floating_point() and not dist.is_split(x)]
         if len(losses) == 1:
-            self._means.add(("", "train_loss"), losses[0].detach(), 1, is_share=self._is_share)
+            self._means.add(("", "train_loss"), losses[0].detach(), 1)
         return [values.end() for values in self._collected]
 
     def settled(self, phase: Phase, collected: Any, measured: bool) -> None:

@@ -74,19 +74,16 @@ class Means(PassValues[NumberKey, tuple[Tensor, int]]):
     def __init__(self) -> None:
         super().__init__()
         self._reductions: dict[NumberKey, Reduction] = {}
-        self._shares: set[NumberKey] = set()
+        self.summed: set[NumberKey] = set()  # what is summed over the passes of a step
 
-    def add(self, of: NumberKey, mean: Tensor, n: int, how: Reduction = "mean", *, is_share: bool = False) -> None:
-        """Adds a mean over n values. how: how several means are combined. is_share: whether the value is divided by the
-        count of the whole step already, so that the values of a step add up to the mean."""
+    def add(self, of: NumberKey, mean: Tensor, n: int, how: Reduction = "mean") -> None:
+        """Adds a mean over n values. how: how several means are combined."""
         self._reductions[of] = how
-        if is_share:
-            self._shares.add(of)
         self.count(of, (mean, n))
 
     def joined(self, key: NumberKey, old: tuple[Tensor, int], new: tuple[Tensor, int]) -> tuple[Tensor, int]:
         (mean, n), (added, more) = old, new
-        if key in self._shares:
+        if key in self.summed:
             return mean + added, n
         return joined(self._reductions[key], mean, added, more / max(n + more, 1)), n + more
 

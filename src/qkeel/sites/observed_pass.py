@@ -28,6 +28,7 @@ from qkeel.patching.modes import (
     in_this_thread,
 )
 from qkeel.patching.named_calls import SDPA_BY_NAME
+from qkeel.sites.trace import names_by_caller
 from qkeel.spec import AttentionCall
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ class ObservedPass:
             observer = self._observer(name)
             module.observers.append(observer)
             around.callback(module.observers.remove, observer)
-        only_in = self.tap.places() if self.kept is None else None
+        by_caller = names_by_caller(self.tap.sites)
+        only_in = self.tap.places() if self.kept is None and by_caller is None else None
         if only_in == {} and (spec_modules or self.tap.own_alone):
             return
         self.watcher = watcher = CaptureMode(
@@ -116,6 +118,7 @@ class ObservedPass:
             only_in=only_in,
         )
         watcher.maxima = self.tap.measure is maxima  # no other result of a call is read
+        watcher.stack.by_caller = by_caller
         watcher.key_heads = self.tap.facts.key_heads
         if self.tap.facts.indexers and self.kept is None:
             watcher.index, watcher.index_layouts = self._index, self._index_layout
