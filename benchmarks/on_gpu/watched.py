@@ -54,7 +54,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "largest logits, at every step": {"stats": "max"},
 }
 EAGER = "nobody watches, not compiled"
-COMPILED = (OFF, "everything, every 10th step", "largest logits and entropies, every 10th step")
+COMPILED = (OFF, "everything, every 10th step", "largest logits, every 10th step")
 MEASURED = (OFF, "everything, at every step")
 FEW = (OFF, "between measured steps", "everything, every 10th step")  # a billion weights are 16 GB a case
 

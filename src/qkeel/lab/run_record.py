@@ -44,7 +44,7 @@ from qkeel.options import Json
 from qkeel.patching.modes import is_compiled
 from qkeel.records import STEP_FIELDS, HeadRecorder, RunDirectory, append_line, write_json, write_text
 from qkeel.sites import Tap
-from qkeel.sites.tap import MeasureCall
+from qkeel.sites.observed_pass import MeasureCall
 
 # Measurements on held-out text: the loss, and the attention statistics of the probe.
 
