@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, Self, final
+from typing import Literal, NamedTuple, final
 
 import numpy as np
 import torch
@@ -208,29 +207,6 @@ class Member:
     sites: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)
     parameters: Mapping[str, int] = dataclasses.field(default_factory=dict)
     stages: Mapping[str, int] = dataclasses.field(default_factory=dict)
-
-    def texts(self) -> tuple[str, str]:
-        """Returns two JSON strings: the layout and `keys_seen`, and everything else, which many processes share."""
-        others = [self.form, self.splits, self.sites, self.parameters, self.stages]
-        return json.dumps([dataclasses.asdict(self.layout), self.keys_seen]), json.dumps(others)
-
-    @classmethod
-    def of(cls, layout: str, others: str) -> Self:
-        """Returns the process that these strings describe."""
-        form, splits, sites, parameters, stages = json.loads(others)
-        fields, keys_seen = json.loads(layout)
-        entries = []
-        for site, name, shape, *more in form:
-            entries.append(Entry(site, name, tuple(shape), *more))
-        return cls(
-            layout=Layout(**fields),
-            keys_seen=keys_seen,
-            form=tuple(entries),
-            splits={site: (queries, keys) for site, (queries, keys) in splits.items()},
-            sites=sites,
-            parameters=parameters,
-            stages=stages,
-        )
 
     @property
     def position(self) -> tuple[int, ...]:
