@@ -8,7 +8,6 @@ nothing.
 from __future__ import annotations
 
 import json
-import types
 import warnings
 from collections import Counter
 
@@ -21,8 +20,7 @@ from torch.nn.attention import SDPBackend
 import qkeel
 from qkeel.functional.statistics import ROW_FIELDS
 from qkeel.kernels import statistics
-from qkeel.kernels.triton import available
-from qkeel.monitor import measure
+from qkeel.kernels.attention import logsumexp
 from qkeel.patching.modes import flash_on_cpu
 from qkeel.sites import tap
 from qkeel.spec import AttentionCall
@@ -46,12 +44,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> 
     return counts
 
 
-def rows_found(call: AttentionCall) -> available.RowNumbers:
-    """As many numbers as the kernel over q and k makes, in one launch."""
-    one = call.q[..., 0].neg()
-    return available.RowNumbers(one, one, one, one)
-
-
 def fields_found(call: AttentionCall, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
     """As many numbers as the kernel for all statistics of rows makes, in four launches: three are of key norms."""
     norms = torch.linalg.vector_norm(call.k, dim=-1).clamp_min(1e-30).reciprocal()
@@ -66,7 +58,6 @@ def counted(layers: int) -> dict[str, dict[str, object]]:
     for name, options in (
         ("between measured steps", {"every": qkeel.monitor.Adaptive(least=3, most=9)}),
         ("measured, all statistics", {}),
-        ("measured, largest logit and entropy", {"stats": "entropy"}),
         ("measured, all statistics by blocks", {}),
     ):
         statistics.row_fields = (lambda *_: None) if name.endswith("blocks") else fields_found
@@ -88,10 +79,8 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     # The fused operator of a GPU that hands out its logsumexp, in one launch.
     tap.is_plain = lambda x: True  # type: ignore[assignment]
-    tap._GPU, statistics.kernel_choice = NAME, lambda *_, **how: SDPBackend.FLASH_ATTENTION.value
-    statistics._FUSED = {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))}
-    measure.available = types.SimpleNamespace(usable=lambda device: True)  # type: ignore[assignment]
-    measure.row_statistics = rows_found
+    tap._GPU, logsumexp.kernel_choice = NAME, lambda *_, **how: SDPBackend.FLASH_ATTENTION.value
+    logsumexp._FUSED = {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))}
     with Accelerator():
         steps = {layers: counted(layers) for layers in LAYERS}
     print(json.dumps(steps, default=Counter))

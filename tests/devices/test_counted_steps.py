@@ -14,7 +14,6 @@ MOST = {
     "between measured steps": (1, 2),  # the largest logsumexp; all layers'; their way to the host
     "measured, all statistics": (22, 73),
     "measured, all statistics by blocks": (83, 134),
-    "measured, largest logit and entropy": (19, 59),
 }
 
 

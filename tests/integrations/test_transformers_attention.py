@@ -23,8 +23,8 @@ import qkeel
 from qkeel.errors import RefusedError
 from qkeel.integrations import register_attention
 from qkeel.integrations.huggingface import attend
-from qkeel.kernels import compiled_attention
-from qkeel.kernels.compiled_attention import Native
+from qkeel.kernels.attention import compiled as compiled_attention
+from qkeel.kernels.attention.compiled import Native
 
 NO_DROPOUT = {"gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}  # with it torch attends
 FEW = (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 import qkeel
-from qkeel.kernels import statistics
+from qkeel.kernels.attention import logsumexp
 from qkeel.monitor import Adaptive, Every, LogSpaced
 from qkeel.monitor.cadence import cadence
 from qkeel.patching.modes import flash_on_cpu
@@ -61,8 +61,8 @@ def test_on_a_gpu_the_bound_is_the_logsumexp_of_the_operator_that_sdpa_chooses(
 ) -> None:
     # The CPU in the part of a GPU: one of its fused operators is torch's own here, which has the same bits.
     monkeypatch.setattr(tap, "_GPU", "cpu")
-    monkeypatch.setattr(statistics, "kernel_choice", lambda *_, **how: SDPBackend.FLASH_ATTENTION.value)
-    monkeypatch.setattr(statistics, "_FUSED", {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))})
+    monkeypatch.setattr(logsumexp, "kernel_choice", lambda *_, **how: SDPBackend.FLASH_ATTENTION.value)
+    monkeypatch.setattr(logsumexp, "_FUSED", {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))})
     q, k, v = (torch.randn(2, heads, 20, 16, requires_grad=True) for heads in (4, 2, 2))
 
     def run() -> tuple[Tensor, ...]:
@@ -82,7 +82,7 @@ def test_on_a_gpu_the_bound_is_the_logsumexp_of_the_operator_that_sdpa_chooses(
 
 def test_on_a_gpu_what_no_fused_operator_takes_is_bounded_by_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tap, "_GPU", "cpu")
-    monkeypatch.setattr(statistics, "kernel_choice", lambda *_, **how: SDPBackend.MATH.value)
+    monkeypatch.setattr(logsumexp, "kernel_choice", lambda *_, **how: SDPBackend.MATH.value)
     q = torch.randn(1, 2, 5, 8)
     with BracketMode() as mode:
         F.scaled_dot_product_attention(q, q, q)

@@ -29,20 +29,12 @@ from qkeel.functional.statistics import (
     no_product_rows,
     of_key_heads,
     product_rows,
+    reduce_rows,
     softmax_rows,
 )
-from qkeel.kernels.statistics import (
-    BLOCK,
-    Found,
-    FoundRows,
-    FoundStats,
-    find_extremes,
-    find_rows,
-    only_extremes,
-    row_logsumexp,
-)
+from qkeel.kernels.statistics import BLOCK, logit_stats, max_stats, only_extremes, row_logsumexp
 from qkeel.metrics import ALARM_THRESHOLD
-from qkeel.patching.modes import in_vmap, no_operators_seen, without_gradients
+from qkeel.patching.modes import in_vmap, no_operators_seen
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import fields_of, make_call
 from qkeel.spec.slot import PerRow
@@ -418,11 +410,6 @@ def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitS
     Statistics that need q or k (norms, angles, qk_frobenius) are not measured if these are unknown; n_keys or
     n_products is then 0.
     """
-    return find_score_rows(call, threshold).with_others(())
-
-
-def find_score_rows(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> FoundRows:
-    """Finds the rows that `scores_stats` reduces. Gradients and autocast must be off already."""
     kind = wide(call.logits.dtype)
     q, k = (None if x is None else x.to(kind) for x in (call.q, call.k))
     q_norm, k_norm = (None if x is None else x.norm(dim=-1) for x in (q, k))
@@ -445,7 +432,7 @@ def find_score_rows(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> Fou
         parts.append(RowStats(**angle, **found, **weights))
     rows = parts[0] if len(parts) == 1 else RowStats.cat(parts)
     sinks = int(call.sink is not None)
-    return FoundRows(rows, call.query_mask, q_norm, k_norm, _keys_seen(call), call.classes, sinks=sinks)
+    return reduce_rows(rows, call.query_mask, q_norm, k_norm, _keys_seen(call), call.classes, sinks)
 
 
 @torch.no_grad()
@@ -572,36 +559,23 @@ def cat_heads(parts: list[LogitStats]) -> LogitStats:
 # tensor per field.
 
 Seen = AttentionCall | ScoresCall
-WAITING = 1 << 22  # elements of calls that wait to be reduced together: 16 MB in float32
 
 
+@torch.no_grad()
 def statistics(call: Seen, threshold: float = ALARM_THRESHOLD) -> LogitStats:
     """The exact statistics of a captured call, computed in the call's precision even under autocast."""
-    with torch.no_grad():
-        return find(call, threshold).with_others(())
+    with torch.autocast(_device(call), enabled=False):
+        return scores_stats(call, threshold) if isinstance(call, ScoresCall) else logit_stats(call, threshold)
 
 
-def find(call: Seen, threshold: float = ALARM_THRESHOLD) -> Found:
-    """Finds the values that `statistics` reduces."""
-    with torch.no_grad(), torch.autocast(_device(call), enabled=False):
-        return find_score_rows(call, threshold) if isinstance(call, ScoresCall) else find_rows(call, threshold)
-
-
+@torch.no_grad()
 def maxima(call: Seen) -> LogitStats:
     """Like `statistics`, but with max_logit and min_logit only and neutral values in the other fields, at less than
     half the cost. If flex_attention returned the largest logits, only these are read, in a single operation."""
-    with torch.no_grad():
-        return find_maxima(call).with_others(())
-
-
-def find_maxima(call: Seen) -> Found:
-    """Finds the values that `maxima` reduces."""
-    with torch.no_grad(), torch.autocast(_device(call), enabled=False):
+    with torch.autocast(_device(call), enabled=False):
         if isinstance(call, FlexCall) and call.largest is not None and call.query_mask is None:
-            return FoundStats(only_extremes(call.largest.amax((0, 2))))
-        if isinstance(call, ScoresCall):
-            return FoundStats(only_extremes(*scores_maxima(call)))
-        return find_extremes(call)
+            return only_extremes(call.largest.amax((0, 2)))
+        return only_extremes(*scores_maxima(call)) if isinstance(call, ScoresCall) else max_stats(call)
 
 
 def _device(call: Seen) -> str:
@@ -702,72 +676,51 @@ class SiteStats(Mapping[str, LogitStats]):
 
 @final
 class SiteStatistics:
-    """Collects the findings of calls by site, and records which names are single heads of one site."""
+    """Collects the statistics of calls by site, and records which names are single heads of one site."""
 
     def __init__(self) -> None:
         self.heads: dict[str, list[str]] = {}
-        self._stats = SiteStats()
-        self._waiting: dict[tuple[object, ...], dict[str, Found]] = {}  # keyed by the properties that they share
-        self._order: dict[str, None] = {}  # the names of the waiting findings, in order
-        self._size = 0
+        self._stats: dict[str, LogitStats] = {}
 
-    def add(self, name: str, new: Found | LogitStats, part_of: str | None) -> None:
-        """Adds the findings of a call; `part_of` names the site if the call is one of that site's heads."""
-        found = new if isinstance(new, Found) else FoundStats(new)
-        if name in self._order:  # a layer that is called more than once, with other shapes perhaps
-            self._reduce()
-        self._waiting.setdefault(found.alike or (name,), {})[name] = found
-        self._order[name] = None
-        self._size += found.size
-        if self._size > WAITING:
-            self._reduce()
+    def add(self, name: str, stats: LogitStats, part_of: str | None) -> None:
+        """Adds the statistics of a call; `part_of` names the site if the call is one of that site's heads."""
+        self._stats[name] = merge(self._stats[name], stats) if name in self._stats else stats
         if part_of is not None and name not in self.heads.setdefault(part_of, []):
             self.heads[part_of].append(name)
 
-    def _reduce(self) -> None:
-        """Reduces the findings that have not been reduced yet."""
-        if self._waiting:
-            if in_vmap():
-                raise InvalidValueError(
-                    "attention inside torch.func.vmap cannot be measured: tensors created there are invalid outside; "
-                    "watch a pass without vmap"
-                )
-            self._stats = self._stats.merged(SiteStats([_reduced(g) for g in self._waiting.values()], self._order))
-            self._waiting, self._order, self._size = {}, {}, 0
-
     def __bool__(self) -> bool:
-        return bool(self._waiting or self._stats.blocks)
-
-    def reduced(self) -> SiteStatistics:
-        """Returns itself, with all findings reduced to statistics, so that no rows of a pass are kept."""
-        self._reduce()
-        return self
+        return bool(self._stats)
 
     def update(self, other: SiteStatistics) -> None:
         """Adds the statistics of another pass."""
-        other._reduce()
-        self._reduce()
-        self._stats = self._stats.merged(other._stats)
-        for whole, parts in other.heads.items():
-            mine = self.heads.setdefault(whole, [])
-            mine += [part for part in parts if part not in mine]
+        if other._stats and in_vmap():
+            raise InvalidValueError(
+                "attention inside torch.func.vmap cannot be measured: tensors created there are invalid outside; "
+                "watch a pass without vmap"
+            )
+        for name, stats in other._stats.items():
+            self.add(name, stats, None)
+        for site, heads in other.heads.items():
+            known_heads = self.heads.setdefault(site, [])
+            known_heads += [head for head in heads if head not in known_heads]
 
     def joined(self) -> SiteStats:
-        """The statistics of each site, with heads that were computed one by one joined into a single site."""
-        self._reduce()
-        if not self.heads:
-            return self._stats
-        stats = dict(self._stats)
-        for name, parts in self.heads.items():
-            whole = cat_heads([stats.pop(part) for part in parts])
-            stats[name if name not in stats else parts[0]] = whole
-        return SiteStats.of(stats)
+        """The statistics of each site, with heads that were computed one by one joined into a single site, and the
+        sites in one block where their tensors can be joined."""
+        sites = dict(self._stats)
+        for name, heads in self.heads.items():
+            site = cat_heads([sites.pop(head) for head in heads])
+            sites[name if name not in sites else heads[0]] = site
+        groups: dict[object, dict[str, LogitStats]] = {}
+        for name, stats in sites.items():
+            key = name if stats.classes is not None else (stats.max_logit.dtype, stats.max_logit.device)
+            groups.setdefault(key, {})[name] = stats
+        return SiteStats([_block(group) for group in groups.values()], sites)
 
 
-@without_gradients
-def _reduced(group: Mapping[str, Found]) -> ScoreBlock:
-    first, *others = group.values()
-    heads = [one.heads for one in group.values()]
-    return ScoreBlock(
-        tuple(group), tuple([h for h, _ in heads]), tuple([g for _, g in heads]), first.with_others(others)
-    )
+def _block(sites: Mapping[str, LogitStats]) -> ScoreBlock:
+    """Joins the statistics of several sites in one tensor for each field."""
+    heads = tuple([len(stats.max_logit) for stats in sites.values()])
+    key_heads = tuple([len(stats.key_norm) for stats in sites.values()])
+    parts = list(sites.values())
+    return ScoreBlock(tuple(sites), heads, key_heads, parts[0] if len(parts) == 1 else cat_heads(parts))

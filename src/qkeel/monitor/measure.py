@@ -19,8 +19,7 @@ from qkeel.capture.calls import (
     Seen,
     call_logsumexp,
     dense_rows,
-    find,
-    find_maxima,
+    maxima,
     scores_change,
     statistics,
 )
@@ -33,19 +32,7 @@ from qkeel.functional.norms import widest
 from qkeel.functional.statistics import KernelRows, LogitStats, merge, row_moments, sink_gate
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, Kind, NormGain, Sites, share
-from qkeel.kernels.contract import row_statistics
-from qkeel.kernels.statistics import (
-    Found,
-    FoundExtremes,
-    FoundStats,
-    find_kernel_rows,
-    find_plain_extremes,
-    find_plain_rows,
-    logit_change,
-    sample_rate,
-    sampled_stats,
-)
-from qkeel.kernels.triton import available
+from qkeel.kernels.statistics import extreme_stats, logit_change, plain_max_stats, plain_stats, stats_of_rows
 from qkeel.monitor.alarms import Setting
 from qkeel.monitor.cadence import MeasuredSteps
 from qkeel.monitor.gather import WHOLE_MODEL, NumberKey, PartialValue, Reduction, SiteNumbers, Stats, merged
@@ -62,9 +49,9 @@ from qkeel.spec import AttentionCall, Sink
 
 # The statistics of the attention calls in a Monitor, and their common setting: number format, kernel, size, scale.
 
-# True for every statistic; "entropy" for those that a compiled kernel computes during attention (with a sample, a GPU
-# computes the entropy from one in that many rows); "max" for the largest logit only.
-Wanted = Literal[True, "max", "entropy", "entropy:sample=16", "entropy:sample=32"]
+# True for every statistic; "entropy" for those that a compiled kernel computes during attention; "max" for the largest
+# logit only.
+Wanted = Literal[True, "max", "entropy"]
 
 
 # What is measured in addition if it is requested by name.
@@ -286,45 +273,30 @@ class CallStatistics:
     def __init__(self, tokens: PassTokens, setting: SettingSeen, wanted: Wanted = True) -> None:
         self.tokens, self.setting, self._wanted = tokens, setting, wanted
 
-    def call(self, call: Seen) -> Found:
-        """Measures everything in a separate pass; if less is requested, a GPU uses the pass that computes only that."""
+    def call(self, call: Seen) -> LogitStats:
+        """Measures everything, or the largest logits, in a separate pass."""
         self.setting.see(call)
         counted = self.tokens.on(call)
-        if self._wanted == "max":
-            return find_maxima(counted)
-        found = None if self._wanted is True or not isinstance(counted, AttentionCall) else self._few(counted)
-        return find(counted) if found is None else found
+        return maxima(counted) if self._wanted == "max" else statistics(counted)
 
-    def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> Found | None:
+    def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> LogitStats | None:
         """Like `call`, but for a call of torch's own attention function without a mask; None if that is not
         supported."""
         if not self.tokens.all_count:
             return None
         self.setting.see_plain(q, scale)
-        return (find_plain_extremes if self._wanted == "max" else find_plain_rows)(q, k, scale, causal)
+        return (plain_max_stats if self._wanted == "max" else plain_stats)(q, k, scale, causal)
 
-    def _few(self, call: AttentionCall) -> Found | None:
-        """The largest logits and the entropies; None if only the pass for all statistics can compute them."""
-        if not available.usable(call.q.device):
-            return None
-        rate = sample_rate(str(self._wanted))
-        with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
-            sampled = sampled_stats(call, rate) if rate else None
-            if sampled is not None:
-                return FoundStats(sampled)
-            rows = row_statistics(call)
-            return None if rows is None else find_kernel_rows(call, KernelRows(rows.largest, rows.lse, rows.entropy))
-
-    def rows(self, call: AttentionCall, rows: KernelRows) -> Found:
+    def rows(self, call: AttentionCall, rows: KernelRows) -> LogitStats:
         """The largest logits and the entropies, or only the largest logits, from the attention pass itself."""
         self.setting.see(call)
         counted = self.tokens.on(call)
         assert isinstance(counted, AttentionCall)
         with torch.no_grad():
             if self._wanted != "max":
-                return find_kernel_rows(counted, rows)
-            top, mask = rows.largest, counted.query_mask
-            return FoundExtremes((top if mask is None else top.masked_fill(~mask[:, None], -torch.inf))[None])
+                return stats_of_rows(counted, rows)
+            mask = counted.query_mask
+            return extreme_stats(rows.largest if mask is None else rows.largest.masked_fill(~mask[:, None], -torch.inf))
 
 
 _NAMES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, SiteStats, find, find_maxima
+from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, SiteStats, maxima, statistics
 from qkeel.capture.example import LastPass, ModuleCall, copied, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
 from qkeel.capture.readers import (
@@ -30,9 +30,10 @@ from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.handle import Handle
 from qkeel.heads.site import INDEX, AttentionSite, Sites, layer_of
-from qkeel.kernels.native import logit_pass
+from qkeel.kernels.attention.logsumexp import fused_with_logsumexp
+from qkeel.kernels.logits import compiled as logit_pass
 from qkeel.kernels.native.operators import is_plain
-from qkeel.kernels.statistics import Found, find_plain_rows, fused_with_logsumexp
+from qkeel.kernels.statistics import plain_stats
 from qkeel.nn import functional_attention
 from qkeel.nn.attention import Observer, RowObserver, SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_logsumexp
@@ -229,10 +230,10 @@ def _norm_bound(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
 
 # The tap, which accumulates the LogitStats of every site from the calls of a model's passes.
 
-Plain = Callable[[Tensor, Tensor, float, bool], Found | None]
+Plain = Callable[[Tensor, Tensor, float, bool], LogitStats | None]
 Look = Literal["statistics", "bracket", "nothing"]
-MeasureCall = Callable[[Seen], Found | LogitStats | None]
-MeasureRows = Callable[[AttentionCall, KernelRows], Found | LogitStats | None]
+MeasureCall = Callable[[Seen], LogitStats | None]
+MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
 
 
 # The modules in which attention was observed, keyed by name, with the torch functions by which it is found, or None for
@@ -354,14 +355,14 @@ class Tap(Handle):
         parts: bool = False,
         due: Callable[[bool, bool, bool], tuple[Look, bool]] | None = None,
         by_step: bool = False,
-        measure: MeasureCall = find,
+        measure: MeasureCall = statistics,
         measure_rows: MeasureRows | None = None,
         measure_plain: Plain | None = None,
         keeps: bool = False,
         guard: FaultGuard | None = None,
     ) -> None:
         self.measure, self.measure_rows = measure, measure_rows
-        self.measure_plain = find_plain_rows if measure is find and measure_plain is None else measure_plain
+        self.measure_plain = plain_stats if measure is statistics and measure_plain is None else measure_plain
         self.visitor = Visitor()
         self.sites = Sites()  # the known sites, with the information needed to observe them
         self._known: _Known | None = None
@@ -669,7 +670,7 @@ class Tap(Handle):
             if look.error is not None:
                 raise look.error
             look.over()
-            held.stats, held.calls = look.sites.reduced(), look.calls
+            held.stats, held.calls = look.sites, look.calls
             seen = bool(held.stats) or any([self.has("train"), self.has("eval"), *(x.stats for x in self._held)])
             held.collected = self.visitor.after(output, seen)
         self._hold(held)
@@ -767,7 +768,7 @@ class _ForwardPass:
             layouts=self.tap.known.layouts,
             only_in=only_in,
         )
-        interceptor.maxima = self.tap.measure is find_maxima  # no other result of a call is read
+        interceptor.maxima = self.tap.measure is maxima  # no other result of a call is read
         interceptor.key_heads = self.tap.known.key_heads
         if self.tap.known.indexers and self.kept is None:
             interceptor.index, interceptor.index_layouts = self._index, self._index_layout
