@@ -194,14 +194,14 @@ def _gather(subject: str, message: _Message) -> list[_Message]:
     Raises: ApartError if a process has ended or does not come within `time_limit()` seconds.
     """
     absent_ranks: list[int] = []
-    if _Meetings.store is not process_store():  # a new run of torch.distributed
-        _Meetings.store, _Meetings.group = process_store(), None
-        _Meetings.runs += 1
-        name = f"meetings {_Meetings.runs}"
-        absent_ranks = absent(name, time_limit(), subject)
-        if not absent_ranks:
-            _Meetings.group = OwnGroup(name)
     try:
+        if _Meetings.store is not process_store():  # a new run of torch.distributed
+            _Meetings.store, _Meetings.group = process_store(), None
+            _Meetings.runs += 1
+            name = f"meetings {_Meetings.runs}"
+            absent_ranks = absent(name, time_limit(), subject)
+            if not absent_ranks:
+                _Meetings.group = OwnGroup(name)
         if _Meetings.group is None:
             raise RuntimeError("the processes have lost each other")
         return _Meetings.group.gather(message, subject)

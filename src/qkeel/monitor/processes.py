@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import final
 
 import numpy as np
@@ -278,8 +279,9 @@ class ProcessGroup:
         if self._group is not None:
             self._group.close()
         elif self._name and not self._alone:
-            for point in ("begins", "meets"):
-                withdraw(f"{self._name} {point}")
+            with suppress(RuntimeError):  # the store may have ended with the process that hosts it
+                for point in ("begins", "meets"):
+                    withdraw(f"{self._name} {point}")
 
     def _meet(self, measured: Measurement | None) -> None:
         if self._group is None:
