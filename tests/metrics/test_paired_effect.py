@@ -64,13 +64,6 @@ def test_verdicts_are_those_of_scipys_tests_at_the_margins() -> None:
     assert len(seen) == 4
 
 
-@pytest.mark.parametrize("n", [2, 3, 8])
-def test_an_interval_covers_the_mean_as_often_as_it_says(n: int) -> None:
-    found = [paired_effect(values) for values in np.random.default_rng(n).normal(0.0, 1.0, (2000, n))]
-    covered = np.mean([one.low <= 0 <= one.high for one in found])
-    assert covered == pytest.approx(0.95, abs=3 * math.sqrt(0.05 * 0.95 / 2000))
-
-
 @pytest.mark.parametrize(
     "bad", [[], [1.0], [1.0, math.nan], [1.0, math.inf], [[1.0, 2.0]], 3.0, ["a", "b"], [1.0, None]], ids=str
 )
