@@ -131,7 +131,7 @@ def test_a_model_is_watched_as_with_sdpa_and_its_numbers_cost_no_pass(
             passes = []
             with monkeypatch.context() as patched, qkeel.watch(model, optimizer, stats=stats) as monitor:
                 if stats == "entropy" and implementation == "qkeel" and compiled_attention.ready():
-                    patched.setattr("qkeel.monitor.measure.find", passes.append)
+                    patched.setattr("qkeel.monitor.call_statistics.find", passes.append)
                 for _ in range(2):
                     loss = out(model, x).square().mean()
                     loss.backward()

@@ -317,6 +317,10 @@ class EagerAttentionTracer:
         if name in PRODUCTS:
             product = read_product(name, args, kwargs, out)
             if product is not None and not any(self._is_on_its_way(x) for x in product.factors):
+                for x in product.factors:
+                    tag = self.tags.get(x)
+                    if isinstance(tag, Lost):
+                        self._with_values(step, tag, x)
                 self._multiplied(step, product)
                 return
         if not self.tags or name == "get" or name in _FACTORIES:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every
 
 from qkeel.capture.calls import fewest_keys
+from qkeel.capture.contents import CONTAINERS, ObjectContents
+from qkeel.capture.user_hooks import hooks_held_back
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
 from qkeel.heads.site import AttentionSite, Description, HeadSlice, QKProduct, Reading
 from qkeel.patching.autograd import version_of
@@ -48,13 +50,18 @@ from qkeel.spec.call import make_call
 # The module that is currently running, tracked by forward hooks during a probe or a sampled forward pass.
 
 
+Caller = tuple[str, str, int]  # the name of a module, of the module that called it, and the number of that call
+
+
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class ModuleCall:
     """A running call of a module. `inputs` holds its tensor arguments, which are kept only on request.
 
     `batch` is the first size of its first tensor argument, `calls` the number of attention calls it has made so far,
     `indexes` the number of times it has chosen keys, and `pads` whether it has padded a dimension of a tensor with
-    zeros. `since` and `until` are the numbers of operators that had run when it began and when it ended.
+    zeros. `captured` counts the attention calls that were reported inside it, those of its submodules included. `given`
+    is what it was called with, if inputs are kept. `caller` says from where the module was called, if callers are told
+    apart, and `children` counts the calls that it has made, by the name of the module.
     """
 
     name: str
@@ -63,10 +70,17 @@ class ModuleCall:
     batch: int = 0
     inputs: tuple[Tensor, ...] = ()
     calls: int = 0
-    since: int = 0
-    until: int | None = None
+    captured: int = 0
+    given: GivenArguments | None = None
+    caller: Caller | None = None
+    children: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     indexes: int = 0
     pads: bool = False
+
+    @property
+    def is_outermost(self) -> bool:
+        """True for the call of the model itself."""
+        return self.parent is None or self.parent.parent is None
 
     def line(self) -> list[ModuleCall]:
         """This frame and all frames that enclose it, innermost first."""
@@ -80,6 +94,44 @@ class ModuleCall:
         separate module."""
         mine = {id(f) for f in self.line()}
         return next((f for f in other.line() if id(f) in mine), self)
+
+
+class GivenArguments:
+    """What a module was called with, so that it can be called again: the arguments, the contents of the objects among
+    them, and the setting of autocast."""
+
+    def __init__(self, args: Args, kwargs: Kwargs, inputs: Sequence[Tensor]) -> None:
+        self.args, self.kwargs = args, kwargs
+        self._contents = ObjectContents((args, dict(kwargs)))
+        self._device = inputs[0].device.type if inputs and not inputs[0].is_meta else "cpu"
+        self._cast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
+        self._copied = False
+
+    def copy_tensors(self) -> None:
+        """Copies the tensors among the arguments, which a module further outside may overwrite."""
+        if not self._copied:
+            self._copied = True
+            self.args, self.kwargs = self.changed(lambda x: x.detach().clone())
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> tuple[Args, Kwargs]:
+        """The arguments with other tensors; a tensor that is passed twice is changed once."""
+        others: dict[int, Tensor] = {}
+
+        def other(x: object) -> object:
+            if not isinstance(x, Tensor):
+                return x
+            if id(x) not in others:
+                others[id(x)] = change(x)
+            return others[id(x)]
+
+        return mapped((tuple(self.args), dict(self.kwargs)), other)
+
+    @contextmanager
+    def as_given(self) -> Iterator[None]:
+        """A context in which objects among the arguments have their former contents, under the same autocast."""
+        self._contents.restore()
+        with torch.autocast(self._device, dtype=self._cast[1], enabled=self._cast[0]):
+            yield
 
 
 class ModuleStack:
@@ -97,18 +149,18 @@ class ModuleStack:
         keep_inputs: bool = False,
         guard: Guarded = unguarded,
         hooked: bool = True,
-        clock: Callable[[], int] | None = None,
     ) -> None:
-        """Prepares the hooks. `guard` calls what the hooks do, and `clock` counts the operators of a recorded pass.
+        """Prepares the hooks. `guard` calls what the hooks do.
 
         If `hooked` is False, no module gets a hook, because the caller knows which module is running.
         """
         named = modules_of(model) if hooked else {}
         self._names = {id(module): name for name, module in named.items()}
         self._modules = [*named.values()]
-        self.called: set[int] = set()  # the ids of modules that were called
-        self.frames: list[ModuleCall] = []  # all calls of a recorded pass
-        self._keep, self._clock = keep_inputs, clock
+        self.called: collections.Counter[int] = collections.Counter()  # calls by the id of the module
+        # Other names of modules, by caller; None if callers are not told apart.
+        self.by_caller: Mapping[Caller, str] | None = {} if keep_inputs else None
+        self._keep = keep_inputs
         self._guard = guard
         self.root = ModuleCall(name="", module=model, parent=None)
         self.top = self.root
@@ -143,17 +195,21 @@ class ModuleStack:
             if x.ndim > 1:
                 batch = x.shape[0]
                 break
-        self.called.add(id(module))
+        self.called[id(module)] += 1
+        name, caller = self._names[id(module)], None
+        if self.by_caller is not None:
+            caller = (name, self.top.name, self.top.children[name])
+            self.top.children[name] += 1
+            name = self.by_caller.get(caller, name)
         self.top = ModuleCall(
-            name=self._names[id(module)],
+            name=name,
+            caller=caller,
             module=module,
             parent=self.top,
             batch=batch,
             inputs=inputs if self._keep else (),
-            since=0 if self._clock is None else self._clock(),
+            given=GivenArguments(args, kwargs, inputs) if self._keep else None,
         )
-        if self._clock is not None:
-            self.frames.append(self.top)
 
     def _push_scripted(self, module: nn.Module, args: Args) -> None:
         if isinstance(module, torch.jit.ScriptModule) and id(module) in self._names:
@@ -168,8 +224,6 @@ class ModuleStack:
         for frame in (self.top,) if self.top.module is module else self.top.line():
             if frame.module is module and frame.parent is not None:
                 self.top = frame.parent
-                if self._clock is not None:
-                    frame.until = self._clock()
                 return
 
 
@@ -342,7 +396,7 @@ Undo = Callable[[], None]
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[Undo]:
     """A context that restores what a forward pass changes: random generators, buffers, attributes and requires_grad
-    flags.
+    flags, and in which the user's hooks that return nothing don't run.
 
     The context yields a function that restores this state, for use between two passes.
     """
@@ -350,6 +404,7 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
     parameters = parameters_in(modules)
     devices = sorted({p.device.index or 0 for p in parameters if p.device.type == "cuda"})
     with ExitStack() as undo:
+        undo.enter_context(hooks_held_back(model))
         streams = undo.enter_context(ExitStack())
         streams.enter_context(same_random_streams(devices))
         torchs_own = vars(nn.Module()).keys()  # such as hooks and parameters, which sharded models exchange in a pass
@@ -402,7 +457,7 @@ def _keep(module: nn.Module, torchs_own: Collection[str]) -> Iterator[Callable[[
             values()
 
     yield restore
-    kept = [(x, x.copy()) for x in own if type(x) in _CONTAINERS]
+    kept = [(x, x.copy()) for x in own if type(x) in CONTAINERS]
     streams = [(g, g.get_state()) for g in own if isinstance(g, torch.Generator)]
 
     def restore_contents() -> None:
@@ -419,9 +474,6 @@ def _keep(module: nn.Module, torchs_own: Collection[str]) -> Iterator[Callable[[
 
 def _values(x: Any) -> list[int]:
     return [*map(id, x.values())]
-
-
-_CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
 
 def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:

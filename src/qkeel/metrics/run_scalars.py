@@ -219,8 +219,11 @@ def judged(
     lowest: str = "",
     broken: Sequence[str] = (),
     threshold: float = HARMFUL_LOGIT,
+    alarms: Sequence[Row] = (),
 ) -> tuple[Status, str]:
     """Returns the verdict on measured logits and entropies, and the sentence that explains it.
+
+    The terminal, the page and `qkeel check` all show this sentence.
 
     Args:
         largest: the largest attention logit, in nats.
@@ -229,6 +232,7 @@ def judged(
         lowest: the name of that layer.
         broken: the layers with NaN or infinite logits.
         threshold: the logit above which attention counts as not healthy.
+        alarms: the alarms of a run that are no notices. They decide, unless `threshold` is another than their rules'.
 
     >>> print(*judged(7.0, "h.1.attn head 0"), sep=" | ")
     healthy | healthy: largest logit 7 (h.1.attn head 0), under 100, where logits begin to count as large
@@ -238,6 +242,13 @@ def judged(
     place = f" ({where})" if where else ""
     if broken:
         return Status.NOT_HEALTHY, f"not healthy: attention logits are NaN or infinite in {_few(broken)}"
+    if alarms and threshold == HARMFUL_LOGIT:
+        first = alarms[0]
+        head = "" if first.get("head") is None else f" head {first['head']}"
+        at = f", {first['layer']}{head}" if first.get("layer") else ""
+        cause = first.get("cause") or "attention logits have grown too large"
+        text = f"{cause} since step {first['step']:,}: {first.get('meaning')}{at}"
+        return Status.NOT_HEALTHY, f"not healthy: {text}; the largest logit is {_number(largest)}{place}"
     if largest > threshold:
         suffers = ", where training suffers" if threshold == HARMFUL_LOGIT else ", the threshold that was given"
         return (

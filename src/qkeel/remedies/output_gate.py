@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.heads.site import AttentionSite, HeadSlice
-from qkeel.heads.walk import place as memory_place
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import InstanceForward, put_in_place
@@ -70,13 +69,13 @@ class OutputGate(Remedy):
     def _gate(self, target: Target, site: AttentionSite, rng: torch.Generator) -> Handle:
         module = site.module
         out = _own(module) if isinstance(module, SpecModule) else output_of(target, site, per_head=self.per == "head")
-        like = target.parameter(site.query[0].parameter) if site.terms else next(out.module.parameters())
+        near = target.parameter(site.query[0].parameter) if site.terms else next(out.module.parameters())
         rows = site.n_heads if self.per == "head" else out.features
         weight = torch.zeros(rows, out.width)
         if self.init == "random":
             weight.uniform_(-(out.width**-0.5), out.width**-0.5, generator=rng)
-        gate = Gate(nn.Parameter(weight.to(like)), factor=2.0 if self.init == "keep" else 1.0)
-        added = add_submodules(target, site, {"output_gate": gate}, like, matrices=True)
+        gate = Gate(nn.Parameter(weight.to(near)), factor=2.0 if self.init == "keep" else 1.0)
+        added = add_submodules(target, site, {"output_gate": gate}, near, matrices=True)
         source = GateInput(module)
         return compose([added, put_in_place(source), put_in_place(GatedProjection(out.module, source, gate))])
 
@@ -149,8 +148,8 @@ class Output:
 
 def first_tensor(args: Args, kwargs: Mapping[str, object]) -> Tensor | None:
     """Returns the first floating-point tensor among a call's arguments, which is assumed to be the hidden states."""
-    given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
-    return next(given, None)
+    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
+    return next(tensors, None)
 
 
 def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
@@ -162,34 +161,32 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
     Raises:
         RefusedError: there is no such module.
     """
-    place = where(site)
+    site_name = where(site)
     if not site.terms:
-        raise RefusedError(f"output_gate at {place}: it is not known which weights produce its heads ({site.why})")
+        raise RefusedError(f"output_gate at {site_name}: it is not known which weights produce its heads ({site.why})")
     query, head = site.terms[0].query[-1], site.n_heads - 1
     trace = target.trace or traced(target.model, *target.batch, expected=True)
     weight = target.parameter(query.parameter)
-    turned = {memory_place(weight): _turned(weight, query, head)}
-    own, done = trace.calls[site.name][0].captured.frame, trace.calls[site.name][0].until
-    alone = sum(frame.module is site.module for frame in trace.frames) == 1
-    x = next((x for x in own.inputs if x.is_floating_point()), None) if alone else None
+    own = trace.calls[site.name][0].captured.frame
+    x = None
+    if trace.called.get(id(site.module)) == 1:
+        x = next((x for x in own.inputs if x.is_floating_point()), None)
     module = a = b = None
-    for frame in trace.frames:
-        if frame.since < done or own not in frame.line() or not _has_matrix(frame.module) or not frame.inputs:
-            continue
-        before, after = trace.repeated(site.name, turned, frame, frame.inputs[0])
-        if not torch.equal(before, after):
-            module, a, b = frame.module, before, after
+    changed_inputs = trace.inputs_after(site, {query.parameter: _turned(weight, query, head)})
+    for after_attention, (before, after) in changed_inputs.items():
+        if _has_matrix(after_attention) and not torch.equal(before, after):
+            module, a, b = after_attention, before, after
             break
     if module is None or a is None or b is None or x is None or a.shape[:-1] != x.shape[:-1]:
         raise RefusedError(
-            f"output_gate at {place}: no module inside it multiplies the output of attention by a weight, token by "
+            f"output_gate at {site_name}: no module inside it multiplies the output of attention by a weight, token by "
             "token; the gate belongs before such an output projection"
         )
     changed = (a != b).flatten(0, -2).any(0)
     size = a.shape[-1] // site.n_heads
     if per_head and (not changed[head * size :].any() or changed[: head * size].any()):
         raise RefusedError(
-            f"output_gate at {place}: the features of a head are not adjacent before the output projection, "
+            f"output_gate at {site_name}: the features of a head are not adjacent before the output projection, "
             "so there is no gate per head; use per=feature"
         )
     return Output(module=module, features=a.shape[-1], width=x.shape[-1])

@@ -1,265 +1,47 @@
-"""Collects statistics of every attention site, and bounds on the largest logit, from a model's own forward passes."""
+"""Collects the statistics of every attention site from a model's own forward passes."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Literal, Self
+from contextlib import ExitStack
+from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend
 
-from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, SiteStats, maxima, statistics
-from qkeel.capture.example import LastPass, ModuleCall, copied, tensors, undisturbed
-from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
-from qkeel.capture.readers import (
-    FLASH_AND_FLEX,
-    LOGSUMEXPS,
-    CallObserver,
-    UnreadError,
-    observed_by,
-    returned_rows,
-    sdpa_arguments,
-)
+from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, SiteStats, statistics
+from qkeel.capture.example import LastPass, copied, tensors, undisturbed
+from qkeel.capture.intercept import CapturedCall
 from qkeel.errors import caution
-from qkeel.functional.statistics import KernelRows, LogitStats
+from qkeel.functional.statistics import KernelRows
 from qkeel.handle import Handle
-from qkeel.heads.site import INDEX, AttentionSite, Sites, layer_of
-from qkeel.kernels.attention.logsumexp import fused_with_logsumexp
-from qkeel.kernels.logits import compiled as logit_pass
-from qkeel.kernels.native.operators import is_plain
+from qkeel.heads.site import INDEX, AttentionSite, Sites
 from qkeel.kernels.statistics import plain_stats
-from qkeel.nn import functional_attention
-from qkeel.nn.attention import Observer, RowObserver, SpecModule
-from qkeel.nn.scaled_dot_product import attention_with_logsumexp
-from qkeel.patching.forward import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
+from qkeel.nn.attention import SpecModule
+from qkeel.patching.forward import ForwardPasses, extra_pass, get_idle, idle
 from qkeel.patching.modes import (
     Args,
     FaultGuard,
-    Function,
-    Guarded,
     Kwargs,
-    ModeInModules,
     ModuleTree,
-    flash_on_cpu,
-    function_name,
     in_function_transform,
-    in_this_thread,
-    kernel_choice,
-    leave,
-    operator_name,
+    is_fake,
     recomputing,
-    suspended,
-    unguarded,
 )
-from qkeel.patching.named_calls import SDPA_BY_NAME
 from qkeel.patching.roles import PassRole, Phase, inside_checkpoint
-from qkeel.sites.trace import spread
+from qkeel.sites.observed_pass import MeasureCall, MeasurePlain, MeasureRows, ObservedPass, PassSearch, Places
 from qkeel.spec import AttentionCall
-from qkeel.spec.call import BandCall
 
-# A mode that computes a bound on the largest attention logit of a forward pass at almost no cost.
-
-_GPU = "cuda"
-_OWN = "qkeel_native::attention"  # also returns its logsumexp
-Instead = Callable[[], tuple[Tensor, Tensor | None]]
-
-
-class BracketMode(CallObserver):
-    """A mode that computes a bound on the largest logit of the attention calls made while it is active.
-
-    `bound` is None before the first call, and afterwards at least the largest logit (after the cap, if there is one) of
-    all calls that the mode has observed. How the bound is obtained depends on the function that is called:
-
-    - F.scaled_dot_product_attention: torch's fused kernels compute the logsumexp of each row anyway. The mode calls the
-      kernel that torch would choose and reads the logsumexps; output and gradients are bitwise unchanged. Over n keys,
-      lse - ln n <= max <= lse. qkeel's compiled attention and functional_attention return logsumexps too.
-    - The same function if torch chooses no fused kernel, with dropout, with a mask on a GPU, or under autocast on a
-      CPU: the norm bound scale·max|q|·max|k|, computed in O(T d).
-    - flash-attn's functions and torch's varlen_attn: their logsumexps, or the norm bound with dropout or if the
-      logsumexps are padded.
-    - flex_attention: the logsumexps or maxima if its caller requested them (requesting more would recompile it),
-      otherwise the norm bound; no bound if there is a score_mod.
-    - A softmax over rows of scores: their maximum.
-
-    Attention inside torch.nn.MultiheadAttention, compiled code and transforms of torch.func is not observed.
-    """
-
-    logsumexps = True
-
-    def __init__(self, guard: Guarded = unguarded) -> None:
-        super().__init__(guard)
-        self._found: list[Tensor] = []  # the bound of each call
-
-    def begin(self, undo: ExitStack) -> None:
-        undo.enter_context(observed_by(self))
-
-    def suspended(self) -> AbstractContextManager[None]:
-        return suspended(self)
-
-    def not_observable(self, name: str, error: Exception) -> None:
-        """Calls of a function that cannot be observed contribute no bound."""
-
-    @torch.no_grad()
-    def called(self, name: str, arguments: Kwargs, out: object) -> None:
-        """Adds the bound for a call of flex_attention or of one of flash-attn's functions."""
-        if not isinstance(out, Tensor | tuple) or not (out[0] if isinstance(out, tuple) else out).numel():
-            return
-        if name == "flex_attention":
-            lse, largest = returned_rows(out)
-            rows = lse if largest is None else largest
-            if rows is not None:
-                self._found.append(rows.detach().amax())
-            elif arguments["score_mod"] is None:
-                self._found.append(_norm_bound(arguments["query"], arguments["key"], arguments["scale"]))
-            return
-        try:
-            call = FLASH_AND_FLEX[name](arguments) if name in LOGSUMEXPS else None
-        except UnreadError:
-            return
-        if call is None:
-            return
-        lse = _by_row(out[1], call.q.shape[2]) if isinstance(out, tuple) and len(out) > 1 else None
-        if lse is None:
-            scale = call.spec.factor(call.pos_q, call.q.shape[-1], {}, torch.float32)
-            self._found.append(_norm_bound(call.q, call.k, float(scale)))
-            return
-        # For rows that see no key, the kernel leaves +inf, -inf or whatever was in memory before.
-        seen = call.high > call.low if isinstance(call, BandCall) else _some_key(call)
-        self._found.append((lse if seen is None else lse.where(seen, -torch.inf)).amax())
-
-    @property
-    def bound(self) -> Tensor | None:
-        """The largest bound of all calls so far, computed with two kernel launches."""
-        if not self._found:
-            return None
-        device = self._found[0].device  # parts of a model may be on other devices
-        return torch.stack([x.to(device, torch.float32, non_blocking=True) for x in self._found]).amax()
-
-    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | str | Instead:
-        """Returns the kernel that a call of SDPA would use, if it returns bounds on the logits."""
-        if any(isinstance(x, Tensor) and not x.numel() for x in args):
-            return False  # no rows, as for an expert that received no tokens
-        if in_function_transform():
-            return False  # tensors inside torch.func's transforms have no meaning outside them
-        name = function_name(function)
-        given = sdpa_arguments(args, kwargs) if name == "scaled_dot_product_attention" else {}
-        if given and _on_one_gpu(given):
-            return functools.partial(_on_gpu, function, given)
-        if function is functional_attention:
-            return functools.partial(attention_with_logsumexp, given)
-        if not given:
-            return name == "softmax" or operator_name(function) == _OWN
-        if not _flash_on_cpu(given):
-            return True
-        q, k, v, causal = given["query"], given["key"], given["value"], bool(given["is_causal"])
-        return functools.partial(flash_on_cpu, q, k, v, 0.0, causal, attn_mask=given["attn_mask"], scale=given["scale"])
-
-    @torch.no_grad()
-    def saw(self, function: Function, args: Args, kwargs: Kwargs, out: Any, more: Tensor | None) -> None:
-        """Adds the bound for a call; `more` holds its logsumexps if the kernel returned them."""
-        if function_name(function) == "scaled_dot_product_attention":
-            given = sdpa_arguments(args, kwargs)
-            new = _norm_bound(given["query"], given["key"], given["scale"]) if more is None else more.detach().amax()
-        elif operator_name(function) == _OWN:
-            new = out[1].detach().amax()
-        elif args and isinstance(args[0], Tensor) and args[0].ndim > 2:
-            new = args[0].detach().amax()
-        else:
-            return
-        self._found.append(new)
-
-
-def _by_row(lse: object, t: int) -> Tensor | None:
-    """Converts logsumexps [... t] or [t h] to [... t]; returns None if those of packed sequences are padded, as in old
-    versions."""
-    if not isinstance(lse, Tensor) or t not in (lse.shape[-1], lse.shape[0]):
-        return None
-    return lse.detach() if lse.shape[-1] == t else lse.detach().mT
-
-
-def _some_key(call: AttentionCall) -> Tensor | None:
-    """A mask [1 t] of the rows that see at least one key in a call without a window, or None if all rows do."""
-    return call.pos_q >= 0 if call.causal and call.q.shape[2] > call.k.shape[2] else None
-
-
-def _on_one_gpu(given: Kwargs) -> bool:
-    """True if the fused operators of a GPU may accept these arguments: dense tensors, no mask and no dropout."""
-    qkv = [given[name] for name in ("query", "key", "value")]
-    if given["attn_mask"] is not None or given["dropout_p"]:
-        return False
-    return all(is_plain(x) and x.ndim == 4 and x.device.type == _GPU for x in qkv)
-
-
-def _on_gpu(function: Function, given: Kwargs) -> tuple[Tensor, Tensor | None]:
-    """SDPA's output for inputs cast as autocast casts them, and the logsumexps if a kernel returns them."""
-    q, k, v = (given[name] for name in ("query", "key", "value"))
-    if torch.is_autocast_enabled(_GPU):
-        kind = torch.get_autocast_dtype(_GPU)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(kind) for x in (q, k, v))
-    same = q.shape[1] == k.shape[1] or given["enable_gqa"]
-    pair = fused_with_logsumexp(q, k, v, bool(given["is_causal"]), given["scale"]) if same else None
-    return (function(**given), None) if pair is None else pair
-
-
-def _flash_on_cpu(given: Kwargs) -> bool:
-    """True if SDPA would run torch's CPU flash kernel on these arguments."""
-    q, k, v, mask = given["query"], given["key"], given["value"], given["attn_mask"]
-    if not all(is_plain(x) and x.device.type == "cpu" for x in (q, k, v)):
-        return False
-    if torch.is_autocast_enabled("cpu"):
-        return False
-    if given["dropout_p"] or (mask is not None and (mask.dtype == torch.bool or mask.requires_grad)):
-        return False  # SDPA itself turns a boolean mask into an additive one
-    choice = kernel_choice(
-        q, k, v, mask, 0.0, bool(given["is_causal"]), scale=given["scale"], enable_gqa=bool(given["enable_gqa"])
-    )
-    return choice == SDPBackend.FLASH_ATTENTION.value
-
-
-def _norm_bound(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
-    """The bound scale·max|q|·max|k|, by Cauchy–Schwarz."""
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else abs(scale)
-    return q.detach().float().norm(dim=-1).amax() * k.detach().float().norm(dim=-1).amax() * scale
-
-
-# The tap, which accumulates the LogitStats of every site from the calls of a model's passes.
-
-Plain = Callable[[Tensor, Tensor, float, bool], LogitStats | None]
-Look = Literal["statistics", "bracket", "nothing"]
-MeasureCall = Callable[[Seen], LogitStats | None]
-MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
-
-
-# The modules in which attention was observed, keyed by name, with the torch functions by which it is found, or None for
-# all functions.
-Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]
-
-_NOTHING: Look = "nothing"
-# Primes, so that all kinds of batches that alternate are eventually searched; with up to four kinds, by the first four
-# searches.
-_SELDOM, _HARDLY = 17, 257
-_FORMS = 64  # call forms remembered for each phase; a model may be called with a new string argument every time
-_FUSED = SDPA_BY_NAME | {F.multi_head_attention_forward, functional_attention}
-# Functions, by name, whose calls are all observed by a mode that is active only in the calling module, with the torch
-# functions to look for.
-_LOCAL: dict[str, frozenset[Function] | None] = {
-    "scaled_dot_product_attention": _FUSED,
-    "multi_head_attention_forward": _FUSED,
-    "softmax": None,
-    **{name: frozenset({reader}) for name, reader in FLASH_AND_FLEX.items()},
-}
-
+_TRANSFORMED = (
+    "a pass inside a transform of torch.func (grad, vmap, jvp) is not measured, because its tensors have no values "
+    "outside it; passes outside are measured"
+)
 _OFF = "qkeel's tap failed and switched itself off: {}. The model continues unwatched"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
+class SiteFacts:
     """The facts known about some sites: which were described by hand, and their layouts and numbers of query and key
     heads, keyed by name."""
 
@@ -299,24 +81,18 @@ class Visitor:
     def failed(self) -> None:
         """Called if the model's own pass ended in an exception, so that nothing in it is counted."""
 
-    def bracket(self, bound: Tensor) -> None:
-        """Called after a pass for which only a bound on the largest logit was requested."""
-
 
 class Tap(Handle):
     """Watches the attention calls of a model's forward passes; `read()` returns the statistics since the last read.
 
     The tap computes statistics without gradients, from tensors that the forward pass computes anyway, and changes
-    nothing. qkeel's own modules report their calls. A function mode around the full pass finds other attention in eager
-    code; once the modules that contain it are known, the mode is active only in their calls, and a full pass is
-    searched from time to time (see `places`).
+    nothing. qkeel's own modules report their calls. A function mode finds other attention in eager code; see
+    `CaptureMode`.
 
     Compiled models, and torch modules with a fast path for evaluation, are measured in an additional pass before their
     own pass. The additional pass runs eagerly and without gradients, and random number generators and buffers are
     restored after it. It is needed because compiled code must not run inside a mode, and because torch modules would
-    not take their fast path inside a mode, so that results would differ in the last bits. If no sites are known,
-    another pass before the first measured one determines whether there is attention inside torch.jit.script or
-    torch.func.vmap; such attention is then observed operator by operator.
+    not take their fast path inside a mode, so that results would differ in the last bits.
 
     The statistics of a pass are held back until its role is known (see `PassRole`): those of trained passes, and those
     of passes that are not trained, such as references, rollouts and evaluation in either mode, are kept apart. `settle`
@@ -330,9 +106,8 @@ class Tap(Handle):
         model: the model to watch.
         when_training: whether to ignore passes that cannot be trained, because gradients are off.
         parts: whether qkeel's own modules also report calls that are made outside a pass of the full model.
-        due: a function that is called as due(candidate, training, compiled) and returns what to measure in a pass, and
-            whether this counts if the pass is trained. candidate: whether gradients are on; training: the model's mode.
-            "bracket" stands for a bound on the largest logit, see `BracketMode`.
+        due: a function that is called as due(candidate, training) and returns whether to measure a pass, and whether
+            this counts if the pass is trained. candidate: whether gradients are on; training: the model's mode.
         by_step: whether an optimizer's step settles the roles.
         measure: the function that computes the statistics of a call.
         measure_rows: the function that computes the statistics from what a kernel returned for each row.
@@ -353,11 +128,11 @@ class Tap(Handle):
         *,
         when_training: bool = False,
         parts: bool = False,
-        due: Callable[[bool, bool, bool], tuple[Look, bool]] | None = None,
+        due: Callable[[bool, bool], tuple[bool, bool]] | None = None,
         by_step: bool = False,
         measure: MeasureCall = statistics,
         measure_rows: MeasureRows | None = None,
-        measure_plain: Plain | None = None,
+        measure_plain: MeasurePlain | None = None,
         keeps: bool = False,
         guard: FaultGuard | None = None,
     ) -> None:
@@ -365,26 +140,22 @@ class Tap(Handle):
         self.measure_plain = plain_stats if measure is statistics and measure_plain is None else measure_plain
         self.visitor = Visitor()
         self.sites = Sites()  # the known sites, with the information needed to observe them
-        self._known: _Known | None = None
+        self._facts: SiteFacts | None = None
         self._latest: LastPass | None = None  # the latest trained pass
         self._keeps, self._by_step = keeps, by_step
         self._held: list[_HeldPass] = []  # passes whose role is open
         self._beginning: _HeldPass | None = None  # the pass that is running
         self.own_alone = False
-        self._begun: dict[Phase, int] = {"train": 0, "eval": 0}  # the number of passes
-        self._form: object = None  # the form of the current call; see `_call_form`
-        self._forms: dict[Phase, set[object]] = {"train": set(), "eval": set()}  # the forms of the searched passes
-        self._places: dict[Phase, Places | None] = {"train": None, "eval": None}  # where searched passes had attention
-        self._searched: dict[Phase, list[tuple[str, nn.Module]]] = {}  # the modules that existed at that time
-        self._below: bool | None = None  # whether operators must be observed, if no sites are known
+        self._searches = {True: PassSearch(), False: PassSearch()}  # by the mode of the model
         self.empty = 0  # passes over an empty batch
         self.calls_seen: dict[Phase, int] = {"train": 0, "eval": 0}  # attention calls that were measured
         self.compiled = False  # whether any pass so far ran compiled code
-        self._due = due or (lambda candidate, *_: ("statistics" if candidate or not when_training else "nothing", True))
+        self._due = due or (lambda candidate, _: (candidate or not when_training, True))
         self.guard = FaultGuard(_OFF) if guard is None else guard
         self._guessed: set[str] = set()
+        self._said_transform = False
         self._stats: dict[Phase, SiteStatistics] = {"train": SiteStatistics(), "eval": SiteStatistics()}
-        self._running: _ForwardPass | BracketMode | None = None
+        self._running: ObservedPass | None = None
         self._forwards = ForwardPasses(model, self._before, self._after, guard=self.guard, owner=self)
         self._forwards.repeated = self._repeated
         self.model = self._forwards.inner
@@ -398,11 +169,6 @@ class Tap(Handle):
                 module.observers.append(self._parts[-1][1])
 
     @property
-    def phase(self) -> Phase:
-        """The mode of the model, which chooses its path through its modules; the role of a pass is another matter."""
-        return "train" if self.model.training else "eval"
-
-    @property
     def latest(self) -> LastPass | None:
         """The latest trained pass, or, before the first, the latest that may turn out to be trained."""
         if self._latest is None:
@@ -411,39 +177,16 @@ class Tap(Handle):
                     return held.latest
         return self._latest
 
-    def places(self, phase: Phase) -> Places | None:
-        """The modules in which the next pass is searched for attention outside qkeel's modules, or None to search
-        everywhere.
+    def places(self) -> Places | None:
+        """The modules in which the pass that begins is searched for attention outside qkeel's modules, or None to
+        search everywhere."""
+        return {} if self.own_alone else self._searches[self.model.training].places(self.tree)
 
-        Searching everywhere costs one callback for every torch function call, so it is done only when something may
-        have changed: in the first two passes; in the first pass of each new call form (`_call_form`), up to 64 forms;
-        after a module is added or replaced; and after a pass in which no attention was seen in a module known to
-        contain it. Changes without any of these signs are found by searching every 17th pass up to the 68th, and every
-        257th pass from then on.
-        """
-        n, self._begun[phase] = self._begun[phase], self._begun[phase] + 1
-        if self.own_alone:
-            return {}
-        others = self._searched.get(phase) is not self.tree.named()  # modules were added or replaced
-        searched = n < 2 or self._is_new_form(phase) or n % (_SELDOM if n <= 4 * _SELDOM else _HARDLY) == 0
-        return None if others or searched else self._places[phase]
-
-    def _is_new_form(self, phase: Phase) -> bool:
-        known = self._forms[phase]
-        return len(known) < _FORMS and self._form not in known
-
-    def searched(self, phase: Phase, places: Places | None) -> None:
-        """Adds the modules with attention in a fully searched pass to those of earlier passes. With None, the next pass
-        is fully searched too."""
-        if places is not None:
-            same = self._searched.get(phase) is self.tree.named()
-            for name, (module, only) in (self._places[phase] or {}).items() if same else ():
-                places[name] = module, _either(only, places[name][1]) if name in places else only
-            if not places and not self.tree.of_kind(SpecModule):
-                places = None  # no attention was found, so it may appear anywhere
-        self._places[phase], self._searched[phase] = places, self.tree.named()
-        if self._is_new_form(phase):
-            self._forms[phase].add(self._form)
+    def searched(self, places: Places | None) -> None:
+        """Notes where a pass had attention that was searched everywhere; with None, the next pass is so too."""
+        if not places and not self.tree.of_kind(SpecModule):
+            places = None  # no attention was found, so it may appear anywhere
+        self._searches[self.model.training].note(places, self.tree)
 
     def has(self, phase: Phase) -> bool:
         """True if there are statistics of passes with this role to read."""
@@ -454,13 +197,13 @@ class Tap(Handle):
 
         decide: whether a pass whose role is open counts as not trained, as it does when the optimizer has stepped.
         """
-        held, self._held = self._held, []
-        for one in held:
-            trained = one.role.trained
+        waiting, self._held = self._held, []
+        for held in waiting:
+            trained = held.role.trained
             if trained is None and not decide:
-                self._held.append(one)
+                self._held.append(held)
             else:
-                self._sort(one, "train" if trained else "eval")
+                self._sort(held, "train" if trained else "eval")
 
     def _sort(self, held: _HeldPass, phase: Phase) -> None:
         """Keeps the numbers of a pass whose role is known."""
@@ -470,8 +213,6 @@ class Tap(Handle):
         if held.stats is not None and measured:
             self._stats[phase].update(held.stats)
             self.calls_seen[phase] += held.calls
-        if phase == "train" and held.bound is not None:
-            self.visitor.bracket(held.bound)
         if not held.part:
             self.visitor.settled(phase, held.collected, measured)
 
@@ -501,9 +242,9 @@ class Tap(Handle):
     def _detach(self) -> None:
         self._forwards.remove()
         self._latest = None
-        for module, part in self._parts:
-            if part in module.observers:
-                module.observers.remove(part)
+        for module, connection in self._parts:
+            if connection in module.observers:
+                module.observers.remove(connection)
 
     def take_part(self, name: str, call: AttentionCall, training: bool, rows: KernelRows | None = None) -> None:
         """Receives a call that one of qkeel's own modules made outside a pass of the model, with the statistics of its
@@ -511,15 +252,18 @@ class Tap(Handle):
         if self._forwards.busy or recomputing():
             return
         candidate = torch.is_grad_enabled()
-        look, counts = self._due(candidate, training, False)
-        if look != "statistics":
+        measured, counts = self._due(candidate, training)
+        if not measured:
             return
-        known = self.measure_rows is not None and rows is not None
-        stats = self.measure_rows(call, rows) if known else self.measure(call)  # type: ignore[misc,arg-type]
+        if self.measure_rows is not None and rows is not None:
+            stats = self.measure_rows(call, rows)
+        else:
+            stats = self.measure(call)
         self.visitor.call(name, call, candidate)
         if stats is not None:
-            held = _HeldPass(training=training, counts=counts, part=True, calls=1, stats=SiteStatistics())
-            held.stats.add(name, stats, None)  # type: ignore[union-attr]
+            sites = SiteStatistics()
+            sites.add(name, stats, None)
+            held = _HeldPass(training=training, counts=counts, part=True, calls=1, stats=sites)
             held.role = PassRole.of_tensors([call.q, call.k])
             self._hold(held)
 
@@ -527,7 +271,7 @@ class Tap(Handle):
         """Returns the first call of each site in an additional pass with these arguments. The pass runs eagerly and
         without gradients, and with the same random numbers each time; it is not counted and changes nothing."""
         kept: dict[str, Seen] = {}
-        look = _ForwardPass(self, self.phase, kept)
+        look = ObservedPass(self, kept)
         self._extra_pass(look, args, kwargs, seed=0)
         if look.error is not None:
             raise look.error
@@ -542,8 +286,7 @@ class Tap(Handle):
         Raises:
             Exception: whatever the model raises.
         """
-        last, look = self._latest, _ForwardPass(self, self.phase)
-        self._form = None if last is None else _call_form(last.args, last.kwargs)
+        last, look = self._latest, ObservedPass(self)
         if last is None or not self.visitor.before(last.args, last.kwargs):
             return False
         with last.setting(self.model):
@@ -557,88 +300,54 @@ class Tap(Handle):
         return True
 
     @property
-    def sees_operators(self) -> bool:
-        """True if some attention can be observed only operator by operator, such as attention inside
-        torch.jit.script."""
-        return bool(self._below) or any([site.below for site in self.sites])  # noqa: C419
-
-    @property
-    def known(self) -> _Known:
+    def facts(self) -> SiteFacts:
         """The facts known about the sites, which are collected again whenever `sites` has changed."""
         sites = [*self.sites]
-        if self._known is None or self._known.sites != sites:
+        if self._facts is None or self._facts.sites != sites:
             indexers = self.sites.indexers if isinstance(self.sites, Sites) else ()  # an ordinary list has no indexers
-            self._known = _Known(
+            self._facts = SiteFacts(
                 sites=sites,
                 described=[site for site in self.sites if site.description is not None],
                 layouts={site.name: site.layout for site in self.sites if site.layout is not None},
                 key_heads={site.name: _key_heads(site) for site in self.sites if site.verified},
                 indexers={site.name.removesuffix(INDEX): site.layout for site in indexers},
             )
-        return self._known
-
-    def _look_below(self, args: Args, kwargs: Kwargs) -> None:
-        """Determines, in an additional pass before the first measured one, whether there is attention that a function
-        mode would not observe. This is not needed if sites are known or if all attention is in qkeel's own modules. It
-        is left out if other processes would wait for a pass that fails on this process."""
-        if self._below is not None or any([site.description is None for site in self.sites]):  # noqa: C419
-            return
-        if spread(self.model) or self.tree.of_kind(SpecModule):
-            return
-        below: list[bool] = []
-        note = lambda captured: below.append(captured.below)  # noqa: E731
-        watcher = CaptureMode(self.model, note, dispatch=True, guard=self.guard)
-        with extra_pass(self), torch.no_grad(), torch.compiler.set_stance("force_eager"), undisturbed(self.model):
-            try:
-                with watcher:
-                    self.model(*copied(args), **copied(dict(kwargs)))
-            except Exception:  # the model fails, as its own pass will too, or it can't be observed in this way
-                below.clear()
-        self._below = any(below)
+        return self._facts
 
     def _before(self, args: Args, kwargs: Kwargs, compiled: bool) -> None:
         self.settle(decide=False)
-        phase, training = self.phase, self.model.training
-        empty = is_empty(args, kwargs)
-        repeats = not torch.is_grad_enabled() and inside_checkpoint()
-        candidate = torch.is_grad_enabled() or repeats
-        look, counts = self._due(candidate, training, compiled)
+        if in_function_transform():
+            if not self._said_transform:
+                self._said_transform = True
+                caution(_TRANSFORMED)
+            return
+        if has_no_values(args, kwargs):
+            return
+        training = self.model.training
+        is_repeated = not torch.is_grad_enabled() and inside_checkpoint()
+        candidate = torch.is_grad_enabled() or is_repeated
+        measured, counts = self._due(candidate, training)
         self._beginning = held = _HeldPass(training=training, counts=counts, candidate=candidate)
         held.inputs = (args, kwargs)
-        if repeats:
+        self.compiled = self.compiled or compiled
+        if is_repeated:
             held.role = PassRole.to_be_repeated()
-        if self._keeps and candidate and not empty:
+        if is_empty(args, kwargs):
+            self.empty += 1
+            return
+        if self._keeps and candidate:
             first = self.tree.first_parameter()
             held.latest = LastPass("cpu" if first is None else first.device.type, args, kwargs, training)
-        if empty:
-            self.empty, look = self.empty + 1, _NOTHING
-        self.compiled = self.compiled or compiled
-        if look == _NOTHING:
+        if not measured or not self.visitor.before(args, kwargs):
             return
-        extra = compiled or _takes_fast_path(self.tree)
-        if look != _NOTHING:
-            self._form = _call_form(args, kwargs)
-        if look == "bracket" and not extra:
-            self._running = mode = BracketMode(self.guard)
-            places = None if self._is_new_form(phase) else self._places[phase]
-            if places and not self.tree.of_kind(SpecModule):
-                ModeInModules(mode, places).attach(self._forwards.around)
-            else:
-                mode.__enter__()
-                self._forwards.around.callback(leave, mode)
-        if look == "statistics":
-            self._running = running = _ForwardPass(self, phase, candidate=candidate)
-            if not self.visitor.before(args, kwargs):
-                self._running = None
-                return
-            self._look_below(args, kwargs)
-            if extra or self.sees_operators:  # torch compiles nothing while a mode observes operators
-                self._extra_pass(running, args, kwargs)
-            else:
-                call = (args, kwargs) if self._forwards.model is self.model else None
-                running.begin(call, self._forwards.around)
+        self._running = running = ObservedPass(self, candidate=candidate)
+        if compiled or _takes_fast_path(self.tree):
+            self._extra_pass(running, args, kwargs)
+        else:
+            call = (args, kwargs) if self._forwards.model is self.model else None
+            running.begin(call, self._forwards.around)
 
-    def _extra_pass(self, look: _ForwardPass, args: Args, kwargs: Kwargs, seed: int | None = None) -> object:
+    def _extra_pass(self, look: ObservedPass, args: Args, kwargs: Kwargs, seed: int | None = None) -> object:
         """Makes the pass that the model is about to make, but eagerly, and returns its output. `seed` seeds the random
         generators."""
         with extra_pass(self), torch.no_grad(), torch.compiler.set_stance("force_eager"), undisturbed(self.model):
@@ -664,9 +373,7 @@ class Tap(Handle):
             held.latest = None
         elif not held.role.awaited and held.candidate:
             held.role = PassRole.of_output(self.model, inputs, output)
-        if isinstance(look, BracketMode) and not failed:
-            held.bound = look.bound if held.counts else None
-        elif isinstance(look, _ForwardPass) and not failed:
+        if look is not None and not failed:
             if look.error is not None:
                 raise look.error
             look.over()
@@ -724,170 +431,7 @@ class _HeldPass:
     latest: LastPass | None = None
     stats: SiteStatistics | None = None
     calls: int = 0
-    bound: Tensor | None = None
     collected: object = None
-
-
-class _ForwardPass:
-    """One observed forward pass. qkeel's own modules report their calls, and a `CaptureMode` observes those of other
-    code. With `kept`, the first call of each site is stored there, and nothing is measured."""
-
-    def __init__(self, tap: Tap, phase: Phase, kept: dict[str, Seen] | None = None, *, candidate: bool = True) -> None:
-        self.tap, self.kept = tap, kept
-        self.phase: Phase = phase  # the model's mode
-        self.candidate = candidate  # whether it may be trained
-        self.calls = 0  # attention calls that were measured
-        self.sites = SiteStatistics()
-        self.error: Exception | None = None
-        self.watcher: CaptureMode | None = None
-        self.places: dict[str, tuple[nn.Module, frozenset[Function] | None] | None] = {}
-        self.indexers: dict[str, nn.Module] = {}  # modules that choose keys
-
-    def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
-        """Observes until `around` is closed; `call` holds the arguments of the model's own call if that has already
-        begun."""
-        visit = self.tap.visitor.looking(self.candidate) if self.kept is None else None
-        if visit is not None:
-            around.callback(visit.remove)
-        own = self.tap.tree.of_kind(SpecModule)
-        for name, module in own:
-            assert isinstance(module, SpecModule)
-            observer = self._observer(name)
-            module.observers.append(observer)
-            around.callback(module.observers.remove, observer)
-        only_in = self.tap.places(self.phase) if self.kept is None else None
-        if only_in == {} and (own or self.tap.own_alone):
-            return
-        self.watcher = interceptor = CaptureMode(
-            self.tap.model,
-            self._foreign,
-            guard=self.tap.guard,
-            dispatch=self.tap.sees_operators,
-            rows=self.tap.measure_rows is not None and self.kept is None,
-            described=self.tap.known.described,
-            layouts=self.tap.known.layouts,
-            only_in=only_in,
-        )
-        interceptor.maxima = self.tap.measure is maxima  # no other result of a call is read
-        interceptor.key_heads = self.tap.known.key_heads
-        if self.tap.known.indexers and self.kept is None:
-            interceptor.index, interceptor.index_layouts = self._index, self._index_layout
-        if call is not None and only_in is None:
-            interceptor.stack.begun(call[0], dict(call[1]))
-        if only_in is not None and self.tap.measure_plain is not None and logit_pass.ready():
-            interceptor.plain = self._plain
-        interceptor.look(around)
-
-    def over(self) -> None:
-        """Called after the pass to determine the modules in which the next pass is searched."""
-        watcher = self.watcher
-        if watcher is None or self.kept is not None:
-            return
-        if not watcher.whole:
-            if 0 in [frame.calls + frame.indexes for frame in watcher.called_in]:
-                self.tap.searched(self.phase, None)  # attention that was found there is now computed elsewhere
-            return
-        self._add_indexers()
-        local = not (watcher.hidden or self.tap.sees_operators)
-        for name, place in self.places.items():
-            # Attention of qkeel's modules inside must not be attributed to this module.
-            if place is not None and any([m is not place[0] and isinstance(m, SpecModule) for m in place[0].modules()]):  # noqa: C419
-                self.places[name] = None
-        self.tap.searched(self.phase, self.places if local and None not in self.places.values() else None)  # type: ignore[arg-type]
-
-    def _add_indexers(self) -> None:
-        """Adds the modules that choose keys to the places. If one place is inside another, every function would be
-        observed twice, so only the outer place is kept, unless attention in the inner module would then get the outer
-        module's name."""
-        for name, module in self.indexers.items():
-            outer = next((place for place in self.places if name == place or name.startswith(f"{place}.")), None)
-            holds = any([place.startswith(f"{name}.") for place in self.places])  # noqa: C419
-            known = (module, None) if outer is None else self.places[outer]
-            self.places[name if outer is None else outer] = None if holds or known is None else (known[0], None)
-
-    def _note_place(self, captured: CapturedCall) -> None:
-        """Records the module in which attention was observed, and the function by which it was found."""
-        layout, name = captured.layout, captured.frame.name
-        known = layout is None or (layout == self.tap.known.layouts.get(captured.name) and not layout.guess)
-        if captured.below or captured.headless or not name or not known or captured.how not in _LOCAL:
-            self.places[name] = None
-        else:
-            only = SDPA_BY_NAME if captured.named else _LOCAL[captured.how]
-            if name not in self.places:
-                self.places[name] = captured.frame.module, only
-            elif (old := self.places[name]) is not None:
-                self.places[name] = old[0], _either(old[1], only)
-
-    def _observer(self, name: str) -> Observer:
-        see = in_this_thread(functools.partial(self.tap.guard, self._own, name))
-        if self.tap.measure_rows is None or self.kept is not None:
-            return see
-        read = functools.partial(self.tap.guard, self._read, name, self.tap.measure_rows)
-        return RowObserver(see, in_this_thread(read))
-
-    def _own(self, name: str, call: AttentionCall, measure: MeasureCall | None = None) -> None:
-        self._take(name, call, measure=measure)
-
-    def _read(self, name: str, measure: MeasureRows, call: AttentionCall, rows: KernelRows) -> None:
-        self._own(name, call, lambda _: measure(call, rows))
-
-    def _plain(self, frame: ModuleCall, ordinal: int, q: Tensor, k: Tensor, scale: float, causal: bool) -> bool:
-        """Measures a call of torch's own function from q and k, and returns whether that was possible."""
-        measure = self.tap.measure_plain
-        if measure is None or not self.tap.active or extra_of_another(self.tap):
-            return False
-        found = measure(q, k, scale, causal)
-        if found is None:
-            return False
-        self.sites.add(frame.name if ordinal == 0 else name_of(frame, ordinal), found, None)
-        self.calls += 1
-        return True
-
-    def _layer(self, frame: ModuleCall) -> str | None:
-        """The layer whose keys a module chooses, if the module belongs to a known indexer."""
-        known = self.tap.known.indexers
-        layer = layer_of(frame.name, [site.name for site in self.tap.sites]) if known else None
-        return layer if layer in known else None
-
-    def _index_layout(self, name: str) -> HeadLayout | None:
-        known = self.tap.known.indexers
-        return known.get(layer_of(name, [site.name for site in self.tap.sites]) or "")
-
-    def _index(self, frame: ModuleCall, call: ScoresCall) -> None:
-        layer = self._layer(frame)
-        if layer is None or not self.tap.active or extra_of_another(self.tap):
-            return
-        if self.watcher is None or self.watcher.whole:
-            if frame.name:
-                self.indexers[frame.name] = frame.module
-            else:
-                self.places[""] = None
-        self.tap.visitor.index(layer, call, self.candidate)
-
-    def _foreign(self, captured: CapturedCall) -> None:
-        if not self.tap.active:
-            return
-        if self.watcher is None or self.watcher.whole:
-            self._note_place(captured)
-        self.tap.warn_of_guess(captured)
-        rows, reads, measure = captured.rows, self.tap.measure_rows, None
-        if rows is not None and reads is not None and isinstance(captured.call, AttentionCall):
-            measure = lambda call: reads(call, rows)  # noqa: E731
-        self._take(captured.name, captured.call, captured.frame.name if captured.headless else None, measure)
-
-    def _take(self, name: str, call: Seen, part_of: str | None = None, measure: MeasureCall | None = None) -> None:
-        """Measures one call. If a module computes its heads one by one, `part_of` is the name of its site."""
-        if extra_of_another(self.tap):
-            return
-        if self.kept is not None:
-            self.kept.setdefault(name, call)
-        elif self.tap.active and not _has_no_rows(call):
-            stats = (measure or self.tap.measure)(call)
-            if part_of is None:
-                self.tap.visitor.call(name, call, self.candidate)
-            if stats is not None:
-                self.sites.add(name, stats, part_of)
-                self.calls += 1
 
 
 class Connection:
@@ -929,40 +473,19 @@ def is_empty(args: Args, kwargs: Kwargs) -> bool:
     return bool(sizes) and not any(sizes)
 
 
-def _call_form(args: Args, kwargs: Kwargs) -> object:
-    """The properties of a call by which a model may choose a different path through its modules: switches, dtypes,
-    numbers of dimensions, orders of magnitude of sizes, and whether gradients and autocast are on.
+def has_no_values(args: Args, kwargs: Kwargs) -> bool:
+    """True if a tensor among a model's arguments has a shape but no values, as on the meta device and in a FakeTensor.
 
-    >>> _call_form((torch.zeros(2, 5), None), {"cached": True})[2:]
-    ((torch.float32, 2, 4), None, 'cached', True)
+    >>> has_no_values((torch.zeros(2, 5, device="meta"),), {}), has_no_values((torch.zeros(2, 5),), {})
+    (True, False)
     """
-    modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(_GPU)
-    form: list[object] = [*modes]
-    for name, x in (*enumerate(args), *kwargs.items()):
-        if isinstance(name, str):
-            form.append(name)
-        if isinstance(x, Tensor):
-            form.append((x.dtype, x.ndim, x.numel().bit_length()))
-        else:
-            form.append(x if x is None or isinstance(x, (bool, str)) else type(x))
-    return tuple(form)
-
-
-def _has_no_rows(call: Seen) -> bool:
-    """True if a call has no queries or no keys, as in an expert that received no tokens."""
-    x = call.logits if isinstance(call, ScoresCall) else call.q
-    return not x.numel() or (not isinstance(call, ScoresCall) and not call.k.numel())
+    return any([x.is_meta or is_fake(x) for x in tensors((args, dict(kwargs)))])  # noqa: C419
 
 
 def _key_heads(site: AttentionSite) -> tuple[int, int]:
     """The numbers of query and key heads in the calls of a site. Keys that are repeated in an order other than blocks
     stay repeated."""
     return site.n_heads, site.n_kv_heads if site.key_heads is None else site.n_heads
-
-
-def _either(one: frozenset[Function] | None, other: frozenset[Function] | None) -> frozenset[Function] | None:
-    """The functions of interest if both sets are given, or None, which means all functions."""
-    return None if one is None or other is None else one | other
 
 
 def _takes_fast_path(tree: ModuleTree) -> bool:
