@@ -23,7 +23,18 @@ from torch.autograd.graph import Node
 
 from qkeel.capture.calls import APART, HIDES, HeadLayout, ScoresCall, fewest_keys, head_counts, hides, is_low, layout
 from qkeel.capture.example import ModuleCall, tensors
-from qkeel.capture.products import PRODUCTS, VIEWS, Operand, Product, is_weight, joined, read_product, viewed, widened
+from qkeel.capture.products import (
+    PRODUCTS,
+    VIEWS,
+    Operand,
+    Product,
+    is_weight,
+    joined,
+    read_product,
+    view_function,
+    viewed,
+    widened,
+)
 from qkeel.functional.norms import wide
 from qkeel.heads.rows import Sides, layout_of
 from qkeel.heads.site import UnrecognizedAttention
@@ -731,7 +742,7 @@ def _viewed(step: Step, tag: Scores, x: Tensor) -> Scores:
         args, kwargs["value"] = (), float(is_hidden)
         if is_hidden and tag.hidden is None:
             tag = tag.hiding(torch.zeros((), dtype=torch.bool, device=x.device), x)
-    function = _function(name)
+    function = view_function(name)
 
     def view(y: Tensor | None) -> Tensor | None:
         if y is None:
@@ -754,13 +765,6 @@ def _viewed(step: Step, tag: Scores, x: Tensor) -> Scores:
         unshifted=view(tag.unshifted),
         keys=keys,
     )
-
-
-def _function(name: str) -> Callable[..., Tensor]:
-    """The function of torch for a view of this name."""
-    if name == "pad":
-        return torch.nn.functional.pad
-    return getattr(Tensor, "__getitem__" if name == "getitem" else name)
 
 
 def pad_arguments(args: Args, kwargs: Kwargs) -> dict[str, Any]:
