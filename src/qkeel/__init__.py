@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         sites,
         spec,
     )
-    from qkeel.audit import check, explain
+    from qkeel.audit import Documents, Window, attention_maps, check, explain
     from qkeel.autopilot import autopilot
     from qkeel.monitor.sinks import load
     from qkeel.monitor.watch import watch
@@ -46,8 +46,11 @@ __version__ = VERSION
 # Names and packages are loaded on first access, so that importing qkeel is cheap and the report works without torch.
 _HOMES = {
     "AttentionSpec": "qkeel.spec",
+    "Documents": "qkeel.audit",
+    "Window": "qkeel.audit",
     "apply": "qkeel.remedies",
     "attention": "qkeel.ops",
+    "attention_maps": "qkeel.audit",
     "check": "qkeel.audit",
     "explain": "qkeel.audit",
     "export": "qkeel.remedies.retrofit",
@@ -62,8 +65,11 @@ _HOMES = {
 
 __all__ = [
     "AttentionSpec",
+    "Documents",
+    "Window",
     "apply",
     "attention",
+    "attention_maps",
     "audit",
     "autopilot",
     "check",

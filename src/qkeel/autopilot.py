@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float
 from torch import nn
 from torch.optim import Optimizer
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import AlarmWarning, InvalidTypeError, InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.handle import Handle, State, compose, under
@@ -813,7 +813,7 @@ class Autopilot(Handle):
             facts.append(SiteFacts(name=name, n_heads=n, unknown=unknown))
         missed = [str(call) for call in self.monitor.missed]
         # All processes must agree on the sites, or their policies would decide differently.
-        dist.run_on_all("qkeel.autopilot", lambda: (facts, missed), repr, lambda _: None, patience=dist.PATIENCE)
+        dist.agree("qkeel.autopilot", lambda: (facts, missed), repr)
         self._start(facts, list(sites.values()))
         for action, place, reason in self.remedies.try_all():
             self.refused.append(Refused(step=-1, action=str(action), site=place, reason=reason))

@@ -38,5 +38,5 @@ def test_experiments_import_public_names_alone() -> None:
 
 def test_a_private_name_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "experiment.py"
-    path.write_text("from qkeel.lab.checkpoint import RunState\nfrom qkeel.lab import run\nimport qkeel.dist\n")
-    assert private_imports(path) == ["qkeel.lab.checkpoint.RunState", "qkeel.dist"]
+    path.write_text("from qkeel.lab.checkpoint import RunState\nfrom qkeel.lab import run\nimport qkeel.distributed\n")
+    assert private_imports(path) == ["qkeel.lab.checkpoint.RunState", "qkeel.distributed"]

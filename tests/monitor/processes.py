@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from qkeel import watch
+from qkeel.distributed.reduce import SharedTable
 from qkeel.errors import QkeelWarning, RefusedError
 from qkeel.functional.statistics import TENSORS, LogitStats
-from qkeel.monitor import processes
+from qkeel.monitor import Layout, processes
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.weight_norms import WeightNorms
 
@@ -148,7 +149,7 @@ def faults_on_one_process_switch_all_off() -> None:
     a_fault_on_one_process(2, None, "measure")
     a_fault_on_one_process(0, None, "measure")
     a_fault_on_one_process(2, WeightNorms, "read")
-    a_fault_on_one_process(2, processes.Members, "_pack_statistics")
+    a_fault_on_one_process(2, SharedTable, "split")
 
 
 def a_fault_after_the_exchange_switches_all_off_at_the_next() -> None:
@@ -195,8 +196,9 @@ def a_process_with_nothing_to_add_takes_part() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.module(x)
 
+    layout = Layout(data=dist.get_rank())  # no wrapper shows that they train one model
     _, monitor, warned = train(
-        lambda m, o: watch(m, o), wrap=Plain, skip=lambda step: step in (1, 2) and dist.get_rank() == 1
+        lambda m, o: watch(m, o, layout=layout), wrap=Plain, skip=lambda step: step in (1, 2) and dist.get_rank() == 1
     )
     assert warned == [], warned
     assert monitor.history.steps.tolist() == [*range(STEPS)]
@@ -219,7 +221,8 @@ def what_changes_its_form_switches_all_off() -> None:
             return self.norm(x)
 
     torch.manual_seed(0)
-    _, monitor, warned = train(lambda m, o: watch(m, o), wrap=lambda m: m, model=Growing())
+    layout = Layout(data=dist.get_rank())
+    _, monitor, warned = train(lambda m, o: watch(m, o, layout=layout), wrap=lambda m: m, model=Growing())
     assert not monitor.active
     assert len(warned) == 1, warned
     assert "measured at first" in warned[0] or "another process" in warned[0]
@@ -312,6 +315,25 @@ def one_process_closes_a_sharded_model() -> None:
     closed_on_one(fully_shard)
 
 
+def models_that_are_trained_apart_are_recorded_apart() -> None:
+    """Each process has the same weights at first, another batch, and no wrapper."""
+    _, monitor, warned = train(lambda m, o: watch(m, o, rules=[]), wrap=lambda m: m)
+    assert ["pass their places" in text for text in warned] == [True]
+    alone = small()
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    for step in range(STEPS - 1):
+        for micro in (0, 1):
+            (alone(part(2 * step + micro)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with watch(alone) as single:
+        for micro in (0, 1):
+            alone(part(2 * STEPS - 2 + micro))
+        expected = max(float(s.max_logit.max()) for s in single.read("train").values())
+    assert monitor.sample.overall("max_logit") == pytest.approx(expected, rel=1e-5)
+    monitor.close()
+
+
 class Blind(nn.Module):
     """A part of a model without attention."""
 
@@ -367,7 +389,7 @@ def a_sharded_model_that_one_process_watches_makes_nobody_wait() -> None:
         assert "expected every process of this run to watch" in warned[-1]
 
 
-def a_late_process_of_a_sharded_model_is_measured_from_the_next_step_on() -> None:
+def a_process_that_watches_a_sharded_model_too_late_switches_all_off() -> None:
     from torch.distributed.fsdp import fully_shard
 
     def late(model: nn.Module, optimizer: torch.optim.Optimizer) -> Monitor:
@@ -380,10 +402,8 @@ def a_late_process_of_a_sharded_model_is_measured_from_the_next_step_on() -> Non
         _, monitor, warned = train(late, wrap=fully_shard)
     finally:
         processes.PATIENCE = patience
-    assert ["has not reached the first measured pass" in text for text in warned] == [True], warned
-    assert monitor.history.steps.tolist() == [*range(1, STEPS)]
-    assert all(site.verified for site in monitor.sites)
-    monitor.close()
+    assert not monitor.active
+    assert "expected every process of this run to watch" in warned[-1]
 
 
 def flat_weights_are_refused_untouched() -> None:
@@ -446,7 +466,8 @@ SLOW: tuple[Callable[[], None], ...] = (
     a_fault_in_the_search_of_a_sharded_model_is_one_of_all,
     one_process_closes_a_sharded_model,
     flat_weights_are_refused_untouched,
-    a_late_process_of_a_sharded_model_is_measured_from_the_next_step_on,
+    a_process_that_watches_a_sharded_model_too_late_switches_all_off,
+    models_that_are_trained_apart_are_recorded_apart,
     a_sharded_model_that_one_process_watches_makes_nobody_wait,
     split_heads_without_known_weights_have_their_logits_watched,
 )

@@ -9,20 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkeel.capture.calls import ScoreBlock, SiteStats
-from qkeel.functional import statistics
 from qkeel.functional.statistics import MERGES, LogitStats
 from qkeel.monitor.gather import (
-    MADE,
-    Arrived,
     Measurement,
     NumberKey,
     PartialValue,
+    StepRecord,
     Transfer,
     merged,
-    merged_arrivals,
+    merged_records,
 )
-from qkeel.monitor.journal import RecordTable
+from qkeel.monitor.journal import COMPUTED, RecordArrays
 from qkeel.records import HEAD_FIELDS
 
 SEEDS = range(40)
@@ -46,20 +43,14 @@ def random_stats(rng: random.Random, heads: int, kv_heads: int, dtype: torch.dty
 
 
 def random_measurement(rng: random.Random) -> Measurement:
-    """Blocks of sites and single numbers, in random forms."""
+    """Sites and single numbers, in random forms."""
     dtype = rng.choice([torch.float32, torch.float64])
-    blocks, sites = [], []
-    for i in range(rng.randint(1, 3)):
-        names = tuple(f"{'ab'[rng.random() < 0.5]}{i}.{j}" for j in range(rng.randint(1, 3)))
-        groups = [rng.randint(1, 3) for _ in names]
-        heads = tuple(g * rng.randint(1, 3) for g in groups)
-        stats = random_stats(rng, sum(heads), sum(groups), dtype)
-        blocks.append(ScoreBlock(names, heads, tuple(groups), stats))
-        sites += zip(names, heads)
-    order = [name for name, _ in sites]
-    rng.shuffle(order)
+    stats: dict[str, LogitStats] = {}
     single: dict[NumberKey, Tensor | PartialValue] = {("", "lr"): torch.tensor(0.25, dtype=torch.float64)}
-    for site, n in sites:
+    for i in range(rng.randint(1, 6)):
+        site, groups = f"{'ab'[rng.random() < 0.5]}{i}", rng.randint(1, 3)
+        n = groups * rng.randint(1, 3)
+        stats[site] = random_stats(rng, n, groups, dtype)
         for name in ("query_weight_norm", "query_grad_rms", "key_grad_rms"):
             single[site, name] = torch.rand(n, dtype=dtype)
         single[site, "hidden_norm"] = PartialValue(value=torch.rand(()), weight=torch.tensor(3.0))
@@ -67,11 +58,17 @@ def random_measurement(rng: random.Random) -> Measurement:
             weight = torch.tensor([float(rng.random() < 0.7) for _ in range(n)])
             single[site, "sink_logit"] = PartialValue(value=torch.rand(n), weight=weight, own=True)
         if rng.random() < 0.5:
-            single[site, "eps"] = torch.tensor(rng.random() + 0.1, dtype=dtype)
+            single[site, "eps"] = torch.tensor([rng.random() + 0.1], dtype=dtype)
         if rng.random() < 0.3:
             single[site, "lse_mean"] = PartialValue(value=torch.rand(n), weight=torch.ones(n), own=True)
             single[site, "lse_square"] = PartialValue(value=torch.rand(n) + 1, weight=torch.ones(n), own=True)
-    return Measurement(stats=SiteStats(blocks, order), numbers=single)
+    return Measurement(stats=stats, numbers=single)
+
+
+def record_of(measured: Measurement) -> StepRecord:
+    record = Transfer.alone(measured).result()
+    assert record is not None
+    return record
 
 
 def by_definition(
@@ -81,12 +78,12 @@ def by_definition(
     numbers: dict[NumberKey, Tensor] = {}
     for key, x in measured.numbers.items():
         numbers[key] = x if isinstance(x, Tensor) else torch.where(x.weight > 0, x.value, torch.nan)
-    for name, (parts, only, make) in MADE.items():
+    for name, (parts, compute) in COMPUTED.items():
         for site in sites:
-            known = [numbers.get((site, part)) for part in parts]
-            if all(x is not None for x in known):
-                numbers[site, name] = make(*[x.double() for x in known if x is not None])
-            for part in only:
+            known = [x.double().numpy() for part in parts if (x := numbers.get((site, part))) is not None]
+            if len(known) == len(parts):
+                numbers[site, name] = torch.from_numpy(compute(*known))
+            for part in {*parts}.difference(HEAD_FIELDS):
                 numbers.pop((site, part), None)
     tables: dict[str, np.ndarray] = {}
 
@@ -122,50 +119,31 @@ def test_a_record_is_what_the_definitions_say(seed: int) -> None:
     sites = tuple(measured.stats)
     width = max(len(s.max_logit) for s in measured.stats.values())
     expected, single = by_definition(measured, sites, width)
-    for arrived in (Transfer.alone(measured).result(), Arrived.of(measured)):
-        tables, known, values = RecordTable(arrived.packing, sites, width).read(arrived.vector)
-        assert list(tables) == [name for name in HEAD_FIELDS if name in expected]
-        for name, table in expected.items():
-            np.testing.assert_allclose(tables[name], table, rtol=1e-12, err_msg=name)
-        assert values == pytest.approx(single, rel=1e-12)
-        assert known <= set(tables)
-        for site, stats in measured.stats.items():
-            for name, x in stats.tensors().items():
-                torch.testing.assert_close(
-                    arrived.stats[site].tensors()[name].double(), x.double(), rtol=0, atol=0, equal_nan=True
-                )
+    record = record_of(measured)
+    tables, known, values = RecordArrays(record.table, sites, width).read(record.vector)
+    assert list(tables) == [name for name in HEAD_FIELDS if name in expected]
+    for name, table in expected.items():
+        np.testing.assert_allclose(tables[name], table, rtol=1e-12, err_msg=name)
+    assert values == pytest.approx(single, rel=1e-12)
+    assert known <= set(tables)
+    for site, stats in measured.stats.items():
+        for name, x in stats.tensors().items():
+            ours = record.stats[site].tensors()[name]
+            torch.testing.assert_close(ours.double(), x.double(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_record_keeps_the_sites_and_heads_that_it_began_with(seed: int) -> None:
     measured = random_measurement(random.Random(seed))
-    arrived = Transfer.alone(measured).result()
+    record = record_of(measured)
     sites = tuple(measured.stats)
     width = max(len(s.max_logit) for s in measured.stats.values())
-    whole, _, _ = RecordTable(arrived.packing, sites, width).read(arrived.vector)
+    whole, _, _ = RecordArrays(record.table, sites, width).read(record.vector)
     fewer = ("of no measurement", *sites[::2])
-    part, _, _ = RecordTable(arrived.packing, fewer, 1).read(arrived.vector)
+    part, _, _ = RecordArrays(record.table, fewer, 1).read(record.vector)
     for name, table in part.items():
         assert np.isnan(table[0]).all()
         np.testing.assert_array_equal(table[1:], whole[name][::2, :1])
-
-
-@pytest.mark.parametrize("seed", SEEDS[::4])
-def test_a_derived_number_of_key_heads_is_given_to_the_query_heads_of_each(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        LogitStats, "key_excess", property(lambda self: self.key_norm_max - self.key_norm), raising=False
-    )
-    monkeypatch.setattr(statistics, "RECORDED", {*statistics.RECORDED, "key_excess"})
-    monkeypatch.setitem(HEAD_FIELDS, "key_excess", HEAD_FIELDS["key_norm"])
-    measured = random_measurement(random.Random(seed))
-    arrived, sites = Arrived.of(measured), tuple(measured.stats)
-    width = max(len(s.max_logit) for s in measured.stats.values())
-    tables, _, _ = RecordTable(arrived.packing, sites, width).read(arrived.vector)
-    np.testing.assert_allclose(tables["key_excess"], tables["key_norm_max"] - tables["key_norm"], rtol=1e-12)
-    expected, _ = by_definition(measured, sites, width)
-    np.testing.assert_array_equal(tables["non_finite"], expected["non_finite"])
 
 
 @pytest.mark.parametrize("seed", SEEDS[::4])
@@ -173,22 +151,15 @@ def test_steps_of_one_form_merge_as_any_steps_do(seed: int) -> None:
     rng, measured = random.Random(seed), random_measurement(random.Random(seed))
     steps = []
     for _ in range(5):
-        new = []
-        for block in SiteStats.of(measured.stats).blocks:
-            dtype = block.joint.max_logit.dtype
-            joint = random_stats(rng, sum(block.heads), sum(block.kv_heads), dtype)
-            while (joint.entropy_error is None) != (block.joint.entropy_error is None):
-                joint = random_stats(rng, sum(block.heads), sum(block.kv_heads), dtype)
-            new.append(block._replace(joint=joint))
-        steps.append(Transfer.alone(Measurement(stats=SiteStats(new, tuple(measured.stats)), numbers={})).result())
-    assert len({step.packing for step in steps}) == 1
-    stacked, one_by_one = merged_arrivals(steps), merged([step.stats for step in steps])
+        again = {}
+        for site, stats in measured.stats.items():
+            fresh = random_stats(rng, len(stats.max_logit), len(stats.key_norm), stats.max_logit.dtype)
+            finite = {name: fresh.tensors()[name].nan_to_num(1.0, 2.0, 2.0) for name in MERGES}
+            again[site] = LogitStats(**finite)  # type: ignore[arg-type]
+        steps.append(record_of(Measurement(stats=again, numbers={})))
+    assert len({step.table for step in steps}) == 1
+    stacked, one_by_one = merged_records(steps), merged([step.stats for step in steps])
     assert tuple(stacked) == tuple(one_by_one)
     for site, stats in one_by_one.items():
-        for name, x in stats.tensors().items():
-            torch.testing.assert_close(stacked[site].tensors()[name], x, rtol=1e-12, atol=0, equal_nan=True)
-        each = [step.stats[site].tensors() for step in steps]
-        n = torch.stack([x["n_pairs"] for x in each]).double()
-        mean = (torch.stack([x["mean_logit"] for x in each]) * n).sum(0) / n.sum(0)
-        there = stats.mean_logit.isfinite() & (n.sum(0) > 0)
-        torch.testing.assert_close(stacked[site].mean_logit[there], mean[there], rtol=1e-9, atol=1e-9)
+        for name, values in stats.tensors().items():
+            torch.testing.assert_close(stacked[site].tensors()[name], values, rtol=1e-9, atol=1e-9, equal_nan=True)

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 from tests.contract.watch.small import batch, small
+from tests.processes.test_members import number, reduced
 from torch import nn
 
 import qkeel
+from qkeel.distributed.reduce import Member, SharedTable
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, QkeelError, RefusedError
 from qkeel.functional.statistics import LogitStats
 from qkeel.monitor import Layout, Sample
-from qkeel.monitor.gather import Measurement, PartialValue
+from qkeel.monitor.gather import Measurement, PartialValue, flatten
 from qkeel.monitor.monitor import Monitor
-from qkeel.monitor.processes import Members, RankInfo
 from qkeel.report import write
 
 
@@ -122,24 +123,29 @@ def test_stages_of_two_processes_are_one_model_in_order() -> None:
     torch.manual_seed(0)
     stages = [{"0": 0, "1": 3}, {"0": 1, "1": 2}, {"0": 1, "1": 2}]
     measured = [Measurement(stats={f"{m}.attn": stats() for m in own}, numbers=numbers(own)) for own in stages]
-    members = [member(rank, own, of.form()) for rank, (own, of) in enumerate(zip(stages[:2], measured))]
-    silent = member(2, stages[2], ())  # it had nothing to send when they met
-    known = Members([RankInfo.of(*m.words()) for m in (*members, silent)], rank=1)
-    assert known.own_form == measured[1].form()
-    assert known.sites == [f"stages.{i}.attn" for i in range(4)]
-    assert known.about() == {
-        "sites": [{"name": name, "n_heads": 2, "n_kv_heads": 2} for name in known.sites],
-        "parameters": 4,
-    }
-    of_all = [Members([RankInfo.of(*m.words()) for m in (*members, silent)], rank=i) for i in range(3)]
-    merged = reduced(of_all, [*measured[:2], None])
-    found, others = merged.stats, merged.numbers
+    members = [
+        Member(
+            layout=Layout(data=rank),
+            form=flatten(of_rank)[0] if rank < 2 else (),  # the third had no numbers when they met
+            splits=dict.fromkeys(of_rank.stats, (False, False)),
+            parameters=dict.fromkeys(own, 1),
+            stages=own,
+        )
+        for rank, (own, of_rank) in enumerate(zip(stages, measured))
+    ]
+    table = SharedTable(members, 1)
+    names = [f"stages.{i}.attn" for i in range(4)]
+    assert table.sites == names
+    assert table.about()["parameters"] == 4
+    record = reduced(members, [*measured[:2], None])
+    assert record is not None
     homes = [(0, "0.attn"), (1, "0.attn"), (1, "1.attn"), (0, "1.attn")]
-    for name, (rank, own) in zip(known.sites, homes, strict=True):
-        assert torch.equal(found[name].max_logit, measured[rank].stats[own].max_logit.double())
-        assert others[name, "query_weight_norm"] == measured[rank].numbers[own, "query_weight_norm"]
-    assert float(others["", "train_loss"]) == 3.0  # of the last stage
-    assert {*known.placed({"1.attn": measured[1].stats["1.attn"]})} == {"stages.2.attn"}
+    for name, (rank, site) in zip(names, homes, strict=True):
+        assert torch.equal(record.stats[name].max_logit, measured[rank].stats[site].max_logit.double())
+        (norm,) = number(record, name, "query_weight_norm")
+        assert norm == float(measured[rank].numbers[site, "query_weight_norm"])  # type: ignore[arg-type]
+    assert number(record, "", "train_loss") == 3.0  # of the last stage
+    assert table.placements()["1.attn"][0] == "stages.2.attn"
 
 
 def stats() -> LogitStats:
@@ -151,22 +157,3 @@ def numbers(stages: dict[str, int]) -> dict[tuple[str, str], torch.Tensor | Part
     norms = {(f"{name}.attn", "query_weight_norm"): torch.rand(1) for name in stages}
     loss = PartialValue(value=torch.tensor(float(max(stages.values()))), weight=torch.ones(()))
     return {("", "lr"): torch.tensor(1e-2), ("", "train_loss"): loss, **norms}
-
-
-def reduced(members: list[Members], measured: list[Measurement | None]) -> Measurement:
-    """What every process reads of the vectors that all of them send."""
-    sent = [of.pack(own, {}) for of, own in zip(members, measured, strict=True)]
-    largest, *sums = [torch.stack(each) for each in zip(*sent)]
-    found = [of.unpack([largest.amax(0), *(x.sum(0) for x in sums)]) for of in members]
-    return found[0]
-
-
-def member(rank: int, stages: dict[str, int], form: object) -> RankInfo:
-    sites = [f"{name}.attn" for name in stages]
-    return RankInfo(
-        layout=Layout(data=rank),
-        form=form,  # type: ignore[arg-type]
-        split=dict.fromkeys(sites, (False, False)),
-        about={"sites": [{"name": site} for site in sites], "parameters": dict.fromkeys(stages, 1)},
-        stages=stages,
-    )

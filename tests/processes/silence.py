@@ -6,6 +6,7 @@ import json
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from tests.contract.processes.ending import end
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import qkeel
+from qkeel.distributed.agree import OwnGroup
 
 PASSES = {0: (2, 2, 2), 1: (3, 0, 2)}  # by process, how often its attention is called in each step
 
@@ -37,17 +39,28 @@ def main(rank: int, folder: Path) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     found = []
+    reductions: list[str] = []
+    reduce_ = OwnGroup.reduce_
+
+    def noted(self: OwnGroup, vector: Tensor, by: Any) -> None:
+        reductions.append(by)
+        assert vector.dtype == torch.float64
+        reduce_(self, vector, by)
+
+    OwnGroup.reduce_ = noted  # type: ignore[method-assign]
     sinks = folder / "run" if rank == 0 else ()
     with qkeel.watch(model, optimizer, stats="max", rules=(), sinks=sinks) as monitor:
         for n in PASSES[rank]:
             for _ in range(max(1, n)):
                 x = torch.randn(1, 4, 8, requires_grad=True)
                 model(x, n > 0).sum().backward()
+            reductions.clear()
             with Collectives() as counted:
                 optimizer.step()
             assert monitor.sample is not None
             own = monitor.sample
-            found.append({"own": dict(own.monitor), "keys": own.summaries(), "collectives": counted.n})
+            counts = {"collectives": counted.n, "vectors": len(reductions)}
+            found.append({"own": dict(own.monitor), "keys": own.summaries(), **counts})
             found[-1]["line"] = next(x for x in monitor.table().splitlines() if x.startswith("monitor: "))
     (folder / f"{rank}.json").write_text(json.dumps(found))
     end()

@@ -2,150 +2,183 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.monitor.test_several_models import reduced
 from torch import Tensor
 
+from qkeel.distributed.reduce import Member, SharedTable, step_table
+from qkeel.errors import InvalidValueError
 from qkeel.functional.class_statistics import MERGES as CLASS_MERGES
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.statistics import MERGES, LogitStats, merge
 from qkeel.monitor import Layout
-from qkeel.monitor.gather import Measurement, PartialValue
-from qkeel.monitor.processes import Extent, Members, RankInfo
-from qkeel.records import MONITOR_EXTREMES
+from qkeel.monitor.gather import Measurement, PartialValue, StepRecord, flatten, merged_records, vector_of
 
 HEADS, KEYS = 3, 2
 
 
-def of_process(seed: int, *, even: bool, fields: tuple[str, ...] = tuple(MERGES)) -> LogitStats:
-    """Random statistics of some fields, the others neutral."""
+def of_process(seed: int, n: int = HEADS) -> LogitStats:
+    """Random statistics."""
     g = torch.Generator().manual_seed(seed)
     values: dict[str, Tensor] = {}
     for name, rule in MERGES.items():
-        shape = [KEYS if name.startswith(("key_", "n_keys")) else HEADS]
-        if name not in fields:
-            values[name] = torch.full(shape, rule.neutral, dtype=torch.int64 if rule.how == "sum" else torch.float64)
-        elif rule.how == "sum":
-            count = torch.randint(1, 10**12, shape, generator=g)
-            values[name] = count[:1].expand(shape).clone() if even else count
+        shape = [KEYS if name.startswith(("key_", "n_keys")) else n]
+        if rule.how == "sum":
+            values[name] = torch.randint(1, 10**12, shape, generator=g)
         else:
             values[name] = torch.rand(shape, dtype=torch.float64, generator=g)
     return LogitStats(**values)  # type: ignore[arg-type]
 
 
-def members(measured: list[Measurement], *, others: int = 0) -> list[Members]:
-    """Data-parallel processes, of which the last had nothing to send when all met."""
-    infos = [
-        RankInfo(
-            layout=Layout(data=i),
-            form=m.form(),
-            split={"a": (False, False)},
-            about={"sites": [{"name": "a"}], "parameters": {"": 1}},
-            extent=Extent.of(m.stats),
-        )
-        for i, m in enumerate(measured)
-    ]
-    infos += [RankInfo(layout=Layout(data=len(infos)), about=infos[0].about) for _ in range(others)]
-    infos = [RankInfo.of(*info.words()) for info in infos]
-    return [Members(infos, rank) for rank in range(len(infos))]
+def member(measured: Measurement | None, **fields: object) -> Member:
+    """A process, as it describes itself in words."""
+    form = () if measured is None else flatten(measured)[0]
+    return Member.of(*Member(form=form, parameters={"": 1}, **fields).texts())  # type: ignore[arg-type]
 
 
-def close(found: LogitStats, expected: LogitStats) -> None:
-    for name, x in found.tensors().items():
-        theirs = expected.tensors()[name].to(x.dtype)
-        torch.testing.assert_close(x, theirs, rtol=1e-12, atol=1e-12, equal_nan=True, msg=name)
+def reduced(members: Sequence[Member], measured: Sequence[Measurement | None]) -> StepRecord | None:
+    """What every process reads of the vectors that all of them send."""
+    tables = [SharedTable(members, rank) for rank in range(len(members))]
+    sent = []
+    for table, of_rank in zip(tables, measured, strict=True):
+        vector = None if of_rank is None else vector_of(flatten(of_rank)[1])
+        sent.append(table.split(vector, [-1.0, 1.0]))
+    largest, sums = (torch.stack(vectors) for vectors in zip(*sent))
+    everywhere = [table.join(largest.amax(0).numpy(), sums.sum(0).numpy(), 2) for table in tables]
+    for vector in everywhere:
+        np.testing.assert_array_equal(vector, everywhere[0])
+    return None if everywhere[0] is None else StepRecord(tables[0].table, everywhere[0])
+
+
+def replicas(measured: Sequence[Measurement], others: int = 0) -> list[Member]:
+    """Data-parallel processes, of which the last had no numbers when all met."""
+    members = [member(of_rank, layout=Layout(data=rank)) for rank, of_rank in enumerate(measured)]
+    return members + [member(None, layout=Layout(data=len(measured) + i)) for i in range(others)]
+
+
+def number(record: StepRecord | None, site: str, name: str) -> list[float]:
+    assert record is not None
+    return record.table.read(record.vector, record.table.entries[site, name]).tolist()
+
+
+def close(merged: LogitStats, expected: LogitStats) -> None:
+    for name, values in merged.tensors().items():
+        theirs = expected.tensors()[name].to(values.dtype)
+        torch.testing.assert_close(values, theirs, rtol=1e-12, atol=1e-12, equal_nan=True, msg=name)
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.integers(2, 5), st.booleans(), st.lists(st.sampled_from([math.nan, math.inf, -math.inf, 1e300]), max_size=3))
-def test_the_reduction_is_the_merge(world: int, even: bool, odd: list[float]) -> None:
-    measured = [Measurement(stats={"a": of_process(i, even=even)}, numbers={}) for i in range(world)]
-    for i, x in enumerate(odd):
-        for name in ("max_logit", "min_logit", "entropy_min", "key_norm_max"):
-            measured[i % world].stats["a"].tensors()[name][0] = x
-    expected = measured[0].stats["a"]
-    for other in measured[1:]:
-        expected = merge(expected, other.stats["a"])
-    all_members = members(measured)
-    assert all_members[0].extent.even == even
-    close(reduced(all_members, [*measured]).stats["a"], expected)
+@given(st.integers(2, 5), st.lists(st.sampled_from([math.nan, math.inf, -math.inf, 1e300]), max_size=3))
+def test_the_reduction_is_the_merge(world: int, odd: list[float]) -> None:
+    measured = [Measurement(stats={"a": of_process(i)}, numbers={}) for i in range(world)]
+    for i, value in enumerate(odd):
+        for name in ("max_logit", "min_logit", "entropy_min"):
+            measured[i % world].stats["a"].tensors()[name][0] = value
+    expected = merge(*(of_rank.stats["a"] for of_rank in measured))
+    record = reduced(replicas(measured), measured)
+    assert record is not None
+    close(record.stats["a"], expected)
+    steps = []
+    for of_rank in measured:
+        form, tensors = flatten(of_rank)
+        steps.append(StepRecord(step_table(form), vector_of(tensors).numpy()))
+    close(merged_records(steps)["a"], expected)  # steps are merged as processes are
 
 
 def test_a_process_without_numbers_changes_nothing() -> None:
-    measured = [Measurement(stats={"a": of_process(i, even=False)}, numbers={}) for i in range(2)]
-    found = reduced(members(measured, others=2), [*measured, None, None])
-    close(found.stats["a"], merge(measured[0].stats["a"], measured[1].stats["a"]))
-    assert not reduced(members(measured), [None, None]).stats
+    measured = [Measurement(stats={"a": of_process(i)}, numbers={}) for i in range(2)]
+    record = reduced(replicas(measured, others=2), [*measured, None, None])
+    assert record is not None
+    close(record.stats["a"], merge(measured[0].stats["a"], measured[1].stats["a"]))
+    assert reduced(replicas(measured), [None, None]) is None
 
 
-def test_entropies_alone_take_16_bytes_for_each_head() -> None:
-    fields = ("max_logit", "capped_max_logit", "entropy", "entropy_min", "n_queries")
-    measured = []
-    for i in range(2):
-        s = of_process(i, even=True, fields=fields)
-        single = {name: x.float() if x.is_floating_point() else x for name, x in s.tensors().items()}
-        measured.append(Measurement(stats={"a": LogitStats(**single)}, numbers={}))  # type: ignore[arg-type]
-    of_all = members(measured)
-    sent = of_all[0].pack(measured[0], {})
-    flags, count = (3 + len(MONITOR_EXTREMES)) * 4 + 8, 8
-    assert sum(x.numel() * x.itemsize for x in sent) == 16 * HEADS + flags + count
-    found, expected = reduced(of_all, [*measured]).stats["a"], merge(measured[0].stats["a"], measured[1].stats["a"])
-    for name, x in expected.tensors().items():
-        torch.testing.assert_close(found.tensors()[name].to(x.dtype), x, rtol=1e-6, atol=0)
+def test_heads_that_are_split_stand_next_to_each_other_and_copies_count_once() -> None:
+    measured = [Measurement(stats={"a": of_process(seed)}, numbers={}) for seed in (0, 1, 0, 1)]
+    layouts = [Layout(data=0, head_part=part, head_parts=2) for part in (0, 1, 0, 1)]
+    members = [
+        member(of_rank, layout=layout, splits={"a": (True, False)}) for of_rank, layout in zip(measured, layouts)
+    ]
+    record = reduced(members, measured)
+    assert record is not None
+    stats = record.stats["a"]
+    parts = [of_rank.stats["a"] for of_rank in measured[:2]]
+    assert torch.equal(stats.n_pairs, torch.cat([part.n_pairs for part in parts]))
+    assert torch.equal(stats.max_logit, torch.cat([part.max_logit for part in parts]))
+    assert torch.equal(stats.n_keys, parts[0].n_keys)  # all have the same keys, which are counted once
+    about = SharedTable(members, 0).about()
+    assert about == {
+        "sites": [{"head_dim": 0, "weights": "unknown", "name": "a", "n_heads": 2 * HEADS, "n_kv_heads": KEYS}],
+        "parameters": 1,
+    }
 
 
-NEEDS_MORE = {
-    "another field": {"min_logit": 0.0},
-    "unlike counts": {"n_pairs": 7},
-}
+def test_the_queries_of_a_context_add_up_and_the_keys_of_whoever_saw_most_count() -> None:
+    measured = [Measurement(stats={"a": of_process(seed)}, numbers={}) for seed in (0, 1)]
+    members = [member(of_rank, layout=Layout(context=rank), keys_seen=rank) for rank, of_rank in enumerate(measured)]
+    record = reduced(members, measured)
+    assert record is not None
+    stats, (first, second) = record.stats["a"], [of_rank.stats["a"] for of_rank in measured]
+    assert torch.equal(stats.n_queries, first.n_queries + second.n_queries)
+    assert torch.equal(stats.key_norm, second.key_norm)
 
 
-@pytest.mark.parametrize("case", NEEDS_MORE)
-def test_a_step_that_needs_more_is_dropped_and_the_next_is_whole(case: str) -> None:
-    fields = tuple(name for name in MERGES if name != "min_logit")
-    measured = [Measurement(stats={"a": of_process(i, even=True, fields=fields)}, numbers={}) for i in range(2)]
-    of_all = members(measured)
-    assert set(of_all[0].extent.fields) == {*fields}
-    (name, value) = next(iter(NEEDS_MORE[case].items()))
-    measured[1].stats["a"].tensors()[name][0] = value
-    with pytest.warns(UserWarning, match="is not recorded"):
-        assert not reduced(of_all, [*measured]).stats
-    close(reduced(of_all, [*measured]).stats["a"], merge(measured[0].stats["a"], measured[1].stats["a"]))
+def test_stages_of_equal_names_are_told_apart_by_their_number() -> None:
+    measured = [
+        Measurement(
+            stats={"attn": of_process(stage)},
+            numbers={("", "train_loss"): torch.tensor(stage), ("attn", "query_weight_norm"): torch.ones(3) * stage},
+        )
+        for stage in (0, 1)
+    ]
+    members = [member(of_rank, layout=Layout(stage=stage)) for stage, of_rank in enumerate(measured)]
+    record = reduced(members, measured)
+    assert record is not None
+    assert record.sites == ["stages.0.attn", "stages.1.attn"]
+    assert number(record, "stages.1.attn", "query_weight_norm") == [1.0] * 3
+    assert number(record, "", "train_loss") == 1.0  # of the last stage
+
+
+def test_processes_that_see_unlike_attention_are_refused() -> None:
+    measured = [Measurement(stats={name: of_process(0)}, numbers={}) for name in "ab"]
+    with pytest.raises(InvalidValueError):
+        SharedTable(replicas(measured), 0)
 
 
 def test_partial_values_of_each_kind_make_one_number() -> None:
     values, weights = torch.tensor([[3.0, 1.0], [4.0, 5.0]]).double(), torch.tensor([[1.0, 0.0], [3.0, 0.0]]).double()
-    expected = {
-        "mean": (3 + 12) / 4,
-        "root_mean": math.sqrt((9 + 48) / 4),
-        "root": 5.0,
-        "max": 4.0,
-    }
-    hows = {how: [PartialValue(value=v, weight=w, how=how) for v, w in zip(values, weights)] for how in expected}  # type: ignore[arg-type]
-    measured = [
-        Measurement(stats={"a": of_process(i, even=True)}, numbers={("a", how): x[i] for how, x in hows.items()})
-        for i in range(2)
-    ]
-    found = reduced(members(measured), [*measured]).numbers
-    for how, x in expected.items():
-        known, unknown = found["a", how].tolist()  # type: ignore[union-attr]
-        assert known == pytest.approx(x, rel=1e-15)
-        assert math.isnan(unknown)
+    expected = {"mean": (3 + 12) / 4, "root_mean": math.sqrt((9 + 48) / 4), "root": 5.0, "max": 4.0}
+    measured = []
+    for value, weight in zip(values, weights):
+        numbers = {("a", how): PartialValue(value=value, weight=weight, how=how) for how in expected}  # type: ignore[arg-type]
+        measured.append(Measurement(stats={"a": of_process(0)}, numbers=numbers))
+    record = reduced(replicas(measured), measured)
+    for how, combined in expected.items():
+        first, second = number(record, "a", how)
+        assert first == pytest.approx(combined, rel=1e-15)
+        assert math.isnan(second)
 
 
-def test_a_part_of_the_weights_that_is_missing_makes_their_numbers_unknown() -> None:
-    norms = [PartialValue(value=torch.ones(3), weight=torch.ones(3), how="root", of="weights") for _ in range(2)]
+def test_parts_of_weights_add_up_once_and_are_unknown_if_one_is_missing() -> None:
+    norms = [PartialValue(value=torch.ones(3) * i, weight=torch.ones(3), how="root", of="weights") for i in (3, 4, 3)]
     measured = [
-        Measurement(stats={"a": of_process(i, even=True)}, numbers={("a", "query_weight_norm"): norms[i]})
-        for i in range(2)
+        Measurement(stats={"a": of_process(rank)}, numbers={("a", "query_weight_norm"): norm})
+        for rank, norm in enumerate(norms)
     ]
-    of_all = members(measured)
-    assert bool(reduced(of_all, [measured[0], None]).numbers["a", "query_weight_norm"].isnan().all())  # type: ignore[union-attr]
+    shards = ("shard 0", "shard 1", "shard 0")
+    members = [
+        member(of_rank, layout=Layout(data=rank, shard=shard))
+        for rank, (of_rank, shard) in enumerate(zip(measured, shards))
+    ]
+    assert number(reduced(members, measured), "a", "query_weight_norm") == [5.0] * 3
+    assert np.isnan(number(reduced(members, [*measured[:2], None]), "a", "query_weight_norm")).all()
 
 
 def test_statistics_by_token_class_are_merged() -> None:
@@ -163,14 +196,24 @@ def test_statistics_by_token_class_are_merged() -> None:
         counts = {name: torch.randint(0, 9, shape, generator=g) for name, shape in shapes.items()}
         return ClassStats(names=("image", "text"), **floats, **counts)
 
-    plain = [of_process(i, even=True) for i in range(2)]
-    both = [LogitStats(**s.tensors(), classes=of_classes(i)) for i, s in enumerate(plain)]  # type: ignore[arg-type]
-    measured = [Measurement(stats={"a": s}, numbers={}) for s in both]
-    found, expected = reduced(members(measured), [*measured]).stats["a"].classes, merge(*both).classes
-    assert found is not None
+    both = [LogitStats(**of_process(i).tensors(), classes=of_classes(i)) for i in range(2)]  # type: ignore[arg-type]
+    measured = [Measurement(stats={"a": stats}, numbers={}) for stats in both]
+    record, expected = reduced(replicas(measured), measured), merge(*both).classes
+    assert record is not None
     assert expected is not None
-    assert found.names == expected.names
-    for name, x in expected.tensors().items():
-        seen = expected.tensors()[rule.count] > 0 if (rule := CLASS_MERGES[name]).count else torch.ones(())
-        seen = seen if seen.ndim in (0, x.ndim) else seen[..., None]
-        torch.testing.assert_close(found.tensors()[name] * seen, x * seen, rtol=1e-12, atol=0)
+    classes = record.stats["a"].classes
+    assert classes is not None
+    assert classes.names == expected.names
+    for name, values in expected.tensors().items():
+        rule = CLASS_MERGES[name]
+        counted = expected.tensors()[rule.count] > 0 if rule.count else torch.ones(())
+        counted = counted if counted.ndim in (0, values.ndim) else counted[..., None]
+        torch.testing.assert_close(classes.tensors()[name] * counted, values * counted, rtol=1e-12, atol=0)
+
+
+def test_what_a_process_says_of_itself_is_text() -> None:
+    measured = Measurement(stats={"a": of_process(0)}, numbers={("", "lr"): torch.tensor(0.5)})
+    said = Member(layout=Layout(data=3), form=flatten(measured)[0], splits={"a": (True, False)}, stages={"a": 1})
+    layout, others = said.texts()
+    assert Member.of(layout, others) == said
+    assert json.loads(layout)[0]["data"] == 3

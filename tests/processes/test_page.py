@@ -20,7 +20,13 @@ def row(setup: Setup) -> str:
 
 def page_table() -> str:
     """The table of docs/internals/processes.md."""
-    head = ["setup", "processes in the tests", "statistics and weights' numbers", "collectives a step", *columns()]
+    head = [
+        "setup",
+        "processes in the tests",
+        "statistics and weights' numbers",
+        "collectives added to the training's groups",
+        *columns(),
+    ]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *map(row, SETUPS.values())]
     return "\n".join(lines)
 

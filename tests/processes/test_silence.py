@@ -51,9 +51,9 @@ def test_a_process_that_sees_no_attention_is_seen_on_the_other_one(found: Found)
     assert "calls (" not in first[2]["line"]
 
 
-def test_no_collective_is_added(found: Found) -> None:
-    """Maxima, sums in the dtype of the statistics, and exact sums; the first step has the search as well."""
-    assert {step["collectives"] for steps in found for step in steps[1:]} == {3}
+def test_a_step_reduces_two_vectors_in_a_group_of_its_own(found: Found) -> None:
+    assert {step["collectives"] for steps in found for step in steps} == {0}  # none in the training's groups
+    assert {step["vectors"] for steps in found for step in steps} == {2}
 
 
 def test_the_numbers_are_in_the_files_on_the_page_and_in_rules(folder: Path) -> None:

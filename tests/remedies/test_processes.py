@@ -14,7 +14,6 @@ from tests.forked import together
 from torch import nn
 
 import qkeel
-from qkeel import dist
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.remedies.shared_maxima import SharedMaxima
 
@@ -92,7 +91,7 @@ def test_a_checkpoint_of_two_processes_goes_on_on_two_four_and_one(tmp_path: Pat
 
 def test_a_head_is_clipped_by_the_largest_logit_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     others = torch.tensor([0.0, 80.0, -torch.inf, torch.inf], dtype=torch.float64)
-    monkeypatch.setattr("qkeel.dist.agreement.reduced", lambda own, by: torch.maximum(own, others))
+    monkeypatch.setattr("qkeel.distributed.reduced", lambda own, by: torch.maximum(own, others))
     model = attention(torch.float64, 4)
     before = model.q_proj.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -100,8 +99,7 @@ def test_a_head_is_clipped_by_the_largest_logit_of_all_processes(monkeypatch: py
 
     def shared(self: SharedMaxima, *args: object) -> None:
         several(self, *args)  # type: ignore[arg-type]
-        self._over_all = dist.StepMaxima(self._sent, "")
-        self._exchange.maxima.append(self._over_all)
+        self.several, self._dtype = True, torch.float64
 
     monkeypatch.setattr(SharedMaxima, "__init__", shared)
     with qkeel.apply(model, "qk_clip:threshold=20", optimizer):

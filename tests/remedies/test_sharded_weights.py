@@ -60,7 +60,9 @@ def test_squares_of_the_parts_add_up_to_those_of_the_heads(dim: int, monkeypatch
             for own, i in zip(total, range(2)):
                 own.add_(norms.squares(i))
             seen: list[Tensor] = []
-            monkeypatch.setattr("qkeel.dist.sharding.reduced", lambda x, *_, seen=seen: (seen.append(x), 4 * x)[1])
+            monkeypatch.setattr(
+                "qkeel.distributed.sharding.reduced", lambda x, *_, seen=seen: (seen.append(x), 4 * x)[1]
+            )
             found = norms.norms(row)
             assert torch.equal(found[:5], (4 * row[:5]).sqrt())
             assert torch.equal(found[5:], row[5:])

@@ -2,12 +2,16 @@
 
 from qkeel.audit.check import check
 from qkeel.audit.explain import explain
+from qkeel.audit.maps import AttentionMaps, attention_maps
 from qkeel.audit.recipes import Explanation, NormRecipe, Rotation, SiteRecipe
 from qkeel.audit.scan import Scan, SiteReport, TensorReport, as_json, scan, table
+from qkeel.audit.sees import Documents, Window
 from qkeel.audit.tensor_heads import Geometry, Unknown
 from qkeel.deprecation import earlier_name
 
 __all__ = [
+    "AttentionMaps",
+    "Documents",
     "Explanation",
     "Geometry",
     "NormRecipe",
@@ -17,7 +21,9 @@ __all__ = [
     "SiteReport",
     "TensorReport",
     "Unknown",
+    "Window",
     "as_json",
+    "attention_maps",
     "check",
     "explain",
     "scan",

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from qkeel.audit.scan import Scan, ScanProgress, largest_bounds, scan
+from qkeel.audit.sees import Contract, check_sees
 from qkeel.audit.tensor_heads import Geometry
-from qkeel.audit.visible_keys import doubts
-from qkeel.capture.calls import Seen
-from qkeel.capture.example import arguments, copied, undisturbed
-from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.audit.visibility import findings, read_visibility
+from qkeel.capture.example import arguments, copied, tensors, undisturbed
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
 from qkeel.functional.statistics import LogitStats
@@ -23,26 +21,36 @@ from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import FaultGuard
 from qkeel.records import NON_FINITE, Heads, RunDirectory, fold_heads
-from qkeel.sites import Sites
 from qkeel.sites.find import found_sites, site_label
 from qkeel.sites.tap import Tap
-from qkeel.sites.trace import forward
 
 
 @accepts_earlier_calls()
-def check(model_or_path: nn.Module | str | Path, batch: object = None, *, threshold: float = HARMFUL_LOGIT) -> Health:
+def check(
+    model_or_path: nn.Module | str | Path,
+    batch: object = None,
+    *,
+    sees: Contract | None = None,
+    threshold: float = HARMFUL_LOGIT,
+) -> Health:
     """Checks whether attention is healthy; `print` shows the result in one sentence, and `table()` returns each layer's
     numbers.
 
-    Attention is not healthy if a logit is NaN, infinite or above `threshold`, or if a layer's mean attention entropy is
-    below 0.05 nats. A model is judged by one forward pass on the batch, which leaves it unchanged; a run is judged by
-    all its records. A checkpoint is judged by its weights alone, which give only an upper bound on the logits; a bound
-    above the threshold is therefore "not known", not "not healthy".
+    Attention is not healthy if a logit is NaN, infinite or above `threshold`, if a layer's mean attention entropy is
+    below 0.05 nats, or if queries give weight to what they should not see: later keys in a causal model, other
+    documents of a packed batch, padding, pairs that a mask hides. A model is judged by two forward passes on the batch,
+    after those of `find_sites`; it is left unchanged. A run is judged by all its records. A checkpoint is judged by its
+    weights alone, which give only an upper bound on the logits; a bound above the threshold is therefore "not known",
+    not "not healthy".
 
     Args:
         model_or_path: a model; the directory of a run that qkeel watched or trained; or a .safetensors file, a folder
             of shards or a Hugging Face folder.
         batch: input of the model: a tensor, a tuple of the forward's arguments or a dict of its keyword arguments.
+        sees: what an output may depend on: "causal", `qkeel.Documents(ids)` or `qkeel.Window(size)`. Then this is
+            checked, and nothing else: tokens that must not matter are changed, and the outputs at the other positions
+            must not move. Where they do, the layer and head that let the change through are named, or the module
+            where no attention is to blame.
         threshold: the largest accepted logit, in nats.
 
     Raises:
@@ -55,17 +63,23 @@ def check(model_or_path: nn.Module | str | Path, batch: object = None, *, thresh
         >>> from qkeel.nn import Attention
         >>> print(check(Attention(16, 2), torch.zeros(1, 4, 16)))
         healthy: largest logit 0 (Attention head 0), under 100, where logits begin to count as large
+        >>> print(check(Attention(16, 2), torch.randn(1, 4, 16), sees="causal"))
+        healthy: sees what it should (causal): output did not move in 3 trials
     """
     if not threshold > 0:
         raise InvalidValueError(f"expected a threshold above 0 nats, got {threshold}")
     if isinstance(model_or_path, nn.Module):
         if batch is None:
             raise InvalidTypeError("expected a batch that the model accepts: qkeel.check(model, batch)")
+        if sees is not None:
+            return check_sees(model_or_path, batch, sees)
         return _of_model(model_or_path, batch, threshold)
     if not isinstance(model_or_path, (str, Path)):
         raise InvalidTypeError(
             f"expected a model, or the path of a run or checkpoint, got {type(model_or_path).__name__}"
         )
+    if sees is not None:
+        raise InvalidTypeError("expected a model with sees=, which changes tokens, got the path of files")
     path = Path(model_or_path)
     return _of_run(path, threshold) if is_run(path) else of_scan(scan(path), threshold)
 
@@ -87,7 +101,8 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     guard = FaultGuard("looking at attention failed: {}")
     with Tap(inner, guard=guard) as tap, torch.no_grad(), undisturbed(inner):
         tap.sites = sites
-        inner(*copied(args), **copied(kwargs))
+        output = inner(*copied(args), **copied(kwargs))
+        finite = all(bool(x.isfinite().all()) for x in tensors(output) if x.is_floating_point())
         found = tap.read()
     if guard.error is not None:
         raise guard.error
@@ -106,28 +121,16 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
             entropy, lowest = mean, label
         rows.append((label, _text(top), str(head), _text(mean)))
     status, sentence = judged(largest, where, entropy=entropy, lowest=lowest, broken=broken, threshold=threshold)
-    for doubt in _doubts(inner, sites, args, kwargs):
-        sentence += f"; {doubt}"
+    unexpected = findings(inner, batch, read_visibility(inner, batch, sites), finite=finite)
+    if unexpected:
+        status = Status.NOT_HEALTHY
+        sentence = f"not healthy: {'; '.join(unexpected)}; {sentence.partition(': ')[2]}"
     if sites.missed:
         sentence += f"; {len(sites.missed)} of {len(found) + len(sites.missed)} attention layers are not understood"
     columns = ("layer", "max logit", "head", "entropy")
     return Health(
         status=status, sentence=sentence, largest=largest, threshold=threshold, columns=columns, rows=tuple(rows)
     )
-
-
-def _doubts(model: nn.Module, sites: Sites, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[str]:
-    """Returns what looks wrong in the masks of the attention calls, from one more pass."""
-    calls: dict[str, Seen] = {}
-
-    def keep(captured: CapturedCall) -> None:
-        calls.setdefault(captured.name, captured.call)
-
-    layouts = {site.name: site.layout for site in sites if site.layout is not None}
-    watcher = CaptureMode(model, keep, layouts=layouts)
-    with undisturbed(model):
-        forward(model, watcher, copied(args), copied(dict(kwargs)), graph=False)
-    return doubts(calls, kwargs)
 
 
 def _numbers(stats: LogitStats) -> tuple[float, int, float, bool]:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from qkeel.audit.recipes import compress
 from qkeel.capture.calls import ScoresCall, Seen
-
-MOST_PAIRS = 1 << 26  # pairs of query and key of one sample that are looked at
 
 
 def visible_pairs(call: Seen) -> Tensor:
@@ -53,27 +48,6 @@ def describe_visible(visible: Tensor) -> tuple[str, int | None]:
     return f"another pattern of keys{f': {later}' if later else ''}", None
 
 
-def doubts(calls: Mapping[str, Seen], kwargs: Mapping[str, object]) -> list[str]:
-    """Returns what looks like a mask that does not do what was meant, in one sentence each.
-
-    Judged by the first sample: queries that see later keys but not all earlier ones, documents of a packed batch
-    (`position_ids` that start again) that see each other, and queries that see padding (0 in `attention_mask`).
-
-    Args:
-        calls: the first call of each attention layer.
-        kwargs: the keyword arguments of the forward pass.
-    """
-    layers: dict[str, list[str]] = {}
-    for name, call in calls.items():
-        shape = call.capped.shape if isinstance(call, ScoresCall) else (*call.q.shape[:3], call.k.shape[2])
-        if shape[-2] == shape[-1] and shape[-2] * shape[-1] <= MOST_PAIRS:
-            pairs = visible_pairs(call)[0, 0]
-            sentences = later_keys(pairs), _across_documents(pairs, kwargs), _on_padding(pairs, kwargs)
-            for sentence in filter(None, sentences):
-                layers.setdefault(sentence, []).append(name)
-    return [f"{sentence} ({compress(names)})" for sentence, names in layers.items()]
-
-
 def later_keys(pairs: Tensor) -> str:
     """Says that queries see later keys but not all earlier ones, as under an inverted mask; "" for other patterns.
 
@@ -88,30 +62,3 @@ def later_keys(pairs: Tensor) -> str:
     if is_bidirectional or not count:
         return ""
     return f"queries see {count:,} of {int(torch.ones_like(pairs).triu(1).sum()):,} later keys"
-
-
-def _of_tokens(kwargs: Mapping[str, object], name: str, pairs: Tensor) -> Tensor | None:
-    """Returns an argument [b t] for the first sample, if it has one number for each token."""
-    values = kwargs.get(name)
-    is_of_tokens = isinstance(values, Tensor) and values.ndim == 2 and values.shape[1] == len(pairs)
-    return values[0].cpu() if is_of_tokens else None  # type: ignore[index]
-
-
-def _across_documents(pairs: Tensor, kwargs: Mapping[str, object]) -> str:
-    positions = _of_tokens(kwargs, "position_ids", pairs)
-    if positions is None:
-        return ""
-    starts = torch.zeros_like(positions)
-    starts[1:] = positions[1:] < positions[:-1]
-    document = starts.cumsum(0)
-    count = int((pairs & (document[:, None] != document)).sum())
-    return f"packed documents see each other ({count:,} pairs of query and key)" if count else ""
-
-
-def _on_padding(pairs: Tensor, kwargs: Mapping[str, object]) -> str:
-    present = _of_tokens(kwargs, "attention_mask", pairs)
-    if present is None:
-        return ""
-    is_real = present != 0
-    count = int((pairs & is_real[:, None] & ~is_real).sum())
-    return f"queries see padding ({count:,} pairs of query and key)" if count else ""

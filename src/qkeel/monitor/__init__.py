@@ -1,6 +1,6 @@
 """SEE: the monitor of a training run, what it records, and the rules that raise alarms based on the records."""
 
-from qkeel.dist.sharding import Layout
+from qkeel.distributed.layout import Layout
 from qkeel.monitor.alarms import (
     AlarmLog,
     GainGrowth,

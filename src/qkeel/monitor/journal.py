@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
@@ -13,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkeel import dist
-from qkeel.capture.calls import SiteStats
+from qkeel import distributed as dist
+from qkeel.distributed.reduce import StepTable
 from qkeel.errors import AlarmWarning, caution
 from qkeel.functional import statistics
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import State
 from qkeel.monitor.alarms import AlarmLog
-from qkeel.monitor.gather import Arrived, BlockPlaces, Packing, Stats, Transfer, merged, merged_arrivals
+from qkeel.monitor.gather import Stats, StepRecord, Transfer, merged, merged_records
 from qkeel.monitor.history import History, PlannedRates
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.record import Sample, pad_layers, repeat_groups
@@ -51,8 +49,12 @@ class Recorder:
         planned: PlannedRates | None,
         about: Callable[[], Mapping[str, object]],
         types: Callable[[], Mapping[str, str]] = dict,
+        leads: Callable[[], bool] = lambda: dist.rank() == 0,
     ) -> None:
-        """types: returns the types of this process's layers, which may change when longer sequences are seen."""
+        """types: returns the types of this process's layers, which may change when longer sequences are seen. leads:
+        returns whether this process warns for all that run its model."""
+        self._leads = leads
+        self._not_written = bool(sinks) and dist.rank() > 0
         self.sinks = list(sinks) if dist.rank() == 0 else []
         self.log = AlarmLog(())
         self._rules = rules
@@ -66,28 +68,30 @@ class Recorder:
         self._types, self._local = types, dict[str, str]()
         self._described: Mapping[str, str] = {}  # types of all layers according to the description of the run
         self._width = 0  # number of heads of the layer with the most heads, once the sites are known
-        self._tables: weakref.WeakKeyDictionary[Packing, RecordTable] = weakref.WeakKeyDictionary()
+        self._arrays: dict[StepTable, RecordArrays] = {}
         self._late: set[str] = set()  # sites for which a warning that they came too late was raised
         self.dropped = 0  # sinks that failed
         self.complete = False  # whether training ended as planned
         self._carried: State = {}  # loaded from a checkpoint, until the first numbers arrive
 
-    def add(self, step: int, phase: Phase, arrived: Arrived) -> None:
+    def add(self, step: int, phase: Phase, record: StepRecord) -> None:
         """Adds the numbers of one step."""
         if not self.sites:
-            self.sites = arrived.packing.sites
-            self._width = max(max(block.layout[1]) for block in arrived.packing.blocks)
+            self.sites = tuple(record.sites)
+            self._width = max(record.table.entries[site, "max_logit"].shape[0] for site in self.sites)
             self.recording = Recording(self.sites, planned=self.recording.planned)
             self._evaluated = Recording(self.sites)
-        self._tell_late(step, arrived)
+        self._tell_late(step, record)
         if self._about is not None:
-            about, self._about = {**self._about(), **class_facts(arrived.stats)}, None
+            about, self._about = {**self._about(), **class_facts(record.stats)}, None
             self.log = AlarmLog(self._rules())
             self._take_up()
+            if self._not_written and self._leads():
+                caution("the records of this process's model are not written: only process 0 of a run writes files")
             self._each(lambda sink: sink.open(about))
             self._local, self._described = dict(self._types()), layer_types(about)
         self._tell_types(step)
-        sample = self.sample = self._sample(step, phase, arrived)
+        sample = self.sample = self._sample(step, phase, record)
         self._each(lambda sink: sink.write(sample))
         if phase == "eval" and not len(self.recording) and sample.step > self._last_evaluated:
             self._last_evaluated = sample.step
@@ -96,7 +100,7 @@ class Recorder:
             self._trained = [*self._trained[-1:], sample]
             self.recording.append(sample.numbers, sample.heads)
             for alarm in self.log.update(dataclasses.replace(self.recording.history, types=sample.types)):
-                if dist.rank() == 0:
+                if self._leads():
                     known = any(other.remedy == alarm.remedy for other in self.log.alarms if other.step < alarm.step)
                     caution(alarm.line if known else str(alarm), AlarmWarning)
                 self._each(lambda sink, alarm=alarm: sink.alarm(alarm))
@@ -117,13 +121,13 @@ class Recorder:
         linear = {name: of for name, of in known.items() if of == LINEAR}
         return {site: known[site] for site in self.sites if site in known} | linear
 
-    def _tell_late(self, step: int, arrived: Arrived) -> None:
+    def _tell_late(self, step: int, record: StepRecord) -> None:
         """Warns once for each site that is not recorded because it was missing in the first measured step."""
-        if arrived.packing in self._tables:
+        if record.table in self._arrays:
             return
-        late = [site for site in arrived.packing.sites if site not in self.sites and site not in self._late]
+        late = [site for site in record.sites if site not in self.sites and site not in self._late]
         self._late.update(late)
-        if late and dist.rank() == 0:
+        if late and self._leads():
             caution(
                 f"the attention of {', '.join(late)} was first seen at step {step:,}. The layers of a record are "
                 "those of the first measured step, so this attention is not recorded and no alarm checks it. Close "
@@ -184,138 +188,109 @@ class Recorder:
                     "Statistics and training continue"
                 )
 
-    def _sample(self, step: int, phase: Phase, arrived: Arrived) -> Sample:
-        table = self._tables.get(arrived.packing)
-        if table is None:
-            table = self._tables[arrived.packing] = RecordTable(arrived.packing, self.sites, self._width)
-        heads, known, values = table.read(arrived.vector)
-        if any(block.classes for block in arrived.packing.blocks):
-            split = class_rows([arrived.stats.get(site) for site in self.sites])
-            rows = {n: pad_layers(of, self._width) for n, of in split.items() if any(row is not None for row in of)}
-            heads |= rows
-        folded = {name: float(fold_heads(name, heads[name].reshape(1, -1))[0]) for name in _WHOLE if name in known}
+    def _sample(self, step: int, phase: Phase, record: StepRecord) -> Sample:
+        arrays = self._arrays.get(record.table)
+        if arrays is None:
+            arrays = self._arrays[record.table] = RecordArrays(record.table, self.sites, self._width)
+        heads, measured, values = arrays.read(record.vector)
+        if any("\t" in entry.name for entry in record.table.form):
+            for name, rows in class_rows([record.stats.get(site) for site in self.sites]).items():
+                if any(row is not None for row in rows):
+                    heads[name] = pad_layers(rows, self._width)
+        whole = {}
+        for name in _WHOLE:
+            if name in measured:
+                whole[name] = float(fold_heads(name, heads[name].reshape(1, -1))[0])
         return Sample(
             step=step,
-            values={"step": float(step), **folded, **values},
+            values={"step": float(step), **whole, **values},
             layers=self.sites,
             heads=heads,
             phase=phase,
-            monitor=arrived.monitor,
+            monitor=record.monitor,
             types=self.types,
         )
 
 
-@final
-class RecordTable:
-    """Reads records from the vectors in which the numbers of steps arrive; it stores where each number lies.
+def _smaller_over_eps(query: np.ndarray, key: np.ndarray, eps: np.ndarray) -> np.ndarray:
+    return np.minimum(query, key) / eps
 
-    A record consists of a table [layers heads] for each name, with NaN where a layer has fewer heads or was not
-    measured, and of numbers without heads.
+
+def _spread(mean: np.ndarray, square: np.ndarray) -> np.ndarray:
+    """Returns the population standard deviation from a mean and a mean square."""
+    return np.sqrt(np.maximum(square - mean * mean, 0.0))
+
+
+# Numbers that are computed from merged ones: from which, and how. Those that are no recorded field serve only for this.
+COMPUTED: Mapping[str, tuple[tuple[str, ...], Callable[..., np.ndarray]]] = {
+    "grad_over_eps": (("query_grad_rms", "key_grad_rms", "eps"), _smaller_over_eps),
+    "lse_std": (("lse_mean", "lse_square"), _spread),
+    "gate_std": (("gate_mean", "gate_square"), _spread),
+    "gain_bound": (("query_bound", "key_bound"), np.multiply),
+}
+_SERVING = {part for parts, _ in COMPUTED.values() for part in parts if part not in HEAD_FIELDS}
+_OF_MAXIMA = ("max_logit", "capped_max_logit", NON_FINITE)  # known even where only the maxima were measured
+
+
+@final
+class RecordArrays:
+    """Reads the arrays [layers heads] of a record from the vectors in which the numbers of steps arrive.
+
+    NaN stands where a layer has fewer heads or was not measured.
     """
 
-    def __init__(self, packing: Packing, sites: Sequence[str], width: int) -> None:
+    def __init__(self, table: StepTable, sites: Sequence[str], width: int) -> None:
         """Takes the layers of the record, and the number of heads of the layer with the most heads."""
-        self._shape = len(sites), width
-        self._place = {site: i for i, site in enumerate(sites)}
-        self._derived = [name for name in HEAD_FIELDS if isinstance(getattr(LogitStats, name, None), property)]
-        # Each block, and for each of its query heads the index of its key head.
-        self._blocks = [(block, _key_heads(*block.layout[1:])) for block in packing.blocks]
-        size = packing.size + len(self._derived) * sum(sum(block.layout[1]) for block in packing.blocks)
-        self._nan, self._zero, self._one = size, size + 1, size + 2  # see `read`
-        # For each name, the index of each number, and the index of the count of the data behind it.
-        index: dict[str, np.ndarray] = {}
-        counts: dict[str, np.ndarray] = {}
-        first = packing.size
-        for block, of_key in self._blocks:
-            self._add_block(block, of_key, first, index, counts)
-            first += len(self._derived) * sum(block.layout[1])
-        self._measured = tuple(index)  # names measured from the logits of calls
-        scalars: dict[str, int] = {}
-        for (site, name), place in packing.single.items():
-            if not place.shape:
-                scalars[f"{name}/{site}" if site else name] = place.first
-            elif name in HEAD_FIELDS:
-                self._put(name, (site,), place.shape[:1], place.indices, index, counts)
-        self._names = [name for name in HEAD_FIELDS if name in index]
-        nothing = [np.zeros((0, len(sites) * width), dtype=np.intp)]
-        self._index = np.concatenate([*nothing, *[index[name][None] for name in self._names]])
-        self._counts = np.concatenate([*nothing, *[counts[name][None] for name in self._names]])
-        self._rows = {name: i for i, name in enumerate(self._names)}
-        self._scalars, self._of_scalars = [*scalars], np.array([*scalars.values()], dtype=np.intp)
+        layers = {site: layer for layer, site in enumerate(sites)}
+        nothing = np.full((len(sites), width), table.size)  # the index of a NaN behind the vector
+        self._index: dict[str, np.ndarray] = {}
+        self._scalars: dict[str, int] = {}
+        for entry in table.form:
+            name, layer = entry.name, layers.get(entry.site)
+            if name in HEAD_FIELDS or name in _SERVING or name in statistics.TENSORS:
+                if layer is None or not entry.shape:
+                    continue
+                indices, statistic = table.indices(entry), table.entries.get((entry.site, "max_logit"))
+                if statistic is not None and (name in statistics.TENSORS or (name in _SERVING and len(indices) == 1)):
+                    indices = repeat_groups(indices, statistic.shape[0])
+                n = min(len(indices), width)
+                self._index.setdefault(name, nothing.copy())[layer, :n] = indices[:n]
+            elif not entry.shape and not name.endswith(":weight"):
+                self._scalars[f"{name}/{entry.site}" if entry.site else name] = table.firsts[entry.site, name]
 
     def read(self, vector: np.ndarray) -> tuple[dict[str, np.ndarray], set[str], dict[str, float]]:
-        """Returns the tables by name, in the order of HEAD_FIELDS; the names that were measured from logits for
+        """Returns the arrays by name, in the order of HEAD_FIELDS; the names of the statistics that were measured for
         at least one head; and the numbers without heads."""
-        derived = []
-        for block, of_key in self._blocks:
-            joint = block.read(vector).joint
-            for x in [getattr(joint, name).numpy() for name in self._derived]:
-                derived.append(x if len(x) == len(of_key) else x[of_key])
-        vector = np.concatenate([vector, *derived, (np.nan, 0.0, 1.0)])
-        table = vector[self._index]
-        known = vector[self._counts] > 0
-        row, there = self._rows, np.asarray(self._counts != self._zero)
-        if self._measured:
-            for name in _OF_MAXIMA:  # known even where only the maxima were measured
-                top = table[row["capped_max_logit" if name == "capped_max_logit" else "max_logit"]]
-                known[row[name]] |= np.logical_and(there[row[name]], top != -np.inf)
-        table[~known] = np.nan
-        some = np.logical_or.reduce(known, axis=1)
-        heads = dict(zip(self._names, table.reshape(-1, *self._shape)))
-        measured = {name for name in self._measured if some[row[name]]}
-        return heads, measured, dict(zip(self._scalars, vector[self._of_scalars].tolist()))
+        extended = np.append(vector, np.nan)
+        arrays = {name: extended[index] for name, index in self._index.items()}
+        measured = self._mask_statistics(arrays) if "max_logit" in arrays else set()
+        for name, (parts, compute) in COMPUTED.items():
+            if all(part in arrays for part in parts):
+                computed = compute(*[arrays[part] for part in parts])
+                arrays[name] = np.where(np.isnan(computed), arrays[name], computed) if name in arrays else computed
+        heads = {name: arrays[name] for name in HEAD_FIELDS if name in arrays}
+        return heads, measured, {name: float(vector[position]) for name, position in self._scalars.items()}
 
-    def _add_block(
-        self,
-        block: BlockPlaces,
-        of_key: np.ndarray,
-        first: int,
-        index: dict[str, np.ndarray],
-        counts: dict[str, np.ndarray],
-    ) -> None:
-        """Adds the statistics of a block; its derived ones begin at index `first`."""
-        sites, n_heads, _ = block.layout
-        if self._place.keys().isdisjoint(sites):
-            return
-        places = {name: place.indices for name, place in block.fields.items() if len(place.shape) == 1}
-        places |= {name: x[of_key] for name, x in places.items() if statistics.of_key_heads(name)}
-        n = sum(n_heads)
-        places |= {name: np.arange(first + i * n, first + (i + 1) * n) for i, name in enumerate(self._derived)}
-        for name, field in HEAD_FIELDS.items():
-            if name in places and name in statistics.RECORDED:
-                self._put(name, sites, n_heads, places[name], index, counts, places[field.count])
+    def _mask_statistics(self, arrays: dict[str, np.ndarray]) -> set[str]:
+        """Adds what is computed from the statistics, and puts NaN in place of what was not measured.
 
-    def _put(
-        self,
-        name: str,
-        sites: tuple[str, ...],
-        n_heads: tuple[int, ...],
-        places: np.ndarray,
-        index: dict[str, np.ndarray],
-        counts: dict[str, np.ndarray],
-        of: np.ndarray | None = None,
-    ) -> None:
-        """Stores the indices of the heads of some sites, in order, and the indices of their counts."""
-        layers = np.repeat([self._place.get(site, -1) for site in sites], n_heads)
-        columns = np.concatenate([np.arange(n) for n in n_heads])
-        own = (layers >= 0) & (columns < self._shape[1])
-        if not own.any():
-            return
-        if name not in index:
-            n = self._shape[0] * self._shape[1]
-            index[name], counts[name] = np.full(n, self._nan), np.full(n, self._zero)
-        to = (layers * self._shape[1] + columns)[own]
-        index[name][to] = places[own]
-        counts[name][to] = self._one if of is None else of[own]
-
-
-_OF_MAXIMA = ("max_logit", "capped_max_logit", NON_FINITE)
-
-
-def _key_heads(heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> np.ndarray:
-    """The index of each query head's key head among the key heads of all sites."""
-    firsts = itertools.accumulate(kv_heads, initial=0)
-    return np.concatenate([repeat_groups(np.arange(i, i + g), n) for i, n, g in zip(firsts, heads, kv_heads)])
+        Returns the names of the statistics that were measured for at least one head.
+        """
+        top, low, entropy = arrays["max_logit"], arrays["min_logit"], arrays["entropy"]
+        arrays["max_abs_logit"] = np.maximum(np.maximum(top, -low), 0.0)
+        low_is_finite = np.isfinite(low) | (arrays["n_pairs"] == 0)  # without pairs, the minimum was not measured
+        arrays[NON_FINITE] = 1.0 - (np.isfinite(top) & low_is_finite & np.isfinite(entropy))
+        there, capped = ~np.isnan(arrays["n_queries"]), arrays["capped_max_logit"]
+        names = set()
+        for name in statistics.RECORDED:
+            if name in arrays and name in HEAD_FIELDS:
+                measured = arrays[HEAD_FIELDS[name].count] > 0
+                if name in _OF_MAXIMA:
+                    measured |= there & ((capped if name == "capped_max_logit" else top) != -np.inf)
+                arrays[name] = np.where(measured, arrays[name], np.nan)
+                if measured.any():
+                    names.add(name)
+        return names
 
 
 _COMPETITION = ("query_competition", "key_competition")
@@ -386,8 +361,9 @@ class PendingResults:
     def __init__(self, group: ProcessGroup, journal: Recorder) -> None:
         self._group, self._journal = group, journal
         self._coming: list[_Coming] = []
-        self._unread: dict[Phase, list[Arrived | Stats]] = {"train": [], "eval": []}
-        self._said = False
+        self._unread: dict[Phase, list[StepRecord]] = {"train": [], "eval": []}
+        self._unread_stats: dict[Phase, list[Stats]] = {"train": [], "eval": []}
+        self._warned = False
 
     def add(
         self, step: int, phase: Phase, transfer: Transfer, *, unread: Stats | None, monitor: Mapping[str, float]
@@ -396,63 +372,58 @@ class PendingResults:
         arrives; monitor: the statistics on this process's monitor."""
         self._coming.append(_Coming(step=step, phase=phase, transfer=transfer, unread=unread, monitor=monitor))
 
-    @property
-    def flagged(self) -> bool:
-        """Returns whether another process has reported, in an exchange that is in progress, that it has switched itself
-        off."""
-        return any(one.transfer.stopped for one in self._coming)
-
     def settle(self, *, wait: bool, before: int = 0) -> None:
         """Records what has arrived; waits for the steps before `before` or, with `wait`, for everything.
 
         Raises: InvalidValueError if another process has stopped measuring.
         """
         while self._coming and (wait or self._coming[0].step < before or self._coming[0].transfer.arrived):
-            one = self._coming.pop(0)
-            if one.transfer.stopped:
-                self._group.over = True
-            arrived = one.transfer.result()
-            self._say_unknown(arrived)
-            waiting = self._unread[one.phase]
-            if one.unread if one.unread is not None else arrived.packing.sites:
-                waiting.append(arrived if one.unread is None else one.unread)
-            if len(waiting) > _UNREAD:
-                waiting[:] = [_merged(waiting)]
-            if arrived.packing.sites:
-                arrived.monitor = {**one.monitor, **arrived.monitor}
-                self._journal.add(one.step, one.phase, arrived)
+            coming = self._coming.pop(0)
+            record = coming.transfer.result()
+            if record is None:
+                continue
+            self._warn_of_split_heads(record)
+            if coming.unread is None:
+                self._unread[coming.phase].append(record)
+            elif coming.unread:
+                self._unread_stats[coming.phase].append(coming.unread)
+            if len(self._unread[coming.phase]) > _UNREAD:
+                self._merge_unread(coming.phase)
+            record.monitor = {**coming.monitor, **record.monitor}
+            self._journal.add(coming.step, coming.phase, record)
 
-    def _say_unknown(self, arrived: Arrived) -> None:
+    def _merge_unread(self, phase: Phase) -> None:
+        self._unread_stats[phase] = [merged([*self._unread_stats[phase], merged_records(self._unread[phase])])]
+        self._unread[phase] = []
+
+    def _warn_of_split_heads(self, record: StepRecord) -> None:
         """Warns once about sites whose heads are split across processes, for which a number is not measured."""
-        if not self._group.several or self._said:
+        if not self._group.several or self._warned:
             return
-        norms, largest = arrived.number("query_weight_norm"), arrived.number("qk_spectral_norm")
-        unknown = [
-            site
-            for site, norm in norms.items()
-            if site in largest and bool((largest[site].isnan() & norm.isfinite()).any())
-        ]
-        if unknown:
-            self._said = True
+        split = []
+        for site in record.sites:
+            norm = record.table.entries.get((site, "query_weight_norm"))
+            largest = record.table.entries.get((site, "qk_spectral_norm"))
+            if norm is not None and largest is not None:
+                norms = record.table.read(record.vector, norm)
+                if bool((record.table.read(record.vector, largest).isnan() & norms.isfinite()).any()):
+                    split.append(site)
+        if split:
+            self._warned = True
             caution(
                 "qk_spectral_norm is not measured for heads that are split across processes: qkeel does not gather "
-                f"weights to compute one number. Heads are split across processes in {', '.join(unknown)}"
+                f"weights to compute one number. Heads are split across processes in {', '.join(split)}"
             )
 
     def has(self, phase: Phase) -> bool:
         """Returns whether there are statistics of recorded steps that nobody has read."""
-        return bool(self._unread[phase])
+        return bool(self._unread[phase] or self._unread_stats[phase])
 
     def take(self, phase: Phase) -> Stats:
         """Returns the statistics of recorded steps that nobody has read, and forgets them."""
-        found, self._unread[phase] = self._unread[phase], []
-        return _merged(found)
-
-
-def _merged(waiting: Sequence[Arrived | Stats]) -> SiteStats:
-    steps = [one for one in waiting if isinstance(one, Arrived)]
-    others = [one for one in waiting if not isinstance(one, Arrived)]
-    return merged([*others, merged_arrivals(steps)] if steps else others)
+        self._merge_unread(phase)
+        (stats,), self._unread_stats[phase] = self._unread_stats[phase], []
+        return stats
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -476,8 +476,7 @@ class WatchedSites:
         Raises: InvalidValueError if this requires a pass in all processes, and not all of them watch the model.
         """
         split = dist.world() > 1 and any(map(dist.is_split, self.model.parameters()))
-        if not self._group.begin(self._name, gathers=split):
-            return False
+        self._group.begin(self._name, gathers=split)
         if split and not self._given and not self._group.several:
             raise InvalidValueError(
                 "expected every process of this run to watch the model: its weights are split, and the search for its "

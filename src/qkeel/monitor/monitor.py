@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.example import Arguments
-from qkeel.dist.sharding import Layout
+from qkeel.distributed.layout import Layout
 from qkeel.errors import InvalidValueError, RefusedError, caution
 from qkeel.frames import Foreign
 from qkeel.handle import Handle, State, under
@@ -114,22 +114,13 @@ class StepEnd:
         infinite = vars(optimizer).get("found_inf")  # GradScaler calls a fused optimizer even then
         if isinstance(infinite, Tensor) and bool(infinite.any()):
             return
-        due, begun = self._steps.step_due, self._group.exchanges
         try:
-            if not self._group.stopped:
-                self.evaluated()
-            now = _rate(optimizer)
-            if due:
-                if self._group.stopped:
-                    self._group.leave(known=self._arrivals.flagged)
-                else:
-                    # The weights that this step's forward passes used are the result of the previous step.
-                    self._train_step(now if self.rate is None else self.rate)
-            self.rate = now
-        except Exception:
-            if due and self._group.waited_for and self._group.exchanges == begun:
-                self._group.leave(known=False)  # the other processes wait in the exchange of this step
-            raise
+            self.evaluated()
+            rate = _rate(optimizer)
+            if self._steps.step_due:
+                # The weights that this step's forward passes used are the result of the previous step.
+                self._train_step(rate if self.rate is None else self.rate)
+            self.rate = rate
         finally:
             self._steps.stepped()
         self._arrivals.settle(wait=False)
@@ -328,8 +319,6 @@ class Monitor(Handle):
     processes merges them, the journal records what arrives, and the rules and sinks read the record.
     """
 
-    _waited_for = False  # after closing, whether others will wait for this process at the next measured step
-
     def __init__(
         self,
         model: Mapping[str, nn.Module],
@@ -358,16 +347,14 @@ class Monitor(Handle):
         self._guard = FaultGuard(_OFF, self._switch_off)
         introduced = Handshake(whole, lambda: self.sites, layout)
         self._models = WatchedModels(whole, introduced.stages)
-        # Probe-batch statistics come after all other hooks of the step, too late for remedies that need its maxima.
-        early = optimizer is not None and probe is None and dist.world() > 1
-        exchange = dist.StepExchange.of(optimizer) if early and optimizer is not None else dist.StepExchange()
-        self._group = ProcessGroup(introduced, lambda: JOINED if any(map(joined, model.values())) else "", exchange)
+        self._group = ProcessGroup(introduced, lambda: JOINED if any(map(joined, model.values())) else "")
         self._journal = Recorder(
             sinks,
             lambda: fitted(rules_for(setting.of(self.sites)) if rules is None else rules, self.model, self.sites),
             planned,
             lambda: {**about(self.model, self.sites, self.missed, optimizer, every), **self._group.about()},
             lambda: self._models.types,
+            lambda: self._group.leads,
         )
         self._arrivals = PendingResults(self._group, self._journal)
         self._step_end = StepEnd(
@@ -405,8 +392,6 @@ class Monitor(Handle):
         else:
             before, after = (functools.partial(self._guard, f) for f in (self._before_step, self._after_step))
             self._hooks = StepHooks(before, after, optimizer)
-            if early:
-                self._hooks.come_first()
         super().__init__(functools.partial(self._guard, self._finish), state=self._state, load=self._load_state)
 
     @property
@@ -621,12 +606,10 @@ class Monitor(Handle):
                     self._guard(self._end.measure_or_tell, caution)
             finally:
                 super().remove()
-        # The remaining hooks notify the processes that wait for this one, at the next measured step.
-        if self._hooks is not None and not self._waited_for:
+        if self._hooks is not None:
             self._guard(self._hooks.remove)  # again, in case the first removal happened in the middle of a step
         if self._end.hooks is not None:
             self._guard(self._end.hooks.remove)
-        self._group.stopped = True
 
     def _state(self) -> State:
         """The number of steps done, the last measured step, the last learning rate (-1 if there is none), the records
@@ -652,9 +635,7 @@ class Monitor(Handle):
             self._guard(functools.partial(self._models.settle, decide=True))
             self._guard(self._step_end.evaluated)
             self._guard(self._settle_all)
-        if self._group.members is None:
-            self._guard(self._leave)
-        self._guard(self._look_for_others)
+        self._guard(self._group.leave)
         self._guard(self._journal.close, self._guard.error is None)
 
     def _before_step(self, optimizer: Optimizer) -> None:
@@ -664,9 +645,6 @@ class Monitor(Handle):
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._step_end.after(optimizer)
-        if self._group.stopped:
-            self._look_for_others()
-            self.close(complete=False)
 
     def _settle(self) -> None:
         if self.active:
@@ -680,15 +658,9 @@ class Monitor(Handle):
     def _settle_all(self) -> None:
         self._arrivals.settle(wait=True)
 
-    def _look_for_others(self) -> None:
-        self._waited_for = self._group.waited_for
-
-    def _leave(self) -> None:
-        self._group.leave(known=False)
-
     def _switch_off(self) -> None:
-        """Switches off after a fault. Processes that wait for this one are notified at the next measured step."""
-        self._group.stopped = True
+        """Switches off after a fault. The other processes learn it in their next exchange."""
+        self._group.leave()
         self.close(complete=False)
 
 

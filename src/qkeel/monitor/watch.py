@@ -12,7 +12,7 @@ from torch import nn
 from qkeel import dist
 from qkeel.capture.example import arguments
 from qkeel.deprecation import accepts_earlier_calls
-from qkeel.dist.sharding import Layout
+from qkeel.distributed.layout import Layout
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.monitor.cadence import Cadence, cadence
 from qkeel.monitor.history import PlannedRates

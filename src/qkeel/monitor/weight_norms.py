@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import dist
-from qkeel.dist.sharding import counted, local, local_block
+from qkeel.distributed.layout import counted, local
+from qkeel.distributed.sharding import local_block
 from qkeel.functional.bounds import interaction_norm, spectrum, step_products
 from qkeel.functional.norms import wide, widest
 from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct

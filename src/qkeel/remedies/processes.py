@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
@@ -70,7 +70,7 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handl
     new = {n: p for n, p in model.named_parameters() if n not in before and id(p) not in old} if several else {}
     if not new:
         return handle
-    added, wrapper, reduced = [*new], "ZeRO" if zero else dist.wrapped_by(model), dist.fully_sharded(model)
+    added, wrapper, reduced = [*new], "ZeRO" if zero else dist.wrapped_by(model), dist.gathered_axes(model)
     if wrapper and not all(id(p) in reduced for p in new.values()):
         more = f" and {len(added) - 1} more" if len(added) > 1 else ""
         raise RefusedError(

@@ -212,7 +212,7 @@ class _Clip:
         steps: _MatchedSteps | None,
     ) -> None:
         self.remedy, self.sites, self.plan, self.steps = remedy, target.sites, plan, steps
-        self.shared = SharedMaxima(target, optimizer, self.maxima)  # it may refuse, so it precedes the tap
+        self.shared = SharedMaxima(target, self.maxima)  # it may refuse, so it precedes the tap
         self.tap = Tap(
             target.model,
             when_training=True,
@@ -239,7 +239,6 @@ class _Clip:
     def remove(self) -> None:
         """Stops reading logits."""
         self._gone.detach()
-        self.shared.remove()
         self.tap.remove()
 
     def maxima(self) -> dict[str, Tensor]:

@@ -17,8 +17,8 @@ class Setup:
         processes: how many the tests start.
         quick: whether the quick suite runs it.
         statistics: "equal" to one process on the global batch, or what is not, and what is said instead.
-        collectives: that a monitor adds to a measured step; where the model is compiled, with those of a pass of its
-            own.
+        collectives: that a monitor adds to the training's groups in a measured step: where the model is compiled, those
+            of a pass of its own.
         collectives_of_search: whether the first step has more of them, in the passes that find the sites.
         remedies: by the name of a remedy, "equal" or "refused: why"; filled by remedies.py.
     """
@@ -27,7 +27,7 @@ class Setup:
     processes: int
     quick: bool = False
     statistics: str = "equal"
-    collectives: int = 2
+    collectives: int = 0
     collectives_of_search: bool = False
     remedies: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -51,15 +51,14 @@ SETUPS: dict[str, Setup] = {
     "fsdp2_mixed": Setup(
         title="fully_shard, MixedPrecisionPolicy(param_dtype=float32) of float64",
         processes=2,
-        collectives=3,  # counts are summed in float64
         remedies=MIXED,
     ),
     "fsdp2_kept": Setup(title="fully_shard, reshard_after_forward=False", processes=2, remedies=GATHERED),
-    "fsdp2_compile": Setup(title="torch.compile around fully_shard", processes=2, collectives=5, remedies=GATHERED),
+    "fsdp2_compile": Setup(title="torch.compile around fully_shard", processes=2, collectives=3, remedies=GATHERED),
     "hsdp": Setup(title="fully_shard on a mesh of 2 × 2 (HSDP)", processes=4, remedies=GATHERED),
-    "hsdp_compile": Setup(title="torch.compile around HSDP", processes=4, collectives=5, remedies=GATHERED),
+    "hsdp_compile": Setup(title="torch.compile around HSDP", processes=4, collectives=3, remedies=GATHERED),
     "tp": Setup(title="tensor parallel", processes=2, quick=True, remedies=BY_HEADS),
-    "tp_compile": Setup(title="torch.compile around tensor parallel", processes=2, collectives=6, remedies=BY_HEADS),
+    "tp_compile": Setup(title="torch.compile around tensor parallel", processes=2, collectives=4, remedies=BY_HEADS),
     "tp_sequence": Setup(title="tensor parallel with sequence parallel", processes=2, remedies=BY_HEADS),
     "tp_fsdp2": Setup(
         title="tensor parallel × fully_shard",
@@ -70,7 +69,7 @@ SETUPS: dict[str, Setup] = {
     "tp_fsdp2_compile": Setup(
         title="torch.compile around tensor parallel × fully_shard",
         processes=4,
-        collectives=9,
+        collectives=7,
         statistics="equal, but qk_spectral_norm is skipped, and reported, where no process holds a whole head",
         remedies=BY_HEADS,
     ),
@@ -90,7 +89,7 @@ SETUPS: dict[str, Setup] = {
     "context_compile": Setup(
         title="context parallel, keys gathered, layout given, around torch.compile",
         processes=2,
-        collectives=4,
+        collectives=2,
         collectives_of_search=True,
         remedies=TOKENS,
     ),

@@ -70,5 +70,5 @@ def train(variant: str, folder: Path) -> Outcome:
     if several and variant == "fsdp2":
         shard(trainer)
     trainer.train()
-    assert qkeel.dist.sharded(model) == (several and variant == "fsdp2")
+    assert qkeel.distributed.is_sharded(model) == (several and variant == "fsdp2")
     return outcome(model, watching.monitor)

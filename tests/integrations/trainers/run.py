@@ -44,7 +44,7 @@ def world() -> int:
 def outcome(model: nn.Module, monitor: Monitor | None) -> Outcome:
     history = None if monitor is None else monitor.history
     return Outcome(
-        weights={name: qkeel.dist.whole(p).detach().clone() for name, p in model.named_parameters()},
+        weights={name: qkeel.distributed.whole(p).detach().clone() for name, p in model.named_parameters()},
         steps=[] if history is None else history.steps.tolist(),
         heads={} if history is None else {name: np.array(values) for name, values in history.heads.items()},
     )

@@ -1,0 +1,276 @@
+"""The attention weights of any model, per layer and head, computed from the calls that a pass makes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qkeel.capture.calls import ScoresCall, Seen
+from qkeel.capture.example import arguments, undisturbed
+from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError, needed, unknown
+from qkeel.functional.norms import wide
+from qkeel.heads.site import Sites
+from qkeel.patching.forward import unwrapped
+from qkeel.sites.find import found_sites
+from qkeel.sites.tap import Tap
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+
+LIMIT = 1 << 28  # numbers that are returned without being asked for by rows or heads: 1 GiB in float32
+BLOCK = 1 << 24  # numbers of one block of rows, all heads, that are in memory besides the result
+
+Weights = Float[Tensor, "b h r s"]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionMaps(Mapping[str, Weights]):
+    """Attention weights by layer: a mapping from the name of a site to weights [b h r s] in float32 or wider.
+
+    A row sums to 1 over the keys, or to less where the attention has a sink or a sigmoid. A row that sees no key has
+    weights of 0.
+
+    Attributes:
+        weights: the weights of each site, on the device of the model.
+        heads: the numbers of the heads in dimension 1, by site.
+        rows: the numbers of the queries in dimension 2, by site.
+    """
+
+    weights: dict[str, Weights]
+    heads: dict[str, tuple[int, ...]]
+    rows: dict[str, tuple[int, ...]]
+
+    def __getitem__(self, layer: str) -> Weights:
+        if layer not in self.weights:
+            raise unknown("layer of these attention maps", layer, self.weights)
+        return self.weights[layer]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def to_numpy(self) -> dict[str, np.ndarray]:
+        """Returns the weights as NumPy arrays [b h r s] by layer."""
+        return {layer: weights.cpu().numpy() for layer, weights in self.weights.items()}
+
+    def plot(self, layer: str | None = None, *, sample: int = 0, columns: int = 4) -> Figure:
+        """Draws the heads of one layer side by side, queries downwards and keys to the right.
+
+        Args:
+            layer: the name of the layer; by default the first.
+            sample: which sample of the batch is drawn.
+            columns: the number of heads in a row of the picture.
+
+        Returns:
+            A matplotlib figure, which a notebook shows.
+
+        Raises:
+            MissingLibraryError: matplotlib is not installed.
+            UnknownNameError: there is no such layer.
+            InvalidValueError: there is no such sample.
+        """
+        with needed("a plot of attention maps", "'qkeel[plot]'"):
+            from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+        layer = next(iter(self.weights)) if layer is None else layer
+        weights = self[layer]
+        if not 0 <= sample < len(weights):
+            raise InvalidValueError(f"expected a sample from 0 to {len(weights) - 1}, got {sample}")
+        images = weights[sample].detach().float().cpu().numpy()
+        columns = min(columns, len(images))
+        lines = -(-len(images) // columns)
+        figure = Figure(figsize=(2.2 * columns, 2.4 * lines), layout="constrained")
+        for i, image in enumerate(images):
+            axes = figure.add_subplot(lines, columns, i + 1)
+            picture = axes.imshow(image, vmin=0.0, vmax=1.0, cmap="viridis", aspect="auto", interpolation="nearest")
+            axes.set_title(f"head {self.heads[layer][i]}", fontsize=8)
+            axes.tick_params(labelsize=6)
+        figure.colorbar(picture, ax=figure.axes, shrink=0.6).ax.tick_params(labelsize=6)
+        figure.suptitle(layer, fontsize=9)
+        return figure
+
+
+def attention_maps(
+    model: nn.Module,
+    batch: object,
+    *,
+    layers: Sequence[str] | None = None,
+    heads: Sequence[int] | None = None,
+    rows: Sequence[int] | slice | None = None,
+) -> AttentionMaps:
+    """Returns the attention weights of a model's layers, whichever kernel computes them.
+
+    The weights are softmax(z) of the logits z that the captured call has: with its scale, masks, biases, cap and sink,
+    as the model applies them; dropout is left out. Fused kernels never form these weights, so they are computed here
+    from q and k, block by block, in float32 or wider. One pass on the batch is made for them and left without a trace
+    (see `find_sites`, whose passes come first).
+
+    Args:
+        model: any PyTorch model, in the mode whose attention is wanted. Compiled models run eagerly.
+        batch: input of the model: a tensor, a tuple of the forward's arguments or a dict of its keyword arguments.
+        layers: the names of the layers that are wanted, as in `find_sites`; by default all.
+        heads: the numbers of the query heads that are wanted; by default all.
+        rows: the numbers of the queries that are wanted, or a slice; by default all. Negative numbers count from the
+            end.
+
+    Returns:
+        The weights [b h t s] by layer. A layer that is called several times has those of its first call.
+
+    Raises:
+        NoAttentionError: no attention is observed in the pass.
+        UnknownNameError: a layer is unknown.
+        InvalidValueError: there is no such head or row, or the weights would take more than 1 GiB; the message says
+            which arguments make them fewer.
+
+    Example:
+        >>> from qkeel.nn import Attention
+        >>> maps = attention_maps(Attention(16, 2), torch.zeros(1, 3, 16))
+        >>> maps[""][0, 0]
+        tensor([[1.0000, 0.0000, 0.0000],
+                [0.5000, 0.5000, 0.0000],
+                [0.3333, 0.3333, 0.3333]])
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    calls = captured_calls(model, batch)
+    chosen = list(calls) if layers is None else list(layers)
+    for layer in chosen:
+        if layer not in calls:
+            raise unknown("layer with attention", layer, calls)
+    numbers_of_heads: dict[str, tuple[int, ...]] = {}
+    numbers_of_rows: dict[str, tuple[int, ...]] = {}
+    total = 0
+    for layer in chosen:
+        b, h, t, s = _shape(calls[layer])
+        numbers_of_heads[layer] = _numbers("head", heads, h, layer)
+        numbers_of_rows[layer] = _numbers("row", rows, t, layer)
+        total += b * len(numbers_of_heads[layer]) * len(numbers_of_rows[layer]) * s
+    if total > LIMIT:
+        raise InvalidValueError(
+            f"expected at most {LIMIT:,} weights ({LIMIT * 4 >> 30} GiB), got {total:,}: choose layers=, heads= or "
+            "rows=, or give a shorter batch"
+        )
+    weights = {}
+    with torch.no_grad():
+        for layer in chosen:
+            weights[layer] = _weights(calls[layer], numbers_of_heads[layer], numbers_of_rows[layer])
+    return AttentionMaps(weights=weights, heads=numbers_of_heads, rows=numbers_of_rows)
+
+
+def captured_calls(model: nn.Module, batch: object, sites: Sites | None = None) -> dict[str, list[Seen]]:
+    """Returns the first attention call of each site in a pass on the batch, by name; the model is left as it was.
+
+    A site whose heads are computed one by one has a call for each head. `sites` are those of the model, if known.
+    """
+    args, kwargs = arguments(batch, "batch")
+    inner = unwrapped(model)
+    if sites is None:
+        sites, _ = found_sites(inner, args, kwargs)
+    with Tap(inner) as tap, undisturbed(inner):
+        tap.sites = sites
+        calls = tap.calls(args, kwargs)
+    if not calls:
+        raise NoAttentionError(f"no attention was seen in a forward pass of this {type(inner).__name__}")
+    by_site: dict[str, list[Seen]] = {}
+    for name, call in calls.items():
+        module = name.partition("#")[0]
+        joined = _is_one_head(call) and module in by_site and _is_one_head(by_site[module][0])
+        by_site.setdefault(module if joined else name, []).append(call)
+    return by_site
+
+
+def _is_one_head(call: Seen) -> bool:
+    return isinstance(call, ScoresCall) and call.headless
+
+
+def _shape(calls: Sequence[Seen]) -> tuple[int, int, int, int]:
+    """The sizes b, h, t and s of a site's weights."""
+    call = calls[0]
+    if isinstance(call, ScoresCall):
+        b, h, t, s = call.logits.shape
+    else:
+        b, h, t, _ = call.q.shape
+        s = call.k.shape[2]
+    return b, h * len(calls), t, s
+
+
+def _numbers(kind: str, wanted: Sequence[int] | slice | None, size: int, layer: str) -> tuple[int, ...]:
+    """The wanted numbers of heads or rows, counted from 0."""
+    if wanted is None:
+        return tuple(range(size))
+    if isinstance(wanted, slice):
+        return tuple(range(size)[wanted])
+    for number in wanted:
+        if not -size <= number < size:
+            raise InvalidValueError(f"expected a {kind} from 0 to {size - 1} in {layer!r}, got {number}")
+    return tuple([number % size for number in wanted])
+
+
+def _weights(calls: Sequence[Seen], heads: tuple[int, ...], rows: tuple[int, ...]) -> Weights:
+    """The weights of some heads and rows of a site, a block of rows at a time."""
+    b, h, _, s = _shape(calls)
+    device = calls[0].query_device
+    index = torch.tensor(heads, device=device)
+    largest = max(1, BLOCK // max(1, b * h * s))
+    blocks = []
+    with torch.autocast(device.type, enabled=False):
+        for block in _runs(rows, largest):
+            parts = [_block_weights(call, block).expand(b, h // len(calls), -1, s) for call in calls]
+            blocks.append(torch.cat(parts, 1)[:, index])
+    if not blocks:
+        return torch.zeros(b, len(heads), 0, s, device=device)
+    return torch.cat(blocks, 2)
+
+
+def _block_weights(call: Seen, rows: slice) -> Weights:
+    return _scores_weights(call, rows) if isinstance(call, ScoresCall) else _call_weights(call, rows)
+
+
+def blocks_of_weights(calls: Sequence[Seen]) -> Iterator[tuple[slice, Weights]]:
+    """Yields the weights [b h r s] of a site, all heads, by blocks of rows, so that few are in memory at once."""
+    b, h, t, s = _shape(calls)
+    largest = max(1, BLOCK // max(1, b * h * s))
+    with torch.no_grad(), torch.autocast(calls[0].query_device.type, enabled=False):
+        for rows in _runs(tuple(range(t)), largest):
+            parts = [_block_weights(call, rows).expand(b, h // len(calls), -1, s) for call in calls]
+            yield rows, torch.cat(parts, 1)
+
+
+def _runs(rows: tuple[int, ...], largest: int) -> Iterator[slice]:
+    """Slices of consecutive rows, in order, none longer than `largest`."""
+    start = 0
+    for stop in range(1, len(rows) + 1):
+        ends = stop == len(rows) or rows[stop] != rows[stop - 1] + 1
+        if ends or stop - start == largest:
+            yield slice(rows[start], rows[stop - 1] + 1)
+            start = stop
+
+
+def _call_weights(call: Any, rows: slice) -> Weights:
+    """The weights of some rows of a call with queries and keys."""
+    keys = slice(0, call.k.shape[2])
+    q, k = call.encoded()
+    logits = call.spec.cap.apply(call.scores(q[:, :, rows], k, rows, keys))
+    return call.spec.normalizer.weights(logits, call.visible(rows, keys), call.params)
+
+
+def _scores_weights(call: ScoresCall, rows: slice) -> Weights:
+    """The weights of some rows of attention that is written by hand, whose softmax may also see a sink.
+
+    A mask of a small number counts as it is: a logit of -10,000 has weight where the others are as low.
+    """
+    logits = call.capped[:, :, rows]
+    logits = logits.to(wide(logits.dtype))
+    if call.sink is None:
+        return call.spec.normalizer.weights(logits, logits > -torch.inf, {})
+    sink = call.sink[:, :, rows, None].to(logits.dtype)
+    total = torch.logaddexp(logits.logsumexp(-1, keepdim=True), sink)
+    return (logits - total).exp()

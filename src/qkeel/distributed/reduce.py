@@ -1,0 +1,503 @@
+"""The numbers of a step as one vector, how two such vectors are merged, and how those of all processes become one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple, Self, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qkeel.distributed.layout import Layout
+from qkeel.errors import InvalidValueError
+from qkeel.functional.norms import widest
+
+Rule = Literal["max", "min", "sum", "mean", "root", "root_mean"]
+Axis = Literal["", "query", "key"]
+_AXES: tuple[Axis, ...] = ("query", "key")
+
+
+class Entry(NamedTuple):
+    """One tensor in the vector of a step, and how the tensors of several data sets are merged.
+
+    The rules: max, min and sum; mean: Σ weight · value / Σ weight; root_mean: √(Σ weight · value² / Σ weight); root:
+    √Σ value². Data with weight 0 contribute nothing.
+
+    Args:
+        site: the attention site, or "" for the whole model.
+        name: the name of the number; names of statistics by token class continue with the names of the classes.
+        shape: the shape of the tensor.
+        rule: how it is merged.
+        weight: the name of the entry of the same site that has the weights, or "".
+        axis: "query" or "key" if the first dimension has only the query or key heads that this process computes.
+        by_weights: True if each process knows the number for its part of the weights, rather than for its data.
+        blank: the value where there are no data, or None for NaN.
+    """
+
+    site: str
+    name: str
+    shape: tuple[int, ...]
+    rule: Rule
+    weight: str = ""
+    axis: Axis = ""
+    by_weights: bool = False
+    blank: float | None = None  # not NaN, because forms are compared
+
+    @property
+    def size(self) -> int:
+        """The number of values."""
+        return math.prod(self.shape)
+
+
+Form = tuple[Entry, ...]
+NumberKey = tuple[str, str]  # the site, "" for the whole model, and the name of the number
+WHOLE_MODEL = ("lr", "train_loss", "final_hidden_norm")  # numbers that do not belong to a site
+
+
+@final
+class StepTable:
+    """Where each number of a step lies in a vector [n], and how such vectors are merged.
+
+    A vector is merged through two others: `largest`, whose maxima over all data are taken, and `sums`, which are added
+    up. Together they have n entries.
+    """
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.entries = {(entry.site, entry.name): entry for entry in form}
+        self.firsts: dict[NumberKey, int] = {}
+        self.size = 0
+        for entry in form:
+            self.firsts[entry.site, entry.name] = self.size
+            self.size += entry.size
+        extremes, signs, sums, powers, weights, binary = [], [], [], [], [], []
+        blanks = np.empty(self.size)
+        weight_of = np.full(self.size + 1, self.size)  # the value behind the last one is 1
+        for entry in form:
+            indices = self.indices(entry)
+            blanks[indices] = np.nan if entry.blank is None else entry.blank
+            if entry.weight:
+                of_weights = self.indices(self.entries[entry.site, entry.weight])
+                missing = len(entry.shape) - of_weights.ndim  # weights may lack the last dimensions
+                weight_of[indices] = of_weights.reshape(of_weights.shape + (1,) * missing)
+            if entry.rule in ("max", "min"):
+                extremes.append(indices.ravel())
+                signs.append(np.full(entry.size, 1.0 if entry.rule == "max" else -1.0))
+            else:
+                sums.append(indices.ravel())
+                powers.append(np.full(entry.size, entry.rule in ("root", "root_mean")))
+                binary.append(np.full(entry.size, entry.rule == "root"))
+                weights.append(np.full(entry.size, entry.rule in ("mean", "root_mean")))
+        self.extremes, self.sums = _joined(extremes, np.intp), _joined(sums, np.intp)
+        self._signs, self._squared = _joined(signs, np.float64), _joined(powers, np.bool_)
+        self._binary, self._divided = _joined(binary, np.bool_), _joined(weights, np.bool_)
+        self._weight_of, self._blanks = weight_of, blanks
+        self._on_device: dict[torch.device, list[Tensor]] = {}
+
+    def indices(self, entry: Entry) -> np.ndarray:
+        """Returns the index of each value of an entry, in its shape."""
+        first = self.firsts[entry.site, entry.name]
+        return np.arange(first, first + entry.size).reshape(entry.shape)
+
+    def read(self, vector: np.ndarray, entry: Entry) -> Tensor:
+        """Returns the tensor of an entry in float64, or in int64 for counts."""
+        first = self.firsts[entry.site, entry.name]
+        values = torch.from_numpy(vector[first : first + entry.size]).view(entry.shape)
+        return values.to(torch.int64) if entry.rule == "sum" and entry.name.startswith("n_") else values
+
+    def blank(self, vector: np.ndarray) -> np.ndarray:
+        """Returns a vector of one data set with NaN in place of numbers that are NaN without data and have weight 0."""
+        weights = np.append(vector, 1.0)[self._weight_of[:-1]]
+        return np.where((weights > 0) | ~np.isnan(self._blanks), vector, np.nan)
+
+    def split(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns `largest` and `sums` of a vector [n], on its device."""
+        extremes, signs, sums, squared, binary, weight_of = self._tensors(vector.device)
+        extended = torch.cat([vector, vector.new_ones(1)])
+        top = _without_nan(extended[extremes] * signs)
+        largest = torch.where(extended[weight_of[extremes]] > 0, top, -torch.inf)
+        values, weights = extended[sums], extended[weight_of[sums]]
+        values = torch.where(squared, values.square(), values)
+        weights = torch.where(binary, (weights > 0).to(weights.dtype), weights)
+        return largest, torch.where(weights > 0, weights * values, 0.0)
+
+    def join(self, largest: np.ndarray, sums: np.ndarray) -> np.ndarray:
+        """Returns the vector of the merged data, from the maxima and the sums over all data."""
+        vector = np.empty(self.size + 1)
+        vector[-1] = 1.0
+        vector[self.sums] = sums
+        tops = self._signs * _with_nan(largest)
+        vector[self.extremes] = np.where(largest == -np.inf, self._blanks[self.extremes], tops)
+        weights = vector[self._weight_of[self.sums]]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            means = np.where(self._divided, sums / weights, sums)
+            means = np.where(self._squared, np.sqrt(means), means)
+        vector[self.sums] = np.where(weights > 0, means, self._blanks[self.sums])
+        return vector[:-1]
+
+    def merge(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the vector of the merged data of several steps."""
+        if len(vectors) == 1:
+            return vectors[0]
+        halves = [self.split(torch.from_numpy(vector)) for vector in vectors]
+        largest = torch.stack([half[0] for half in halves]).amax(0)
+        sums = torch.stack([half[1] for half in halves]).sum(0)
+        return self.join(largest.numpy(), sums.numpy())
+
+    def _tensors(self, device: torch.device) -> list[Tensor]:
+        if device not in self._on_device:
+            arrays = (self.extremes, self._signs, self.sums, self._squared, self._binary, self._weight_of)
+            dtypes = {np.dtype(float): widest(device)}
+            tensors = [torch.from_numpy(array).to(device, dtypes.get(array.dtype)) for array in arrays]
+            self._on_device[device] = tensors
+        return self._on_device[device]
+
+
+step_table = functools.lru_cache(maxsize=64)(StepTable)
+
+
+def _joined(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
+
+
+def _without_nan(x: Tensor) -> Tensor:
+    """Maps NaN to the largest value, because reductions to maxima are not guaranteed to propagate NaN."""
+    return x.nan_to_num(torch.inf, torch.finfo(x.dtype).max, -torch.inf)
+
+
+def _with_nan(x: np.ndarray) -> np.ndarray:
+    """Undoes `_without_nan`, for either dtype."""
+    infinite = (x == np.finfo(np.float32).max) | (x == np.finfo(np.float64).max)
+    return np.where(x == np.inf, np.nan, np.where(infinite, np.inf, x))
+
+
+# The processes of one model, which reduce their vectors to one.
+
+UNLIKE = (
+    "the processes of this run do not see the same attention, so nothing can be merged. Pipeline stages that torch "
+    "did not create, and other splits that are not visible in the weights, must be passed: qkeel.watch(..., "
+    "layout=Layout.of_mesh(mesh, layers=...)), with Layout from qkeel.monitor"
+)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One process of a model, as it introduces itself to the others.
+
+    Args:
+        layout: the role of the process.
+        keys_seen: the number of keys that its queries saw in the first measured step.
+        form: the form of its vector; () if it had no numbers when the processes were introduced.
+        splits: for each site, whether its query heads and its key heads are split across processes.
+        sites: what is known of each site, for the description of the model.
+        parameters: the number of weights of each model.
+        stages: if there are several models, the pipeline stage of each, keyed by the name with which the names of its
+            sites begin.
+    """
+
+    layout: Layout
+    keys_seen: int = 0
+    form: Form = ()
+    splits: Mapping[str, tuple[bool, bool]] = dataclasses.field(default_factory=dict)
+    sites: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)
+    parameters: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    stages: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def texts(self) -> tuple[str, str]:
+        """Returns two JSON strings: the layout and `keys_seen`, and everything else, which many processes share."""
+        others = [self.form, self.splits, self.sites, self.parameters, self.stages]
+        return json.dumps([dataclasses.asdict(self.layout), self.keys_seen]), json.dumps(others)
+
+    @classmethod
+    def of(cls, layout: str, others: str) -> Self:
+        """Returns the process that these strings describe."""
+        form, splits, sites, parameters, stages = json.loads(others)
+        fields, keys_seen = json.loads(layout)
+        entries = []
+        for site, name, shape, *more in form:
+            entries.append(Entry(site, name, tuple(shape), *more))
+        return cls(
+            layout=Layout(**fields),
+            keys_seen=keys_seen,
+            form=tuple(entries),
+            splits={site: (queries, keys) for site, (queries, keys) in splits.items()},
+            sites=sites,
+            parameters=parameters,
+            stages=stages,
+        )
+
+    @property
+    def position(self) -> tuple[int, ...]:
+        """All pipeline stages of the process."""
+        return tuple(sorted(self.stages.values())) or (self.layout.stage or 0,)
+
+    def stage_members(self) -> list[_StageMember]:
+        """Returns each of the process's stages as a member of its own."""
+        if not self.stages:
+            return [_StageMember(self, self.layout.stage or 0, "", is_last=True)]
+        names = sorted(self.stages, key=lambda name: self.stages[name])
+        return [_StageMember(self, self.stages[name], name, is_last=name == names[-1]) for name in names]
+
+
+@final
+class _StageMember:
+    """One pipeline stage on one process. The numbers of the whole model belong to the process's last stage.
+
+    `entries` are those of the stage, keyed by the name of the site inside the stage's model and the name of the number.
+    """
+
+    def __init__(self, member: Member, stage: int, model: str, *, is_last: bool) -> None:
+        self.member, self.stage, self.model, self.is_last = member, stage, model, is_last
+        self.layout = member.layout
+        self.entries: dict[NumberKey, Entry] = {}
+        for entry in member.form:
+            inner = self.inner_name(entry.site)
+            if inner is not None:
+                self.entries[inner, entry.name] = entry
+        self.sites = [site for site, name in self.entries if name == "max_logit"]
+
+    def inner_name(self, site: str) -> str | None:
+        """Returns the name of a site inside the stage's model, or None for sites of other models."""
+        if not site or not self.model:
+            return site if self.is_last else None
+        inner = site.removeprefix(self.model)
+        if inner == site or (inner and inner[0] not in ".#"):
+            return None
+        return inner.removeprefix(".")
+
+    def splits(self, site: str, axis: Axis) -> bool:
+        """Whether the query or key heads of a site are split across processes."""
+        for name, (queries, keys) in self.member.splits.items():
+            if self.inner_name(name) == site:
+                return keys if axis == "key" else queries
+        return False
+
+    def heads(self, site: str, axis: Axis) -> int:
+        """Returns the number of query or key heads of a site that the process computes."""
+        return self.entries[site, "key_norm" if axis == "key" else "max_logit"].shape[0]
+
+    def outline(self) -> object:
+        """Returns what must be equal for all processes of a stage."""
+        some_split = any(queries for queries, _ in self.member.splits.values())
+        kinds = []
+        for (site, name), entry in self.entries.items():
+            kinds.append((site, name, entry.rule, () if some_split else entry.shape))
+        return kinds
+
+
+HeadSpan = tuple[int, int, int]  # the first head, the number of heads, and the total number of heads
+
+
+@final
+class SharedTable:
+    """The table of the whole model's sites × heads, and where the numbers of this process belong in it.
+
+    Layers of pipeline stages keep their own names if all of these differ, and are otherwise named "stages.1.NAME". A
+    process that had no numbers when the processes were introduced is assumed to be like the others of its stage.
+    """
+
+    def __init__(self, members: Sequence[Member], index: int) -> None:
+        """Takes all processes of the model, and the index of this one.
+
+        Raises: InvalidValueError if they are not the processes of one model.
+        """
+        spokesmen = {member.position: member for member in reversed(members) if member.form}
+        complete = []
+        for member in members:
+            if not member.form:
+                like = spokesmen.get(member.position, member)
+                member = dataclasses.replace(like, layout=member.layout, keys_seen=member.keys_seen)
+            complete.append(member)
+        self.own_form = complete[index].form
+        self._n_processes = len(complete)
+        self._members: list[_StageMember] = []
+        self._own: list[_StageMember] = []
+        for number, member in enumerate(complete):
+            parts = member.stage_members()
+            self._members += parts
+            if number == index:
+                self._own = parts
+        self._leads = {member.stage: member for member in reversed(self._members)}
+        self._leads |= {member.stage: member for member in reversed(self._members) if member.entries}
+        for member in self._members:
+            if member.outline() != self._leads[member.stage].outline():
+                raise InvalidValueError(UNLIKE)
+        sites = [(stage, site) for stage in sorted(self._leads) for site in self._leads[stage].sites]
+        self._repeats = len({site for _, site in sites}) < len(sites)
+        self.sites = [self._whole_key(stage, site, "max_logit")[0] for stage, site in sites]
+        self.table = step_table(self._whole_form())
+        self._pairs = self._index_pairs()
+        self._on_device: dict[torch.device, list[Tensor]] = {}
+
+    def _whole_key(self, stage: int, site: str, name: str) -> NumberKey:
+        """Returns the site and name in the whole model of a number of a stage."""
+        if name in WHOLE_MODEL or (not site and site not in self._leads[stage].sites):
+            return site, name
+        dot = "." if site and site[0] != "#" else ""
+        return f"stages.{stage}{dot}{site}" if self._repeats else site, name
+
+    def _span(self, member: _StageMember, site: str, axis: Axis) -> HeadSpan:
+        """Returns the range of a process's heads among all heads of a site."""
+        n = member.heads(site, axis)
+        if not member.splits(site, axis):
+            return 0, n, n
+        counts = {}
+        for other in self._members:
+            if other.stage == member.stage:
+                counts[other.layout.head_part] = other.heads(site, axis)
+        first = sum(counts[part] for part in range(member.layout.head_part))
+        return first, n, sum(counts.values())
+
+    def _whole_form(self) -> Form:
+        """Returns the form of the whole model's vector. Numbers without a site are those of the last stage."""
+        entries: dict[NumberKey, Entry] = {}
+        for stage in sorted(self._leads):
+            lead = self._leads[stage]
+            for (site, name), entry in lead.entries.items():
+                shape = entry.shape
+                if entry.axis and site in lead.sites:
+                    shape = (self._span(lead, site, entry.axis)[2], *shape[1:])
+                whole_key = self._whole_key(stage, site, name)
+                entries[whole_key] = entry._replace(site=whole_key[0], shape=shape)
+        return tuple(entries.values())
+
+    def _index_pairs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Returns where the values that this process contributes lie in its vectors and in those of the whole model."""
+        own_table = step_table(self.own_form)
+        last_stage = {}
+        for stage in sorted(self._leads):
+            last_stage |= {name: stage for site, name in self._leads[stage].entries if not site}
+        sources, targets = [], []
+        for member in self._own:
+            holds_shard = self._is_first(member, lambda other: (other.layout.stage, other.layout.shard))
+            counted: dict[tuple[str, Axis], bool] = {}
+            spans: dict[tuple[str, Axis], HeadSpan] = {}
+            for site in member.sites:
+                for axis in _AXES:
+                    counted[site, axis] = self._counts(member, site, axis)
+                    spans[site, axis] = self._span(member, site, axis)
+            for (site, name), entry in member.entries.items():
+                if not site and name in last_stage and member.stage != last_stage[name]:
+                    continue
+                if entry.by_weights and not holds_shard:
+                    continue
+                goal = self.table.firsts[self._whole_key(member.stage, site, name)]
+                if entry.axis:
+                    if not counted[site, entry.axis]:
+                        continue
+                    goal += spans[site, entry.axis][0] * math.prod(entry.shape[1:])
+                sources.append(own_table.indices(entry).ravel())
+                targets.append(np.arange(goal, goal + entry.size))
+        source, target = _joined(sources, np.intp), _joined(targets, np.intp)
+        positions = np.empty(max(own_table.size, 1), np.intp)
+        positions[own_table.extremes] = np.arange(len(own_table.extremes))
+        positions[own_table.sums] = np.arange(len(own_table.sums))
+        goals = np.empty(max(self.table.size, 1), np.intp)
+        goals[self.table.extremes] = np.arange(len(self.table.extremes))
+        goals[self.table.sums] = np.arange(len(self.table.sums))
+        extreme = np.isin(source, own_table.extremes)
+        return (
+            positions[source[extreme]],
+            goals[target[extreme]],
+            positions[source[~extreme]],
+            goals[target[~extreme]],
+        )
+
+    def _is_first(self, member: _StageMember, role: Callable[[_StageMember], object]) -> bool:
+        """Whether a member is the first of those with the same stage and role."""
+        for other in self._members:
+            if other.stage == member.stage and role(other) == role(member):
+                return other is member
+        return False
+
+    def _counts(self, member: _StageMember, site: str, axis: Axis) -> bool:
+        """Whether the statistics of a process's queries, or of its keys, are used.
+
+        If several processes compute the same statistics, those of the first process are used. If several processes have
+        the same keys, the statistics of the process whose queries saw most of them in the first step are used.
+        """
+        if axis != "key":
+            return self._is_first(
+                member,
+                lambda other: (
+                    other.layout.data,
+                    other.layout.context,
+                    other.splits(site, "query") and other.layout.head_part,
+                ),
+            )
+        peers = []
+        for other in self._members:
+            role = other.layout.data, other.splits(site, "key") and other.layout.head_part
+            own_role = member.layout.data, member.splits(site, "key") and member.layout.head_part
+            if other.stage == member.stage and role == own_role:
+                peers.append(other)
+        return max(peers, key=lambda other: other.member.keys_seen) is member
+
+    def split(self, vector: Tensor | None, extremes: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """Returns the two vectors of this process, one to be reduced to maxima and one to sums.
+
+        Args:
+            vector: this process's numbers, or None if it has none in this step.
+            extremes: further numbers whose maxima over all processes are taken; -inf for unknown ones.
+        """
+        device = torch.device("cpu") if vector is None else vector.device
+        further = torch.tensor(extremes, dtype=widest(device))
+        further = further.pin_memory() if device.type == "cuda" else further  # so that the copy does not block
+        largest = torch.full(
+            (len(extremes) + len(self.table.extremes),), -torch.inf, dtype=further.dtype, device=device
+        )
+        sums = torch.zeros(1 + len(self.table.sums), dtype=further.dtype, device=device)
+        largest[: len(extremes)].copy_(further, non_blocking=True)
+        if vector is not None:
+            if device not in self._on_device:
+                self._on_device[device] = [torch.from_numpy(indices).to(device) for indices in self._pairs]
+            source_max, target_max, source_sum, target_sum = self._on_device[device]
+            own_largest, own_sums = step_table(self.own_form).split(vector)
+            largest[len(extremes) :].index_copy_(0, target_max, own_largest[source_max])
+            sums[1:].index_copy_(0, target_sum, own_sums[source_sum])
+            sums[:1].fill_(1.0)
+        return largest, sums
+
+    def join(self, largest: np.ndarray, sums: np.ndarray, n_extremes: int) -> np.ndarray | None:
+        """Returns the whole model's vector, or None if no process has numbers.
+
+        Numbers of split weights are NaN if a process has not contributed its part.
+        """
+        if not sums[0]:
+            return None
+        vector = self.table.join(largest[n_extremes:], sums[1:])
+        if sums[0] < self._n_processes:
+            for entry in self.table.form:
+                if entry.by_weights:
+                    vector[self.table.indices(entry)] = np.nan
+        return vector
+
+    def about(self) -> dict[str, object]:
+        """Returns the description of the whole model: the sites and the number of weights of all stages."""
+        sites, parameters = [], 0
+        for stage in sorted(self._leads):
+            lead = self._leads[stage]
+            models = [lead.model] if lead.model else list(lead.member.parameters)
+            parameters += sum(lead.member.parameters[model] for model in models)
+            for site in lead.sites:
+                facts = {"head_dim": 0, "weights": "unknown"}
+                facts |= lead.member.sites.get(lead.entries[site, "max_logit"].site, {})
+                heads = {"n_heads": self._span(lead, site, "query")[2], "n_kv_heads": self._span(lead, site, "key")[2]}
+                sites.append({**facts, "name": self._whole_key(stage, site, "max_logit")[0], **heads})
+        return {"sites": sites, "parameters": parameters}
+
+    def placements(self) -> dict[str, tuple[str, HeadSpan, HeadSpan]]:
+        """Returns, by the names of this process's sites, the name in the whole model and the ranges of heads."""
+        spans = {}
+        for member in self._own:
+            for site in member.sites:
+                name = member.entries[site, "max_logit"].site
+                whole_site = self._whole_key(member.stage, site, "max_logit")[0]
+                spans[name] = whole_site, self._span(member, site, "query"), self._span(member, site, "key")
+        return spans

@@ -1,0 +1,198 @@
+"""`attention_maps`: the weights that eager attention has, of fused kernels too, head by head and row by row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qkeel import AttentionSpec, attention_maps, preset
+from qkeel.audit import maps
+from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError, UnknownNameError
+from qkeel.nn import Attention
+from qkeel.reference import attend
+from qkeel.spec import ALiBi, Rope, Sigmoid, Sink, SlidingWindow
+
+ARCHITECTURES = [
+    "ApertusForCausalLM",
+    "BloomForCausalLM",
+    "CohereForCausalLM",
+    "Data2VecTextForMaskedLM",
+    "ElectraForMaskedLM",
+    "FalconForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTNeoXForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GraniteForCausalLM",
+    "LlamaForCausalLM",
+    "MPNetForMaskedLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "OPTForCausalLM",
+    "Olmo2ForCausalLM",
+    "PhiForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "RobertaForMaskedLM",
+    "SmolLM3ForCausalLM",
+    "StableLmForCausalLM",
+    "BertForMaskedLM",
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_maps_of_a_fused_kernel_are_the_weights_of_eager_attention(name: str) -> None:
+    pytest.importorskip("transformers")
+    from tools.zoo.build import build
+    from tools.zoo.tables import TABLES, entries
+
+    entry = {entry.class_name: entry for table in reversed(TABLES) for entry in entries(table)}[name]
+    try:
+        model = build(entry, "sdpa")
+    except ValueError:  # transformers has no fused attention for this class
+        model = build(entry, "eager")
+    reference = build(entry, "eager")
+    reference.load_state_dict(model.state_dict())
+    batch = entry.maker(model)
+    with torch.no_grad():
+        expected = reference(**batch, output_attentions=True).attentions
+    weights = attention_maps(model, batch)
+    assert len(weights) == len(expected)
+    for layer, reference_weights in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weights[layer], reference_weights.float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_maps_of_a_model_with_adapters_are_those_of_the_model() -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=20))
+    tokens = torch.randint(20, (2, 5))
+    plain = attention_maps(model, tokens)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    for before, after in zip(plain.values(), attention_maps(adapted, {"input_ids": tokens}).values(), strict=True):
+        assert torch.equal(before, after)  # a new adapter adds zero
+
+
+def test_maps_of_multihead_attention_are_the_weights_that_it_returns() -> None:
+    module, x = nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(2, 7, 16)
+    hidden = torch.zeros(2, 7, dtype=torch.bool)
+    hidden[1, 5:] = True
+    batch = {"query": x, "key": x, "value": x, "key_padding_mask": hidden, "need_weights": False}
+    expected = module(x, x, x, key_padding_mask=hidden, average_attn_weights=False)[1]
+    (weights,) = attention_maps(module, batch).values()
+    torch.testing.assert_close(weights, expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_maps_of_an_encoder_come_in_the_order_of_its_layers_and_leave_it_as_it_was() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, dropout=0.5, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), torch.randn(2, 5, 16)
+    state = torch.get_rng_state()
+    weights = attention_maps(model, x)
+    assert list(weights) == [f"layers.{i}.self_attn" for i in range(3)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    for layer_weights in weights.values():  # dropout is left out
+        torch.testing.assert_close(layer_weights.sum(-1), torch.ones(2, 2, 5))
+
+
+SPECS = {
+    "baseline": preset("baseline"),
+    "qna": preset("qna"),
+    "gemma2": preset("gemma2"),
+    "sink": AttentionSpec(normalizer=Sink()),
+    "sigmoid": AttentionSpec(normalizer=Sigmoid(bias=-1.5)),
+    "alibi": AttentionSpec(position=ALiBi()),
+    "window": AttentionSpec(position=SlidingWindow(inner=Rope(), window=3)),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_maps_of_a_spec_are_those_of_the_definition(name: str) -> None:
+    module, x = Attention(16, 4, n_kv_heads=2, spec=SPECS[name]), torch.randn(2, 6, 16)
+    (weights,) = attention_maps(module, x).values()
+    calls = []
+    module.observers.append(calls.append)
+    with torch.no_grad():
+        module(x)
+    call = calls[0]
+    expected = attend(call.spec, call.q, call.k, call.v, params=call.params, causal=call.causal).weights
+    torch.testing.assert_close(weights, expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+class ByHand(nn.Module):
+    """Attention written by hand, all heads at once or one by one, with a learned sink (gpt-oss)."""
+
+    def __init__(self, *, one_by_one: bool) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24, bias=False)
+        self.sink = nn.Parameter(torch.tensor([0.5, -0.5]))
+        self.one_by_one = one_by_one
+        self.weights: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        if self.one_by_one:
+            scores = [(q[:, i] @ k[:, i].mT / 2).masked_fill(hidden, -torch.inf) for i in range(2)]
+            self.weights = [score.softmax(-1) for score in scores]
+            return torch.stack([weights @ v[:, i] for i, weights in enumerate(self.weights)], 1)
+        scores = (q @ k.mT / 2).masked_fill(hidden, -torch.inf)
+        sinks = self.sink.view(1, 2, 1, 1).expand(len(x), 2, x.shape[1], 1)
+        weights = F.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
+        self.weights = [weights[:, i] for i in range(2)]
+        return weights @ v
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_maps_of_attention_written_by_hand_are_its_weights(one_by_one: bool) -> None:
+    model, x = ByHand(one_by_one=one_by_one), torch.randn(2, 5, 8)
+    (weights,) = attention_maps(model, x).values()
+    model(x)
+    torch.testing.assert_close(weights, torch.stack(model.weights, 1).detach())
+
+
+def test_chosen_heads_and_rows_are_those_of_the_whole() -> None:
+    model, x = Attention(16, 4), torch.randn(2, 9, 16)
+    whole = attention_maps(model, x)[""]
+    some = attention_maps(model, x, heads=[3, 0], rows=[7, 2, 3, -1])
+    assert (some.heads[""], some.rows[""]) == ((3, 0), (7, 2, 3, 8))
+    assert torch.equal(some[""], whole[:, [3, 0]][:, :, [7, 2, 3, 8]])
+    assert torch.equal(attention_maps(model, x, rows=slice(2, 6))[""], whole[:, :, 2:6])
+    assert some.to_numpy()[""].shape == (2, 2, 4, 9)
+
+
+def test_weights_are_computed_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Attention(16, 4), torch.randn(1, 9, 16)
+    whole = attention_maps(model, x)[""]
+    monkeypatch.setattr(maps, "BLOCK", 2 * 4 * 9)  # two rows
+    torch.testing.assert_close(attention_maps(model, x)[""], whole)
+
+
+def test_what_cannot_be_had_is_refused_with_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Attention(16, 2), torch.randn(1, 4, 16)
+    with pytest.raises(UnknownNameError, match="layer"):
+        attention_maps(model, x, layers=["attn"])
+    with pytest.raises(InvalidValueError, match="expected a head from 0 to 1"):
+        attention_maps(model, x, heads=[2])
+    with pytest.raises(InvalidValueError, match="expected a row from 0 to 3"):
+        attention_maps(model, x, rows=[-5])
+    with pytest.raises(InvalidTypeError):
+        attention_maps(x, x)  # type: ignore[arg-type]
+    with pytest.raises(NoAttentionError):
+        attention_maps(nn.Linear(16, 16), x)
+    monkeypatch.setattr(maps, "LIMIT", 31)  # one number less than there are
+    with pytest.raises(InvalidValueError, match="rows="):
+        attention_maps(model, x)
+    assert attention_maps(model, x, heads=[0])[""].shape == (1, 1, 4, 4)
+
+
+def test_a_plot_has_a_picture_for_each_head() -> None:
+    pytest.importorskip("matplotlib")
+    figure = attention_maps(Attention(16, 3, head_dim=8), torch.randn(2, 4, 16)).plot(sample=1)
+    assert [axes.get_title() for axes in figure.axes[:3]] == ["head 0", "head 1", "head 2"]

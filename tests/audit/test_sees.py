@@ -1,0 +1,293 @@
+"""`check(sees=...)`: planted leaks of many kinds are found and named, and their clean twins are not blamed."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import qkeel
+from qkeel import Documents, Window
+from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError
+from qkeel.metrics import Status
+
+HEADS, WIDTH, VOCABULARY = 2, 16, 23
+Mask = Callable[[int], Tensor]  # the number of tokens -> True where a query sees a key, [h|1 t t]
+
+
+def causal(t: int) -> Tensor:
+    return torch.ones(1, t, t, dtype=torch.bool).tril()
+
+
+def one_ahead(t: int) -> Tensor:
+    return torch.ones(1, t, t, dtype=torch.bool).tril(1)
+
+
+def inverted(t: int) -> Tensor:
+    return ~causal(t) | torch.eye(t, dtype=torch.bool)
+
+
+def everything(t: int) -> Tensor:
+    return torch.ones(1, t, t, dtype=torch.bool)
+
+
+def second_head_sees_everything(t: int) -> Tensor:
+    return torch.cat([causal(t), everything(t)])
+
+
+def chunks_of_four(t: int) -> Tensor:
+    chunk = torch.arange(t) // 4
+    return causal(t) | (chunk[:, None] == chunk)[None]
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, mask: Mask, *, fused: bool) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mask, self.fused = mask, fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mask = self.mask(x.shape[1])
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            y = (q @ k.mT / 8**0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Convolution(nn.Module):
+    """A convolution over tokens, padded on the left alone or on both sides."""
+
+    def __init__(self, *, ahead: int) -> None:
+        super().__init__()
+        self.convolution, self.ahead = nn.Conv1d(WIDTH, WIDTH, 3), ahead
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolution(F.pad(x.mT, (2 - self.ahead, self.ahead))).mT
+
+
+class NormOverTime(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.square().mean(self.dim, keepdim=True).add(1e-5).sqrt()
+
+
+class BatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.mT).mT
+
+
+class ExpertChoice(nn.Module):
+    """Each expert takes its tokens: of the whole sequence (which leaks), or each token takes its expert."""
+
+    def __init__(self, *, by_expert: bool) -> None:
+        super().__init__()
+        self.router, self.by_expert = nn.Linear(WIDTH, 2), by_expert
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            if self.by_expert:
+                rank = scores[..., i].argsort(1, descending=True).argsort(1)
+                taken = rank < x.shape[1] // 2
+            else:
+                taken = scores.argmax(-1) == i
+            out = out + taken[..., None] * expert(x)
+        return out
+
+
+class Shift(nn.Module):
+    def __init__(self, by: int) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0, 1, 0))[:, :-1] if self.by > 0 else F.pad(x, (0, 0, 0, 1))[:, 1:]
+
+
+class Pooled(nn.Module):
+    """The mean of all tokens, or of those so far, joins each."""
+
+    def __init__(self, *, so_far: bool) -> None:
+        super().__init__()
+        self.so_far = so_far
+
+    def forward(self, x: Tensor) -> Tensor:
+        counts = torch.arange(1, x.shape[1] + 1)[:, None]
+        return x.cumsum(1) / counts if self.so_far else x.mean(1, keepdim=True).expand_as(x)
+
+
+class Model(nn.Module):
+    """Tokens to logits through blocks, one of which may hold a leak."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(blocks)
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in blocks])
+        self.dropout, self.head = nn.Dropout(0.2), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for norm, block in zip(self.norms, self.blocks, strict=True):
+            x = x + self.dropout(block(norm(x)))
+        return self.head(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    leak: Callable[[bool], nn.Module]
+    clean: Callable[[bool], nn.Module]
+    words: str  # of the sentence besides the module
+
+
+def attention(mask: Mask) -> Callable[[bool], nn.Module]:
+    return lambda fused: SelfAttention(mask, fused=fused)
+
+
+KINDS = {
+    "no mask": Kind(attention(everything), attention(causal), "head"),
+    "one ahead": Kind(attention(one_ahead), attention(causal), "head"),
+    "inverted mask": Kind(attention(inverted), attention(causal), "head"),
+    "one head": Kind(attention(second_head_sees_everything), attention(causal), "head 1"),
+    "chunks": Kind(attention(chunks_of_four), attention(causal), "head"),
+    "convolution": Kind(lambda _: Convolution(ahead=1), lambda _: Convolution(ahead=0), "no attention"),
+    "norm over time": Kind(lambda _: NormOverTime(1), lambda _: NormOverTime(-1), "no attention"),
+    "batch norm": Kind(lambda _: BatchNorm(), lambda _: nn.LayerNorm(WIDTH), "no attention"),
+    "expert choice": Kind(
+        lambda _: ExpertChoice(by_expert=True), lambda _: ExpertChoice(by_expert=False), "no attention"
+    ),
+    "shift": Kind(lambda _: Shift(-1), lambda _: Shift(1), "no attention"),
+    "pooling": Kind(lambda _: Pooled(so_far=False), lambda _: Pooled(so_far=True), "no attention"),
+}
+
+
+def drawn(kind: Kind, seed: int, *, leaky: bool) -> tuple[Model, Tensor, int]:
+    """A model with the block of this kind at a drawn place among causal attention, its tokens, and that place."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    blocks: list[nn.Module] = [SelfAttention(causal, fused=draw.random() < 0.5) for _ in range(draw.randint(1, 3))]
+    place, fused = draw.randint(0, len(blocks)), draw.random() < 0.5
+    blocks.insert(place, (kind.leak if leaky else kind.clean)(fused))
+    statistics_of_the_batch = any(isinstance(block, BatchNorm) for block in blocks)  # used in training alone
+    model = Model(blocks).train(statistics_of_the_batch or draw.random() < 0.5)
+    return model, torch.randint(VOCABULARY, (draw.randint(1, 3), draw.randint(6, 40))), place
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_planted_leak_is_found_and_named_and_its_clean_twin_is_not_blamed(name: str, seed: int) -> None:
+    kind, draw = KINDS[name], 1000 * seed + list(KINDS).index(name)
+    model, tokens, place = drawn(kind, draw, leaky=True)
+    health = qkeel.check(model, tokens, sees="causal")
+    assert health.status is Status.NOT_HEALTHY
+    assert f"blocks.{place}" in str(health)
+    assert kind.words in str(health)
+    model, tokens, _ = drawn(kind, draw, leaky=False)
+    state = {key: x.clone() for key, x in model.state_dict().items()}
+    assert qkeel.check(model, tokens, sees="causal").healthy
+    assert all(torch.equal(state[key], x) for key, x in model.state_dict().items())
+
+
+class Packed(nn.Module):
+    """Attention over packed documents that regards their borders, or not."""
+
+    def __init__(self, *, isolated: bool, later: bool = False) -> None:
+        super().__init__()
+        self.embed, self.attention = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.isolated, self.later = isolated, later
+
+    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        q, k, v = self.attention(self.embed(tokens)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        ids = (position_ids == 0).cumsum(-1)
+        same = (ids[:, :, None] == ids[:, None]) if self.isolated else torch.ones_like(ids[:, :, None] == ids[:, None])
+        mask = same if self.later else same & causal(tokens.shape[1])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None]).transpose(1, 2).flatten(2)
+
+
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 0, 1, 2, 3]])
+
+
+def test_documents_that_see_each_other_are_found() -> None:
+    batch = {"tokens": torch.randint(VOCABULARY, POSITIONS.shape), "position_ids": POSITIONS}
+    documents = Documents.from_positions(POSITIONS)
+    assert documents.ids[0].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 2]
+    assert qkeel.check(Packed(isolated=True), batch, sees=documents).healthy
+    health = qkeel.check(Packed(isolated=False), batch, sees=documents)
+    assert health.status is Status.NOT_HEALTHY
+    assert "outside document" in str(health)
+    both_ways = Packed(isolated=True, later=True)
+    assert not qkeel.check(both_ways, batch, sees=documents).healthy
+    assert qkeel.check(both_ways, batch, sees=Documents(documents.ids, causal=False)).healthy
+
+
+def windowed(size: int) -> Mask:
+    return lambda t: causal(t) & torch.ones(t, t, dtype=torch.bool).triu(1 - size)
+
+
+def test_a_window_that_never_reached_the_kernel_is_found_and_named() -> None:
+    tokens = torch.randint(VOCABULARY, (2, 30))
+    model = Model([SelfAttention(windowed(4), fused=True), SelfAttention(windowed(4), fused=False)])
+    assert qkeel.check(model, tokens, sees=Window(4)).healthy
+    health = qkeel.check(model, tokens, sees=Window(3))
+    assert "blocks.0, head" in str(health)
+    assert health.status is Status.NOT_HEALTHY
+    assert not qkeel.check(Model([Pooled(so_far=True), *model.blocks]), tokens, sees=Window(4)).healthy
+    assert qkeel.check(model, tokens[:, :6], sees=Window(4)).status is Status.NOT_KNOWN
+
+
+class Named(nn.Module):
+    """Embeddings in, a loss, logits and one vector a sample out."""
+
+    def __init__(self, mask: Mask) -> None:
+        super().__init__()
+        self.attention = SelfAttention(mask, fused=True)
+
+    def forward(self, inputs_embeds: Tensor) -> dict[str, Tensor]:
+        logits = self.attention(inputs_embeds)
+        return {"loss": logits.mean(), "logits": logits, "pooled": logits.mean(1)}
+
+
+def test_outputs_without_positions_are_said_to_be_not_judged() -> None:
+    batch = {"inputs_embeds": torch.randn(2, 9, WIDTH)}
+    health = qkeel.check(Named(causal), batch, sees="causal")
+    assert health.healthy
+    assert "not judged" in str(health)
+    assert "loss, pooled" in str(health)
+    assert "'logits'" in str(qkeel.check(Named(one_ahead), batch, sees="causal"))
+
+
+def test_a_compiled_model_is_checked_as_it_runs() -> None:
+    tokens = torch.randint(VOCABULARY, (1, 8))
+    model = torch.compile(Model([SelfAttention(one_ahead, fused=True)]).eval(), backend="eager")
+    assert "blocks.0, head" in str(qkeel.check(model, tokens, sees="causal"))
+
+
+def test_what_cannot_be_checked_is_refused() -> None:
+    model, tokens = Model([SelfAttention(causal, fused=True)]), torch.randint(VOCABULARY, (2, 8))
+    with pytest.raises(InvalidValueError, match="causal"):
+        qkeel.check(model, tokens, sees="left to right")
+    with pytest.raises(ShapeError):
+        qkeel.check(model, tokens, sees=Documents(torch.zeros(2, 5, dtype=torch.int64)))
+    with pytest.raises(InvalidValueError):
+        Window(0)
+    with pytest.raises(InvalidValueError, match="two positions"):
+        qkeel.check(model, tokens[:, :1], sees="causal")
+    with pytest.raises(InvalidTypeError, match="model"):
+        qkeel.check("run", sees="causal")
+    with pytest.raises(InvalidValueError, match="axis"):
+        qkeel.check(nn.Sequential(model, nn.Flatten()), tokens, sees="causal")

@@ -1,0 +1,155 @@
+"""`check` says which keys are seen that should not be, from the weights that attention computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.audit.visibility import document_numbers, padded_keys
+from qkeel.metrics import Status
+
+from .test_sees import POSITIONS, VOCABULARY, Model, Packed, SelfAttention, causal, everything, inverted
+
+Answer = tuple[Status, str]
+
+
+def answer(model: nn.Module, batch: object) -> Answer:
+    health = qkeel.check(model, batch)
+    return health.status, str(health)
+
+
+def tokens(length: int = 9) -> Tensor:
+    return torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+def backwards(t: int) -> Tensor:
+    return torch.ones(1, t, t, dtype=torch.bool).triu()
+
+
+def test_a_layer_that_sees_later_keys_where_the_others_do_not_is_named() -> None:
+    blocks: list[nn.Module] = [SelfAttention(mask, fused=True) for mask in (causal, causal, everything)]
+    status, sentence = answer(Model(blocks).eval(), tokens())
+    assert status is Status.NOT_HEALTHY
+    assert "blocks.2 sees later keys" in sentence
+
+
+@pytest.mark.parametrize("mask", [backwards, inverted])
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_inverted_mask_is_named(mask: Callable[[int], Tensor], fused: bool) -> None:
+    status, sentence = answer(Model([SelfAttention(mask, fused=fused)]).eval(), tokens())
+    assert status is Status.NOT_HEALTHY
+    assert "inverted" in sentence
+
+
+@pytest.mark.parametrize("mask", [causal, everything])
+def test_models_that_see_one_way_or_both_ways_throughout_are_healthy(mask: Callable[[int], Tensor]) -> None:
+    blocks: list[nn.Module] = [SelfAttention(mask, fused=fused) for fused in (False, True)]
+    assert answer(Model(blocks).eval(), tokens())[0] is Status.HEALTHY
+
+
+def test_an_encoder_beside_a_decoder_is_not_blamed_for_seeing_later_keys() -> None:
+    model = nn.Transformer(16, 2, 2, 2, 32, batch_first=True).eval()
+    x = torch.randn(2, 7, 16)
+    batch = {"src": x, "tgt": x, "tgt_mask": nn.Transformer.generate_square_subsequent_mask(7)}
+    assert answer(model, batch)[0] is Status.HEALTHY
+
+
+def test_packed_documents_that_see_each_other_are_said_to() -> None:
+    batch = {"tokens": tokens(), "position_ids": POSITIONS}
+    assert answer(Packed(isolated=True), batch)[0] is Status.HEALTHY
+    status, sentence = answer(Packed(isolated=False), batch)
+    assert status is Status.NOT_HEALTHY
+    assert "documents" in sentence
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "numbers"),
+    [
+        ({"position_ids": POSITIONS[:1]}, [[0, 0, 0, 1, 1, 1, 1, 2, 2]]),
+        ({"cu_seqlens": torch.tensor([0, 3, 5])}, [[0, 0, 0, 1, 1]]),
+        ({"segment_ids": torch.tensor([[1, 1, 2]])}, [[1, 1, 2]]),
+        ({"position_ids": torch.tensor([[0, 0, 0, 1, 2]])}, None),  # padding on the left
+        ({"position_ids": torch.arange(5)[None]}, None),
+        ({"cu_seqlens": torch.tensor([0, 5])}, None),
+        ({"position_ids": torch.zeros(3, 2, 5, dtype=torch.int64)}, None),
+    ],
+)
+def test_documents_are_read_from_the_arguments(kwargs: dict[str, Tensor], numbers: list[list[int]] | None) -> None:
+    ids = document_numbers(kwargs)
+    assert (None if ids is None else ids.tolist()) == numbers
+
+
+class Padded(nn.Module):
+    """Attention that hides padding, or not."""
+
+    def __init__(self, *, hides: bool) -> None:
+        super().__init__()
+        self.embed, self.attention = nn.Embedding(VOCABULARY, 16), nn.Linear(16, 48)
+        self.hides = hides
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+        q, k, v = self.attention(self.embed(tokens)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        mask = causal(tokens.shape[1])[None]
+        if self.hides:
+            mask = mask & attention_mask.bool()[:, None, None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+def test_weight_on_padding_is_said() -> None:
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, :3] = 0
+    batch = {"tokens": tokens(), "attention_mask": mask}
+    assert padded_keys(batch) is not None
+    assert answer(Padded(hides=True), batch)[0] is Status.HEALTHY
+    status, sentence = answer(Padded(hides=False), batch)
+    assert status is Status.NOT_HEALTHY
+    assert "padding" in sentence
+    assert (
+        answer(Padded(hides=False), {"tokens": tokens(), "attention_mask": torch.ones_like(mask)})[0].value == "healthy"
+    )
+
+
+class LowMask(nn.Module):
+    """Logits of about -20,000, and a mask of -10,000 that is above them."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.qkv, self.number = nn.Linear(16, 48), number
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        scores = torch.where(causal(x.shape[1])[None], q @ k.mT / 8**0.5 - 2e4, self.number)
+        return scores.softmax(-1) @ v
+
+
+def test_weight_on_hidden_pairs_is_said() -> None:
+    x = torch.randn(2, 6, 16)
+    status, sentence = answer(LowMask(-1e4), x)
+    assert status is Status.NOT_HEALTHY
+    assert "hidden pairs have weight" in sentence
+    assert "hidden" not in answer(LowMask(-torch.inf), x)[1]
+
+
+class EmptyRow(nn.Module):
+    """A query of sample 1 sees no key: a softmax of -inf is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        mask = causal(x.shape[1]).repeat(len(x), 1, 1)
+        mask[1, 2] = False
+        return (q @ k.mT).masked_fill(~mask[:, None], -torch.inf).softmax(-1) @ v
+
+
+def test_a_row_that_sees_no_key_is_named_where_the_output_is_not_finite() -> None:
+    status, sentence = answer(EmptyRow(), torch.randn(2, 6, 16))
+    assert status is Status.NOT_HEALTHY
+    assert "sample 1, query 2 sees no key" in sentence
