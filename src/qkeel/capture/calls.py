@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, final
+from collections.abc import Callable, Iterator, Sequence
+from typing import final
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -568,8 +566,7 @@ def cat_heads(parts: list[LogitStats]) -> LogitStats:
     return LogitStats(**whole, classes=joined_classes([p.classes for p in parts]))
 
 
-# The per-head statistics of captured attention calls, for one call or for a pass, with all sites of the pass in one
-# tensor per field.
+# The per-head statistics of captured attention calls, for one call or for a pass.
 
 Seen = AttentionCall | ScoresCall
 WAITING = 1 << 22  # elements of calls that wait to be reduced together: 16 MB in float32
@@ -608,135 +605,53 @@ def _device(call: Seen) -> str:
     return (call.logits if isinstance(call, ScoresCall) else call.q).device.type
 
 
-class ScoreBlock(NamedTuple):
-    """The joint statistics of several sites, in tensors that hold the heads of all sites one after the other.
-
-    Args:
-        names: the names of the sites.
-        heads, kv_heads: the number of query heads and of key heads of each site.
-        joint: the statistics of all heads.
-    """
-
-    names: tuple[str, ...]
-    heads: tuple[int, ...]
-    kv_heads: tuple[int, ...]
-    joint: LogitStats
-
-    @property
-    def layout(self) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
-        """A key that is equal for two blocks whose heads belong to the same sites."""
-        return self.names, self.heads, self.kv_heads
-
-    def split(self) -> Iterator[tuple[str, LogitStats]]:
-        """The statistics of each site."""
-        if len(self.names) == 1:
-            yield self.names[0], self.joint
-            return
-        parts = {
-            name: x.split_with_sizes(self.kv_heads if of_key_heads(name) else self.heads)
-            for name, x in self.joint.tensors().items()
-        }
-        for i, site in enumerate(self.names):
-            yield site, LogitStats(**{name: x[i] for name, x in parts.items()})  # type: ignore[arg-type]
-
-
-@final
-class SiteStats(Mapping[str, LogitStats]):
-    """Statistics keyed by site. They are kept in blocks of several sites, and those of a single site are extracted on
-    request."""
-
-    def __init__(self, blocks: Iterable[ScoreBlock] = (), order: Iterable[str] | None = None) -> None:
-        """Takes the blocks, and the order of the sites if it differs from their order in the blocks."""
-        self.blocks = tuple(blocks)
-        known = itertools.chain.from_iterable([block.names for block in self.blocks])
-        self.names = tuple(known if order is None else order)
-
-    @classmethod
-    def of(cls, sites: Mapping[str, LogitStats]) -> SiteStats:
-        """Builds SiteStats from a mapping of sites to statistics."""
-        if type(sites) is SiteStats:
-            return sites
-        return cls(ScoreBlock((n,), (len(s.max_logit),), (len(s.key_norm),), s) for n, s in sites.items())
-
-    @functools.cached_property
-    def _by_site(self) -> dict[str, LogitStats]:
-        return dict(itertools.chain.from_iterable(block.split() for block in self.blocks))
-
-    def __getitem__(self, name: str) -> LogitStats:
-        return self._by_site[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def field(self, name: str) -> dict[str, Tensor]:
-        """The values of one field for each site, per query head."""
-        found: dict[str, Tensor] = {}
-        for block in self.blocks:
-            x = block.joint.tensors()[name]
-            parts = x.split_with_sizes(block.heads) if len(block.names) > 1 else (x,)
-            found.update(zip(block.names, parts))
-        return found
-
-    def merged(self, other: SiteStats) -> SiteStats:
-        """The statistics of both data sets combined."""
-        if not self.blocks or not other.blocks:
-            return self if self.blocks else other
-        if [block.layout for block in self.blocks] == [block.layout for block in other.blocks]:
-            pairs = zip(self.blocks, other.blocks)
-            return SiteStats([a._replace(joint=merge(a.joint, b.joint)) for a, b in pairs], self.names)
-        if set(self.names).isdisjoint(other.names):
-            return SiteStats((*self.blocks, *other.blocks), (*self.names, *other.names))
-        found = dict(self)
-        for name, stats in other.items():
-            found[name] = merge(found[name], stats) if name in found else stats
-        return SiteStats.of(found)
-
-    def renamed(self, rename: Callable[[str], str]) -> SiteStats:
-        """Returns the statistics with the sites renamed."""
-        blocks = [block._replace(names=tuple(map(rename, block.names))) for block in self.blocks]
-        return SiteStats(blocks, map(rename, self.names))
-
-
 @final
 class SiteStatistics:
-    """Collects the findings of calls by site, and records which names are single heads of one site."""
+    """Collects what was found about calls by site, and which names are single heads of one site.
+
+    A reduction over the rows of one layer takes as many operations as one over those of all layers, so the findings of
+    similar calls wait until the pass ends or until they hold too much memory.
+    """
 
     def __init__(self) -> None:
-        self.heads: dict[str, list[str]] = {}
-        self._stats = SiteStats()
-        self._waiting: dict[tuple[object, ...], dict[str, Found]] = {}  # keyed by the properties that they share
-        self._order: dict[str, None] = {}  # the names of the waiting findings, in order
+        self.heads: dict[str, list[str]] = {}  # names of single heads, by the name of their site
+        self._stats: dict[str, LogitStats] = {}
+        self._waiting: dict[str, Found] = {}
         self._size = 0
 
     def add(self, name: str, new: Found | LogitStats, part_of: str | None) -> None:
         """Adds the findings of a call; `part_of` names the site if the call is one of that site's heads."""
-        found = new if isinstance(new, Found) else FoundStats(new)
-        if name in self._order:  # a layer that is called more than once, with other shapes perhaps
+        findings = new if isinstance(new, Found) else FoundStats(new)
+        if name in self._waiting:  # a layer that is called more than once, with other shapes perhaps
             self._reduce()
-        self._waiting.setdefault(found.alike or (name,), {})[name] = found
-        self._order[name] = None
-        self._size += found.size
+        self._waiting[name] = findings
+        self._size += findings.size
         if self._size > WAITING:
             self._reduce()
         if part_of is not None and name not in self.heads.setdefault(part_of, []):
             self.heads[part_of].append(name)
 
+    @without_gradients
     def _reduce(self) -> None:
         """Reduces the findings that have not been reduced yet."""
-        if self._waiting:
-            if in_vmap():
-                raise InvalidValueError(
-                    "attention inside torch.func.vmap cannot be measured: tensors created there are invalid outside; "
-                    "watch a pass without vmap"
-                )
-            self._stats = self._stats.merged(SiteStats([_reduced(g) for g in self._waiting.values()], self._order))
-            self._waiting, self._order, self._size = {}, {}, 0
+        if self._waiting and in_vmap():
+            raise InvalidValueError(
+                "attention inside torch.func.vmap cannot be measured: tensors created there are invalid outside; "
+                "watch a pass without vmap"
+            )
+        groups: dict[tuple[object, ...], list[str]] = {}
+        for name, findings in self._waiting.items():
+            groups.setdefault(findings.alike or (name,), []).append(name)
+        new: dict[str, LogitStats] = {}
+        for names in groups.values():
+            alike = [self._waiting[name] for name in names]
+            new |= zip(names, _split(alike[0].with_others(alike[1:]), [findings.heads for findings in alike]))
+        for name in self._waiting:
+            self._stats[name] = merge(self._stats[name], new[name]) if name in self._stats else new[name]
+        self._waiting, self._size = {}, 0
 
     def __bool__(self) -> bool:
-        return bool(self._waiting or self._stats.blocks)
+        return bool(self._waiting or self._stats)
 
     def reduced(self) -> SiteStatistics:
         """Returns itself, with all findings reduced to statistics, so that no rows of a pass are kept."""
@@ -747,27 +662,29 @@ class SiteStatistics:
         """Adds the statistics of another pass."""
         other._reduce()
         self._reduce()
-        self._stats = self._stats.merged(other._stats)
+        for name, stats in other._stats.items():
+            self._stats[name] = merge(self._stats[name], stats) if name in self._stats else stats
         for whole, parts in other.heads.items():
-            mine = self.heads.setdefault(whole, [])
-            mine += [part for part in parts if part not in mine]
+            heads = self.heads.setdefault(whole, [])
+            heads += [part for part in parts if part not in heads]
 
-    def joined(self) -> SiteStats:
+    def joined(self) -> dict[str, LogitStats]:
         """The statistics of each site, with heads that were computed one by one joined into a single site."""
         self._reduce()
-        if not self.heads:
-            return self._stats
         stats = dict(self._stats)
         for name, parts in self.heads.items():
             whole = cat_heads([stats.pop(part) for part in parts])
             stats[name if name not in stats else parts[0]] = whole
-        return SiteStats.of(stats)
+        return stats
 
 
-@without_gradients
-def _reduced(group: Mapping[str, Found]) -> ScoreBlock:
-    first, *others = group.values()
-    heads = [one.heads for one in group.values()]
-    return ScoreBlock(
-        tuple(group), tuple([h for h, _ in heads]), tuple([g for _, g in heads]), first.with_others(others)
-    )
+def _split(joint: LogitStats, heads: Sequence[tuple[int, int]]) -> list[LogitStats]:
+    """The statistics of each of several sites, which have these numbers of query and key heads, out of the statistics
+    of all their heads."""
+    if len(heads) == 1:
+        return [joint]
+    of_queries, of_keys = zip(*heads)
+    fields = {}
+    for name, x in joint.tensors().items():
+        fields[name] = x.split_with_sizes(of_keys if of_key_heads(name) else of_queries)
+    return [LogitStats(**{name: parts[i] for name, parts in fields.items()}) for i in range(len(heads))]  # type: ignore[arg-type]
