@@ -112,19 +112,6 @@ def test_statistics_are_the_plain_ones_and_the_output_is_the_same(name: str) -> 
 
 
 @every_way
-def test_the_rows_of_each_head_are_found(name: str) -> None:
-    make, only_below = WAYS[name]
-    sites = find_sites(nn.Sequential(Block(make())), torch.randn(B, T, H * D))
-    assert len(sites) == 1 or (name == "vmap of a fused function" and len(sites) == B)
-    for site in sites:
-        assert (site.name.partition("#")[0], site.n_heads, site.n_kv_heads, site.head_dim) == ("0", H, H, D)
-        assert site.below is only_below
-        (term,) = site.terms
-        assert torch.equal(term.query[0].index, torch.arange(H * D).view(H, D))
-        assert torch.equal(term.key[0].index, H * D + torch.arange(H * D).view(H, D))
-
-
-@every_way
 def test_without_the_second_pass_what_is_below_is_not_seen_and_nothing_breaks(name: str) -> None:
     make, only_below = WAYS[name]
     model, x = Block(make()), torch.randn(B, T, H * D)
@@ -148,28 +135,6 @@ class Scripted(nn.Module):
 
 class Also(Scripted):
     """Scripts of one class share what they optimised: one class per test."""
-
-
-def test_scripted_modules_take_no_hooks_and_have_their_own_names_all_the_same() -> None:
-    model, x = nn.Sequential(torch.jit.script(Scripted()), Scripted()), torch.randn(B, T, H * D)
-    sites = find_sites(model, x)
-    assert [(s.name, s.below) for s in sites] == [("0", True), ("1", False)]
-    assert [s.terms[0].query[0].parameter for s in sites] == ["0.q.weight", "1.q.weight"]
-    for _ in range(3):
-        model(x)
-    optimised, _ = find_sites(model, x)
-    assert optimised.name == "0"
-    assert "optimised script" in optimised.why
-    assert not any(torch.nn.modules.module._global_forward_hooks)
-    assert not any(torch.nn.modules.module._global_forward_pre_hooks)
-
-
-def test_of_a_model_scripted_as_a_whole_the_first_site_alone_has_its_weights() -> None:
-    model = torch.jit.script(nn.Sequential(Also(), Also()))
-    first, second = find_sites(model, torch.randn(B, T, H * D))
-    assert first.terms[0].query[0].parameter == "0.q.weight"
-    assert second.terms == ()
-    assert "parts can't be distinguished" in second.why
 
 
 def test_functional_calls_and_their_gradients_are_seen() -> None:

@@ -16,7 +16,6 @@ from qkeel.errors import RefusedError
 from qkeel.records import RunDirectory
 from qkeel.report.watch_page import cautions
 from qkeel.report.watched_runs import read_watched
-from qkeel.sites import Tap
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
@@ -179,16 +178,6 @@ def test_a_softmax_over_heads_is_missed() -> None:
         find_sites(OverHeads(lambda _, z: z), x())
 
 
-def test_sigmoid_attention_is_missed() -> None:
-    class Sigmoid(Odd):
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v))
-            return (torch.sigmoid(q @ k.mT) @ v).transpose(1, 2).flatten(2)
-
-    with pytest.raises(RefusedError, match=r"Seen but not understood: .* weighted by the sigmoid of scores"):
-        find_sites(Sigmoid(lambda _, z: z), x())
-
-
 def test_what_is_no_attention_is_not_missed() -> None:
     class Others(Odd):
         """Linear attention, a gate, a router, and a softmax over classes."""
@@ -246,26 +235,6 @@ def test_a_monitor_says_once_what_it_does_not_watch_and_its_pages_do_too(tmp_pat
     assert text.startswith("1 of 2 attention layers were watched. Not understood: odd: its scores")
 
 
-def test_what_find_sites_sees_in_a_script_the_tap_the_monitor_and_the_clip_see_too() -> None:
-    scripted = torch.jit.script(clamped)
-    m = Model(lambda _, z: scripted(z))
-    assert [(site.name, site.below) for site in find_sites(m, x())] == [("odd", True), ("plain", False)]
-    with torch.no_grad(), Tap(m) as tap:
-        for _ in range(2):
-            m(x())
-            assert sorted(tap.read()) == ["odd", "plain"]
-    optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
-    with watch(m, optimizer) as monitor:
-        m(x()).sum().backward()
-        optimizer.step()
-        assert sorted(monitor.read()) == ["odd", "plain"]
-    before = m.odd.q.weight.clone()
-    with apply(m, "qk_clip:threshold=0.001", optimizer, batch=x()):
-        m(x()).sum().backward()
-        optimizer.step()
-    assert not torch.equal(m.odd.q.weight, before)
-
-
 def test_a_monitor_and_a_clip_that_see_no_call_say_so_once() -> None:
     class Sometimes(Model):
         attends = True
@@ -288,64 +257,3 @@ def test_a_monitor_and_a_clip_that_see_no_call_say_so_once() -> None:
         "a pass that should have been measured made no attention call",
         "qk_clip saw no attention call in training mode between two steps of the optimizer",
     ]
-
-
-class Either(nn.Module):
-    """A router, or attention by additive scores, as a switch says."""
-
-    def __init__(self, attends: bool) -> None:
-        super().__init__()
-        self.attends, self.map = attends, nn.Linear(M, M)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.attends:
-            return x.mean(-1, keepdim=True) * self.map(x).softmax(-1)
-        scores = (x[:, :, None] + self.map(x)[:, None]).tanh().sum(-1)
-        return scores.softmax(-1) @ x
-
-
-def test_attention_is_missed_however_many_modules_of_its_class_compute_none() -> None:
-    torch.manual_seed(0)
-    m = nn.Sequential(*(Either(attends) for attends in (False, False, False, True)), Odd(lambda _, z: z))
-    sites = find_sites(m, x())
-    assert ([site.name for site in sites], [missed.module for missed in sites.missed]) == (["4"], ["3"])
-
-
-def test_an_input_whose_rows_share_memory_can_be_examined() -> None:
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.one, self.two = nn.Linear(M, M), Either(True), Odd(lambda _, z: z)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.two(self.one(self.first(x[:1]).expand(3, -1, -1)))
-
-    (missed,) = find_sites(Pair(), x()).missed
-    assert missed.module == "one"
-    assert missed.reason.startswith("values of several positions are weighted by a softmax")
-
-
-@torch.library.custom_op("qkeel_tests::only_inside", mutates_args=())
-def only_inside(x: Tensor, allowed: Tensor) -> Tensor:
-    if not allowed:
-        raise RuntimeError("called outside of its module")
-    return x.clone()
-
-
-only_inside.register_autograd(lambda ctx, grad: (grad, None))
-
-
-class OnlyInside(Either):
-    def forward(self, x: Tensor) -> Tensor:
-        allowed = torch.ones(())
-        scores = (x[:, :, None] + self.map(x)[:, None]).tanh().sum(-1)
-        out = scores.softmax(-1) @ only_inside(x, allowed)
-        allowed.zero_()
-        return out
-
-
-def test_what_cannot_be_examined_is_missed_with_the_error_as_its_reason() -> None:
-    torch.manual_seed(0)
-    (missed,) = find_sites(nn.Sequential(OnlyInside(True), Odd(lambda _, z: z)), x()).missed
-    assert missed.module == "0"
-    assert "can't run again: RuntimeError: called outside of its module" in missed.reason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkeel import find_sites
-from qkeel.heads import verification
 from qkeel.heads.rows import features_used
 from qkeel.heads.walk import names_of, walk
-from qkeel.sites import trace
+from qkeel.sites import AttentionSite, QKProduct, verify
+from qkeel.sites.trace import traced
 
 H, D, M, T = 4, 8, 16, 6
 
@@ -43,106 +43,77 @@ def stack(*layers: Layer) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the sites whose weights were looked for."""
-    found: list[str] = []
-    look = trace._site
+def test_further_layers_of_a_kind_are_verified_in_fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str] = []
+    logits = verify.Rerun.logits
 
-    def noted(calls: list[trace.CapturedCall], *rest: object) -> object:
-        found.append(calls[0].name)
-        return look(calls, *rest)  # type: ignore[arg-type]
+    def counted(rerun: verify.Rerun, *args: object) -> list[Tensor]:
+        runs.append(rerun.frame.name)
+        return logits(rerun, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trace, "_site", noted)
-    return found
-
-
-def by_itself(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """What is found where no site is taken for another's kind."""
-    with monkeypatch.context() as patch:
-        patch.setattr(verification.Verification, "another", lambda *_: None)
-        return known(model)
+    monkeypatch.setattr(verify.Rerun, "logits", counted)
+    sites = find_sites(stack(*(Layer() for _ in range(4))), example())
+    assert [site.verified for site in sites] == [True] * 4
+    numbers = [runs.count(str(i)) for i in range(4)]
+    assert numbers[1:] == [6, 6, 6]
+    assert numbers[0] > 15
 
 
-def known(model: nn.Module) -> list[tuple[object, ...]]:
-    sites = find_sites(model, example())
-    return [(s.name, s.n_heads, s.verified, s.unverified, str(s.terms), id(s.module)) for s in sites]
+def rows_of_queries(site: AttentionSite) -> list[list[int]]:
+    return site.query[0].index.tolist()
 
 
-def test_equal_layers_are_read_once_and_as_if_each_was_read_alone(
-    read: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = stack(*(Layer() for _ in range(5)))
-    found = known(model)
-    assert read == ["0"]
-    assert [verified for _, _, verified, *_ in found] == [True] * 5
-    assert found == by_itself(model, monkeypatch)
+def test_a_layer_with_another_order_of_heads_has_its_own_rows() -> None:
+    sites = find_sites(stack(*(Layer(order=[0, 2, 1, 3] if i % 2 else None) for i in range(4))), example())
+    straight = torch.arange(H * D).view(H, D)
+    for i, site in enumerate(sites):
+        assert site.verified
+        assert rows_of_queries(site) == straight[[0, 2, 1, 3] if i % 2 else [0, 1, 2, 3]].tolist()
 
 
 @pytest.mark.parametrize(
-    "other",
+    "gate",
     [
-        lambda: Layer(order=[0, 2, 1, 3]),  # other rows make head 1
-        lambda: Layer(gate=(torch.arange(H * D) >= D).float()),  # no row makes head 0
-        lambda: Layer(gate=(torch.arange(H * D) % 2).float()),  # half of the rows make nothing
+        (torch.arange(H * D) >= D).float(),  # no row makes head 0
+        (torch.arange(H * D) % 2).float(),  # half of the rows make nothing
     ],
 )
-def test_a_layer_with_other_indices_or_zeros_is_read_by_itself(
-    other: Callable[[], Layer], read: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = stack(Layer(), other(), Layer())
-    found = known(model)
-    assert {"0", "1"} <= {*read}
-    assert found == by_itself(model, monkeypatch)
-    assert found[0][2:5] != found[1][2:5]
+def test_a_layer_with_zeros_is_not_taken_for_one_of_the_same_kind(gate: Tensor) -> None:
+    first, second, third = find_sites(stack(Layer(), Layer(gate=gate), Layer()), example())
+    assert first.verified
+    assert third.verified
+    if second.terms:  # half of the rows
+        assert {row % 2 for head in rows_of_queries(second) for row in head} == {1}
+    else:
+        assert second.why
 
 
-def test_layers_of_two_kinds_that_take_turns_are_read_once_each(
-    read: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = stack(*(Layer(order=[0, 2, 1, 3] if i % 2 else None) for i in range(6)))
-    found = known(model)
-    assert read == ["0", "1"]
-    assert found == by_itself(model, monkeypatch)
+def test_wrong_rows_of_a_further_layer_are_seen() -> None:
+    model = stack(Layer(), Layer())
+    trace = traced(model, (example(),), {}, expected=True)
+    first, second = trace.sites
+    (term,) = second.terms
+    query = dataclasses.replace(term.query[0], index=term.query[0].index[[1, 0, 2, 3]])
+    wrong = dataclasses.replace(second, terms=(QKProduct(query=(query,), key=term.key),))
+    checked = trace.verified([first, wrong])
+    assert checked[0].verified
+    assert "changed the logits of heads" in checked[1].unverified
 
 
-class Wired(nn.Module):
-    """Self-attention that runs the same operators whatever its wiring, and whose queries may be made of its keys."""
-
-    def __init__(self, crossed: bool) -> None:
-        super().__init__()
-        self.q, self.k, self.m = (nn.Linear(M, M, bias=False) for _ in range(3))
-        self.crossed = crossed
-
-    def forward(self, x: Tensor) -> Tensor:
-        k, q = self.k(x), self.q(x)
-        q = self.m(k if self.crossed else q)
-        q, k = (y.unflatten(-1, (H, M // H)).transpose(1, 2) for y in (q, k))
-        return x + F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
-
-
-def test_a_layer_whose_operators_are_connected_otherwise_is_read_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(Wired(False), Wired(True), Wired(False))
-    found = known(model)
-    assert found == by_itself(model, monkeypatch)
-    assert found[0][2:5] != found[1][2:5]
-
-
-def test_shared_weights_have_their_first_name_in_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_weights_have_their_first_name_in_every_layer() -> None:
     first, second = Layer(), Layer()
     second.q.weight = first.q.weight
-    model = stack(first, second)
-    sites = find_sites(model, example())
+    sites = find_sites(stack(first, second), example())
     assert [s.query[0].parameter for s in sites] == ["0.q.weight", "0.q.weight"]
-    assert known(model) == by_itself(model, monkeypatch)
+    assert all(s.verified for s in sites)
 
 
-def test_heads_without_a_number_are_a_kind_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_without_a_number_are_filled() -> None:
     model = stack(Layer(), Layer())
     with torch.no_grad():
         model[1].q.weight[:D] = 0.0
-    assert known(model) == by_itself(model, monkeypatch)
+    assert [site.verified for site in find_sites(model, example())] == [True, True]
+    assert not model[1].q.weight[:D].any()
 
 
 @pytest.mark.parametrize("heads", [3, 5, 64, 70])

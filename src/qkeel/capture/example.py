@@ -11,6 +11,7 @@ import operator
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FunctionType, ModuleType
 from typing import Any, final
 
 import numpy as np
@@ -54,7 +55,8 @@ class ModuleCall:
 
     `batch` is the first size of its first tensor argument, `calls` the number of attention calls it has made so far,
     `indexes` the number of times it has chosen keys, and `pads` whether it has padded a dimension of a tensor with
-    zeros. `since` and `until` are the numbers of operators that had run when it began and when it ended.
+    zeros. `captured` counts the attention calls that were reported inside it, those of its submodules included. `given`
+    is what it was called with, if inputs are kept.
     """
 
     name: str
@@ -63,10 +65,15 @@ class ModuleCall:
     batch: int = 0
     inputs: tuple[Tensor, ...] = ()
     calls: int = 0
-    since: int = 0
-    until: int | None = None
+    captured: int = 0
+    given: GivenArguments | None = None
     indexes: int = 0
     pads: bool = False
+
+    @property
+    def is_outermost(self) -> bool:
+        """True for the call of the model itself."""
+        return self.parent is None or self.parent.parent is None
 
     def line(self) -> list[ModuleCall]:
         """This frame and all frames that enclose it, innermost first."""
@@ -80,6 +87,88 @@ class ModuleCall:
         separate module."""
         mine = {id(f) for f in self.line()}
         return next((f for f in other.line() if id(f) in mine), self)
+
+
+class ObjectContents:
+    """The contents of the Python objects among some values: lists, dicts, sets and the attributes of plain objects,
+    such as a cache of keys that a pass fills.
+
+    Tensors are kept as they are, not copied. Modules, classes and functions are left out.
+    """
+
+    def __init__(self, values: object) -> None:
+        self._contents: list[tuple[Any, Any]] = []
+        known: set[int] = set()
+        waiting = [values]
+        while waiting and len(known) < _MOST_OBJECTS:
+            x = waiting.pop()
+            if isinstance(x, _WITHOUT_CONTENTS) or id(x) in known:
+                continue
+            known.add(id(x))
+            if type(x) in _CONTAINERS:
+                self._contents.append((x, copy.copy(x)))
+            if isinstance(x, (list, tuple, set, collections.deque)):
+                waiting += x
+            elif isinstance(x, Mapping):
+                waiting += x.values()
+            elif isinstance(attributes := getattr(x, "__dict__", None), dict):
+                self._contents.append((attributes, dict(attributes)))
+                waiting += attributes.values()
+
+    def restore(self) -> None:
+        """Gives the objects the contents that they had."""
+        for x, contents in self._contents:
+            if isinstance(x, dict):
+                if [*map(id, x), *map(id, x.values())] != [*map(id, contents), *map(id, contents.values())]:
+                    x.clear()
+                    x.update(contents)
+            elif [*map(id, x)] != [*map(id, contents)]:
+                x.clear()
+                x.update(contents) if isinstance(x, set) else x.extend(contents)
+
+
+_MOST_OBJECTS = 1000
+_DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+_CONTAINERS = (list, set, collections.deque, *_DICTS)
+_WITHOUT_CONTENTS = (Tensor, nn.Module, type, FunctionType, ModuleType, str, int, float, torch.dtype, torch.device)
+
+
+class GivenArguments:
+    """What a module was called with, so that it can be called again: the arguments, the contents of the objects among
+    them, and the setting of autocast."""
+
+    def __init__(self, args: Args, kwargs: Kwargs, inputs: Sequence[Tensor]) -> None:
+        self.args, self.kwargs = args, kwargs
+        self._contents = ObjectContents((args, dict(kwargs)))
+        self._device = inputs[0].device.type if inputs and not inputs[0].is_meta else "cpu"
+        self._cast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
+        self._copied = False
+
+    def copy_tensors(self) -> None:
+        """Copies the tensors among the arguments, which a module further outside may overwrite."""
+        if not self._copied:
+            self._copied = True
+            self.args, self.kwargs = self.changed(lambda x: x.detach().clone())
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> tuple[Args, Kwargs]:
+        """The arguments with other tensors; a tensor that is passed twice is changed once."""
+        others: dict[int, Tensor] = {}
+
+        def other(x: object) -> object:
+            if not isinstance(x, Tensor):
+                return x
+            if id(x) not in others:
+                others[id(x)] = change(x)
+            return others[id(x)]
+
+        return mapped((tuple(self.args), dict(self.kwargs)), other)
+
+    @contextmanager
+    def as_given(self) -> Iterator[None]:
+        """A context in which objects among the arguments have their former contents, under the same autocast."""
+        self._contents.restore()
+        with torch.autocast(self._device, dtype=self._cast[1], enabled=self._cast[0]):
+            yield
 
 
 class ModuleStack:
@@ -97,18 +186,16 @@ class ModuleStack:
         keep_inputs: bool = False,
         guard: Guarded = unguarded,
         hooked: bool = True,
-        clock: Callable[[], int] | None = None,
     ) -> None:
-        """Prepares the hooks. `guard` calls what the hooks do, and `clock` counts the operators of a recorded pass.
+        """Prepares the hooks. `guard` calls what the hooks do.
 
         If `hooked` is False, no module gets a hook, because the caller knows which module is running.
         """
         named = modules_of(model) if hooked else {}
         self._names = {id(module): name for name, module in named.items()}
         self._modules = [*named.values()]
-        self.called: set[int] = set()  # the ids of modules that were called
-        self.frames: list[ModuleCall] = []  # all calls of a recorded pass
-        self._keep, self._clock = keep_inputs, clock
+        self.called: collections.Counter[int] = collections.Counter()  # calls by the id of the module
+        self._keep = keep_inputs
         self._guard = guard
         self.root = ModuleCall(name="", module=model, parent=None)
         self.top = self.root
@@ -143,17 +230,15 @@ class ModuleStack:
             if x.ndim > 1:
                 batch = x.shape[0]
                 break
-        self.called.add(id(module))
+        self.called[id(module)] += 1
         self.top = ModuleCall(
             name=self._names[id(module)],
             module=module,
             parent=self.top,
             batch=batch,
             inputs=inputs if self._keep else (),
-            since=0 if self._clock is None else self._clock(),
+            given=GivenArguments(args, kwargs, inputs) if self._keep else None,
         )
-        if self._clock is not None:
-            self.frames.append(self.top)
 
     def _push_scripted(self, module: nn.Module, args: Args) -> None:
         if isinstance(module, torch.jit.ScriptModule) and id(module) in self._names:
@@ -168,8 +253,6 @@ class ModuleStack:
         for frame in (self.top,) if self.top.module is module else self.top.line():
             if frame.module is module and frame.parent is not None:
                 self.top = frame.parent
-                if self._clock is not None:
-                    frame.until = self._clock()
                 return
 
 
@@ -419,9 +502,6 @@ def _keep(module: nn.Module, torchs_own: Collection[str]) -> Iterator[Callable[[
 
 def _values(x: Any) -> list[int]:
     return [*map(id, x.values())]
-
-
-_CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
 
 def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:

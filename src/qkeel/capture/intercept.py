@@ -190,9 +190,7 @@ class CaptureMode(CallObserver):
         names: dict[int, str] | None = None,
     ) -> None:
         super().__init__(guard)
-        self.stack = ModuleStack(
-            model, keep_inputs=probing, guard=guard, hooked=only_in is None, clock=self._operators if record else None
-        )
+        self.stack = ModuleStack(model, keep_inputs=probing, guard=guard, hooked=only_in is None)
         # Called with q, k, scale and causality of an SDPA call without a mask in a known module; returns whether no
         # further reading of the call is needed. None if calls are not read in this way.
         self.plain: Callable[[ModuleCall, int, Tensor, Tensor, float, bool], bool] | None = None
@@ -515,12 +513,6 @@ class CaptureMode(CallObserver):
             self._report(CapturedCall(frame=frame, ordinal=0, how="description", call=read()))
 
         self.apart(report)
-
-    def accounts_for(self, module: str) -> bool:
-        """True for the name of a module whose attention is reported in another way, because it is one of qkeel's own
-        modules or is described by hand."""
-        frames = (frame for frame in self.stack.frames if frame.name == module)
-        return any(self._elsewhere(frame) for frame in frames)
 
     def _elsewhere(self, frame: ModuleCall) -> bool:
         """True inside a module whose attention is reported in another way."""

@@ -30,7 +30,6 @@ from qkeel.functional.norms import widest
 from qkeel.heads.site import HeadSlice, QKProduct
 from qkeel.heads.walk import WHOLE_NORMS, Projection, Walk, leaves_of, nodes_of, variable_of, walk
 from qkeel.patching.autograd import is_wrapper
-from qkeel.patching.modes import no_operators_seen
 
 
 class UnknownRowsError(QkeelError, LookupError):
@@ -272,8 +271,7 @@ def _weights(x: Tensor) -> Tensor:
 def _gradient(outputs: Tensor, weights: Tensor, node: Node) -> Tensor | None:
     """The gradient of the sum of `weights` times `outputs` with respect to the output of a node."""
     edge = GradientEdge(node, 0)
-    with no_operators_seen():
-        grad = torch.autograd.grad(outputs, edge, weights, retain_graph=True, allow_unused=True)[0]
+    grad = torch.autograd.grad(outputs, edge, weights, retain_graph=True, allow_unused=True)[0]
     if grad is not None and is_wrapper(grad):
         raise UnknownRowsError(
             "its projections are split across processes, which hides their rows; find the sites before the model is "
@@ -382,13 +380,6 @@ def layout_of(
     there. Among the other dimensions, the queries are in the last one along which k does not vary or, if there is none,
     in the second to last of all dimensions.
     """
-    with no_operators_seen():  # what the experiment computes is not part of the pass
-        return _layout_of(sides, shape, keys, frame, names)
-
-
-def _layout_of(
-    sides: Sides, shape: torch.Size, keys: int, frame: ModuleCall, names: dict[int, str]
-) -> HeadLayout | None:
     walks = [_walk(side, frame, names) for side in (sides.query, sides.key)]
     splits: dict[int, Split] = {}
     for dim in range(len(shape)):

@@ -400,21 +400,19 @@ class Sites(list[AttentionSite]):
         indexers: modules whose scores choose keys for one of the sites, through a top-k and not through a softmax. No
             remedy acts on these modules. The name of an indexer is the name of the first site of its layer, followed by
             #index.
-        linear: the names of the modules that mix positions without logits, such as linear attention and state-space
-            layers, in a model that also has attention. Nothing is measured in them, and no remedy acts on them.
     """
+
+    linear: tuple[str, ...] = ()
 
     def __init__(
         self,
         sites: Iterable[AttentionSite] = (),
         missed: Iterable[UnrecognizedAttention] = (),
         indexers: Iterable[AttentionSite] = (),
-        linear: Iterable[str] = (),
     ) -> None:
         super().__init__(sites)
         self.missed = tuple(dict.fromkeys(missed))
         self.indexers = tuple(indexers)
-        self.linear = tuple(linear)
 
     @property
     def share(self) -> str:
@@ -426,13 +424,11 @@ class Sites(list[AttentionSite]):
         return share(len(self), len(self.missed))
 
     def _repr_html_(self) -> str:
-        """An HTML table with one row per site, and a line for each attention layer that was not understood and for each
-        layer without logits."""
+        """An HTML table with one row per site, and a line for each attention layer that was not understood."""
         rows = [(s.name, s.n_heads, s.n_kv_heads, s.head_dim, "known" if s.verified else "not confirmed") for s in self]
         names = ("site", "heads", "key heads", "head_dim", "weights")
         columns = {name: np.array([row[i] for row in rows], dtype=object) for i, name in enumerate(names)}
-        said = [f"not understood: {one}" for one in self.missed] + [f"linear, without logits: {n}" for n in self.linear]
-        return Frame(columns)._repr_html_() + join(tag("p", {}, one) for one in said)
+        return Frame(columns)._repr_html_() + join(tag("p", {}, f"not understood: {one}") for one in self.missed)
 
 
 INDEX = "#index"  # the suffix of the name of an indexer

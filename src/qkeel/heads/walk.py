@@ -1,474 +1,17 @@
-"""Traces autograd's graph from a product of queries and keys back to the weights, and reads the operators on the
-way."""
+"""Traces autograd's graph from a product of queries and keys back to the weights."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import heapq
-import logging
-import warnings
-from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from qkeel.capture.example import mapped, tensors
-from qkeel.errors import RefusedError
 from qkeel.patching.autograd import is_marked_norm, is_transposed, output_like, slice_of
-from qkeel.patching.modes import (
-    Args,
-    Function,
-    Kwargs,
-    TorchOperator,
-    function_name,
-    no_operators_seen,
-    without_others,
-    writes,
-    written_arguments,
-)
-
-# The operators of a recorded pass: what each of them read and wrote, and how to run some of them again with other
-# values.
-#
-# A pass is recorded operator by operator as it runs, without any analysis. What an operator read and wrote is
-# determined on request, and an index by memory leads from a tensor to the operators that use it. Tracing the weights of
-# one layer therefore examines only the operators of that attention, however deep the model is.
-
-_LOG = logging.getLogger(__name__)
-
-# Where a tensor is stored: its memory, offset, sizes, strides and dtype. Two tensors at the same place are identical.
-Place = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
-Values = Mapping[Place, Tensor]
-Contents = Mapping[int, Tensor]
-Lookup = Callable[[Tensor], Tensor]
-
-# Operators whose output depends on the shape and dtype of their input, but not on its values.
-_FORM_ALONE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "convolution")
-
-
-def place(x: Tensor) -> Place:
-    """The location and layout of a tensor in memory. For a tensor without memory of its own (a subclass), the location
-    is the id of the object."""
-    try:
-        return memory(x), int(x.storage_offset()), x.shape, x.stride(), x.dtype
-    except (RuntimeError, NotImplementedError):
-        return id(x), 0, x.shape, (), x.dtype
-
-
-def memory(x: Tensor) -> int:
-    """The address of a tensor's memory, the same for all views of one tensor."""
-    try:
-        return x.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return id(x)
-
-
-@dataclasses.dataclass(slots=True, kw_only=True, eq=False)  # not frozen, because each layer has about a hundred
-class Operation:
-    """One operator that ran: its inputs, its output, and the memory that it read and wrote.
-
-    `changed` holds the arguments that it modified, and `name` is its name without outer underscores and overload.
-    """
-
-    name: str
-    function: Function
-    args: Args
-    kwargs: Kwargs
-    out: object
-    changed: tuple[Tensor, ...]
-    reads: frozenset[int]
-    writes: frozenset[int]
-
-    @property
-    def makes(self) -> frozenset[int]:
-        """The memory of new outputs, which are neither views nor arguments that were written to."""
-        return self.writes.difference(self.reads, map(memory, self.changed))
-
-
-@final
-class Record:
-    """The operators of a pass, which keep all its tensors alive, with an index of the memory that each operator reads
-    and writes."""
-
-    def __init__(self, operators: Sequence[TorchOperator]) -> None:
-        self._memory: dict[int, int] = {}  # keyed by the id of a tensor; all tensors are alive
-        self._forms: dict[int, tuple[Hashable, list[Tensor]]] = {}
-        self._known: dict[int, tuple[str, bool, bool]] = {}  # keyed by the operator's id, as hashing one needs a call
-        self.operations = [self._operation(*operator) for operator in operators]
-        self._readers: dict[int, list[int]] = defaultdict(list)
-        self._writers: dict[int, list[int]] = defaultdict(list)
-        for i, operation in enumerate(self.operations):
-            for m in operation.reads:
-                self._readers[m].append(i)
-            for m in operation.writes:
-                self._writers[m].append(i)
-
-    def _operation(self, function: Function, args: Args, kwargs: Kwargs, out: object) -> Operation:
-        known = self._known.get(id(function))
-        if known is None:
-            name = function_name(function)
-            form_alone = name in _FORM_ALONE or name.startswith("new_")
-            known = self._known[id(function)] = name, form_alone, writes(function)
-        name, form_alone, in_place = known
-        changed = tuple(tensors(written_arguments(function, args, kwargs))) if in_place else ()
-        reads, written = set[int](), set[int]()
-        if not form_alone:
-            self._add_memories(args, reads)
-            if kwargs:
-                self._add_memories(kwargs.values(), reads)
-        self._add_memories((out, *changed), written)
-        return Operation(
-            name=name,
-            function=function,
-            args=args,
-            kwargs=kwargs,
-            out=out,
-            changed=changed,
-            reads=frozenset(reads),
-            writes=frozenset(written),
-        )
-
-    def _add_memories(self, values: Iterable[object], found: set[int]) -> None:
-        for x in values:  # this runs a hundred times for each layer, so there is no generator for each
-            if isinstance(x, Tensor):
-                found.add(self._memory.get(id(x)) or self._memory_of(x))
-            elif isinstance(x, (tuple, list)):
-                self._add_memories(x, found)
-            elif isinstance(x, dict):
-                self._add_memories(x.values(), found)
-
-    def _memory_of(self, x: Tensor) -> int:
-        """The memory of a tensor of the pass."""
-        found = self._memory.get(id(x))
-        return self._memory.setdefault(id(x), memory(x)) if found is None else found
-
-    def tensors_of(self, number: int) -> list[Tensor]:
-        """The tensors among the arguments and outputs of an operator, in a fixed order."""
-        return self._form(number)[1]
-
-    def _form(self, number: int) -> tuple[Hashable, list[Tensor]]:
-        """What an operator was called with and what it returned, with markers in place of the tensors, and these
-        tensors."""
-        found = self._forms.get(number)
-        if found is None:
-            o, inside = self.operations[number], list[Tensor]()
-            form = [_form_of(x, inside) for x in (*o.args, o.out)]
-            if o.kwargs:
-                form.append(_form_of(o.kwargs, inside))
-            found = self._forms[number] = tuple(form), inside
-        return found
-
-    def alike(self, one: int, two: int, count: int) -> dict[int, int] | None:
-        """Compares two sequences of `count` operators, which begin at the indices `one` and `two`.
-
-        Returns: a mapping from the memory of the first sequence to that of the second, if the same operators ran on
-            tensors of the same shapes and dtypes that were computed from each other in the same way; otherwise None.
-        """
-        there, back, done = dict[int, int](), dict[int, int](), dict[int, int]()
-        known = self._memory  # of all tensors in both sequences
-        for i in range(count):
-            if self.operations[one + i].function is not self.operations[two + i].function:
-                return None
-            (form, mine), (other, its) = self._form(one + i), self._form(two + i)
-            if form != other:
-                return None
-            for x, y in zip(mine, its, strict=True):
-                if done.get(id(x)) == id(y):
-                    continue
-                done[id(x)] = id(y)
-                m, n = known.get(id(x)) or self._memory_of(x), known.get(id(y)) or self._memory_of(y)
-                if there.setdefault(m, n) != n or back.setdefault(n, m) != m or not _same_layout(x, y):
-                    return None
-        return there
-
-    def reached(self, start: Iterable[int], since: int = 0, until: int | None = None) -> set[int]:
-        """The memory whose contents depend on the given memory, through the operators from index `since` on."""
-        if since or until is not None:
-            return self._spread(start, since, until, lambda _operation, _found: True)
-        found = set(start)  # for the model's input, which affects most of what the pass computes
-        for operation in self.operations:
-            if not found.isdisjoint(operation.reads):
-                found |= operation.writes
-        return found
-
-    def weights_of(self, start: Iterable[int], known: set[int], dynamic: set[int]) -> set[int]:
-        """The memory of weights that are computed from given weights, for example by a transpose or a parametrization.
-        Products with activations (`dynamic`) or with other weights are excluded."""
-
-        def is_weight(operation: Operation, found: set[int]) -> bool:
-            product = operation.name in _PRODUCTS
-            return dynamic.isdisjoint(operation.reads) and not (product and not operation.reads <= found | known)
-
-        return self._spread(start, 0, None, is_weight)
-
-    def _spread(
-        self, start: Iterable[int], since: int, until: int | None, passes: Callable[[Operation, set[int]], bool]
-    ) -> set[int]:
-        """The given memory, and all memory written by operators that read some of it and for which `passes` is true, in
-        order."""
-        until = len(self.operations) if until is None else until
-        found = set(start)
-        waiting: list[int] = []
-        queued: set[int] = set()
-
-        def follow(more: Iterable[int], first: int) -> None:
-            for m in more:
-                for i in self._readers.get(m, ()):
-                    if first <= i < until and i not in queued:
-                        queued.add(i)
-                        heapq.heappush(waiting, i)
-
-        follow(found, since)
-        while waiting:
-            i = heapq.heappop(waiting)
-            if passes(self.operations[i], found):
-                new = self.operations[i].writes - found
-                found |= new
-                follow(new, i + 1)
-        return found
-
-    def behind(
-        self,
-        wanted: Iterable[int],
-        until: int,
-        unread: Callable[[Operation], Iterable[int]] = lambda _: (),
-        given: Mapping[int, int] | None = None,
-        since: int = 0,
-    ) -> list[Operation]:
-        """The operators on which the contents of this memory depend, in order.
-
-        Args:
-            wanted: the memory whose origin is traced.
-            until: the number of operators that had run when the memory was read.
-            unread: returns the inputs of an operator that are not traced further.
-            given: maps memory to the index of the operator from which on its contents are given; what computed them is
-                left out.
-            since: the index of the first operator that is considered.
-        """
-        given = given or {}
-        waiting: list[int] = []
-        queued: set[int] = set()
-        kept: list[Operation] = []
-
-        def follow(more: Iterable[int], before: int) -> None:
-            for m in more:
-                first = max(since, given.get(m, 0))
-                for i in self._writers.get(m, ()):
-                    if first <= i < before and i not in queued:
-                        queued.add(i)
-                        heapq.heappush(waiting, -i)
-
-        follow(wanted, until)
-        while waiting:
-            i = -heapq.heappop(waiting)
-            operation = self.operations[i]
-            kept.append(operation)
-            follow(operation.reads.difference(unread(operation)), i)
-        return kept[::-1]
-
-    def readers(self, wanted: Iterable[int], until: int) -> list[int]:
-        """The indices of the operators before index `until` that read any of this memory."""
-        return sorted({i for m in wanted for i in self._readers.get(m, ()) if i < until})
-
-    def maker(self, wanted: int, until: int) -> int:
-        """The number of operators that had run when the tensor in this memory first existed."""
-        numbers = (i for i in reversed(self._writers.get(wanted, [])) if i < until)
-        return next((i for i in numbers if wanted in self.operations[i].makes), -1) + 1
-
-
-_TENSOR = object()
-_CONSTANTS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})  # most arguments
-
-
-def _form_of(value: object, found: list[Tensor]) -> Hashable:
-    """A value that is equal for arguments that differ only in their tensors, which are appended to `found`."""
-    kind = type(value)
-    if kind in _CONSTANTS:
-        return kind, value
-    if isinstance(value, Tensor):
-        found.append(value)
-        return _TENSOR
-    if isinstance(value, (tuple, list)):
-        return tuple([_form_of(x, found) for x in value])
-    if isinstance(value, Mapping):
-        return tuple([(name, _form_of(x, found)) for name, x in value.items()])
-    return kind, value if isinstance(value, Hashable) else id(value)
-
-
-def _same_layout(x: Tensor, y: Tensor) -> bool:
-    """True if two tensors have the same sizes, dtype and device, and the same strides and offset in their memory."""
-    if x is y:
-        return True
-    if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
-        return False
-    try:
-        return x.stride() == y.stride() and x.storage_offset() == y.storage_offset()
-    except (RuntimeError, NotImplementedError):  # tensors without memory of their own
-        return type(x) is type(y)
-
-
-class Repetition:
-    """Operators that can be run again with other values in some places. Operators whose result would not change are
-    left out."""
-
-    def __init__(self, operations: Sequence[Operation], changed: set[int]) -> None:
-        """Takes the operators in order, and the memory whose contents will be different."""
-        self.operations = _affected(operations, changed)
-
-    @functools.cached_property
-    def _steps(self) -> list[tuple[Function, list[Any], dict[str, Any], list[Place]]]:
-        """The functions to call, their arguments with markers in place of the tensors, and the locations of their
-        outputs."""
-        # Another process may repeat different operators, or none, so waiting for it could take forever.
-        functions = [without_others(o.function, o.args) or o.function for o in self.operations]
-        return [
-            (function, mapped([*o.args], _marked), mapped(dict(o.kwargs), _marked), _places(o.out))
-            for function, o in zip(functions, self.operations)
-        ]
-
-    @functools.cached_property
-    def _foreign(self) -> list[Tensor]:
-        """The tensors that the operators write to but did not create."""
-        made, found = set[int](), list[Tensor]()
-        for operation in self.operations:
-            made |= operation.makes
-            found += [x for x in operation.changed if memory(x) not in made]
-        return found
-
-    def products(self, weights: set[int]) -> list[Operation]:
-        """The operators that multiply the contents of this memory, in a matrix product or element by element."""
-        return [o for o in self.operations if not weights.isdisjoint(o.reads) and o.makes]
-
-    @torch.no_grad()
-    def __call__(self, values: Values, contents: Contents | None = None) -> Lookup:
-        """Runs the operators with other values in some places and other contents in some memory. Returns a function
-        that maps a tensor of the recorded pass to its new value."""
-        return self._repeated(values, contents)
-
-    @torch.enable_grad()
-    def with_graph(self, values: Values, contents: Contents | None = None) -> Lookup:
-        """Runs the operators with gradients, so that the tensors found can be differentiated with respect to the given
-        values."""
-        return self._repeated(values, contents)
-
-    def _repeated(self, values: Values, contents: Contents | None) -> Lookup:
-        now = _Now(dict(values), dict(contents or {}))
-        for x in self._foreign:
-            now.copy(x)
-        for function, args, kwargs, places in self._steps:
-            given = [mapped(x, now.of) if type(x) in (list, tuple) else now.of(x) for x in args]
-            now.put(places, function(*given, **mapped(kwargs, now.of)) if kwargs else function(*given))
-        return now
-
-    @torch.no_grad()
-    def at_once(
-        self, values: Values, wanted: Sequence[Tensor], contents: Contents | None = None
-    ) -> list[Tensor] | None:
-        """Returns the wanted tensors [n ...] for n sets of values [n ...] in the given places, or None if the operators
-        cannot be run on a batch."""
-        places = list(values)
-
-        def run(*numbers: Tensor) -> tuple[Tensor, ...]:
-            now = self(dict(zip(places, numbers)), contents)
-            return tuple(now(x) for x in wanted)
-
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about operators that torch runs one by one
-                return list(torch.func.vmap(run)(*values.values()))
-        except RefusedError:
-            raise
-        except Exception as error:
-            _LOG.debug("operators are repeated for one change at a time: %s", error)
-            return None
-
-
-class _Now:
-    """The values of a recorded pass's tensors in a repetition of the pass."""
-
-    def __init__(self, values: dict[Place, Tensor], contents: dict[int, Tensor]) -> None:
-        self._values, self._contents = values, contents
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.of(_marked(x))
-
-    def of(self, value: Any) -> Any:
-        """The new value of a marked tensor; anything else is returned unchanged."""
-        if type(value) is not _Mark:
-            return value
-        known = self._values.get(value.where)
-        if known is not None:
-            return known
-        content = self._contents.get(value.lies_in)
-        return value.x if content is None else at_place(value.x, content)
-
-    def copy(self, x: Tensor) -> None:
-        """Makes a copy of the contents of this tensor's memory and uses it from now on."""
-        known = self._contents.get(memory(x))
-        self._contents[memory(x)] = contents_of(x) if known is None else known.clone()
-
-    def put(self, places: Sequence[Place], after: object) -> None:
-        """Replaces one tensor by another, or several tensors by others."""
-        for old, new in zip(places, tensors(after), strict=True):
-            self._values[old] = new
-
-
-def contents_of(x: Tensor) -> Tensor:
-    """A copy of a tensor's entire underlying storage, as a 1-D tensor of the same dtype."""
-    n = x.untyped_storage().nbytes() // x.element_size()
-    return x.detach().as_strided((n,), (1,), 0).clone()
-
-
-def at_place(x: Tensor, content: Tensor) -> Tensor:
-    """The tensor that has the same place in this content as x has in its own memory."""
-    content = content if content.dtype == x.dtype else content.view(x.dtype)
-    return content.as_strided(x.shape, x.stride(), x.storage_offset())
-
-
-def stored(x: Tensor) -> Tensor:
-    """A view of the stored elements of a tensor, without those that it repeats along a dimension, so that it can be
-    changed in place."""
-    for dim, step in enumerate(x.stride()):
-        x = x.narrow(dim, 0, 1) if step == 0 and x.shape[dim] > 1 else x
-    return x
-
-
-def _affected(operations: Sequence[Operation], changed: set[int]) -> list[Operation]:
-    """The operators that read changed memory, and the operators that created what such an operator modifies in
-    place."""
-    reached, kept = set(changed), set[int]()
-    while True:
-        before = len(reached), len(kept)
-        for i, operation in enumerate(operations):
-            if not reached.isdisjoint(operation.reads) or not reached.isdisjoint(operation.writes):
-                kept.add(i)
-                reached |= operation.writes
-        if before == (len(reached), len(kept)):
-            return [operations[i] for i in sorted(kept)]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Mark:
-    """A tensor among arguments, with its place and memory."""
-
-    x: Tensor
-    where: Place
-    lies_in: int
-
-
-def _places(value: object) -> list[Place]:
-    return [place(x) for x in tensors(value)]
-
-
-def _marked(value: object) -> object:
-    return _Mark(value, place(value), memory(value)) if isinstance(value, Tensor) else value
-
 
 # The autograd graph between q (or k) and the input of its attention module, as far as weights are concerned.
 
@@ -586,6 +129,26 @@ def names_of(model: nn.Module) -> dict[int, str]:
 def nodes_of(inputs: Iterable[Tensor]) -> set[Node]:
     """The graph nodes that computed these tensors, which are the nodes where tracing stops."""
     return {x.grad_fn for x in inputs if x.grad_fn is not None}
+
+
+def projected_inputs(starts: Iterable[Node], stops: set[Node]) -> set[Node]:
+    """The nodes among `stops` that are reached from q and k through a product with a weight."""
+    reached: set[Node] = set()
+    known: set[tuple[Node, bool]] = set()
+    queue = [(node, False) for node in starts]
+    while queue:
+        node, projected = queue.pop()
+        if (node, projected) in known:
+            continue
+        known.add((node, projected))
+        if node in stops:
+            reached |= {node} if projected else set()
+            continue
+        factors = _MATRIX.get(node.name(), ())[:2]
+        weights = [n for i in factors if (n := node.next_functions[i][0]) is not None and leaves_of(n, stops)]
+        projected = projected or bool(weights)
+        queue += [(n, projected) for n, _ in node.next_functions if n is not None]
+    return reached
 
 
 def leaves_of(start: Node, stops: set[Node]) -> list[Node] | None:
@@ -751,8 +314,7 @@ def _order(node: Node, weight: Tensor) -> tuple[int, Tensor] | None:
     codes = torch.zeros(weight.shape, dtype=torch.int64, device=out.device)
     for bit in range(len(numbers).bit_length()):
         own = ((numbers >> bit) & 1).to(out).expand_as(out)
-        with no_operators_seen():
-            (grad,) = torch.autograd.grad(GradientEdge(node, 0), weight, own, retain_graph=True)
+        (grad,) = torch.autograd.grad(GradientEdge(node, 0), weight, own, retain_graph=True)
         codes |= grad.ne(0).long() << bit
     columns = codes.flatten(1).amax(0)
     empty = codes == 0  # entries whose other factor is zero for all tokens
@@ -809,8 +371,7 @@ def _makes_rows(node: Node, weight: Tensor) -> bool:
     gradient."""
     first = output_like(node)
     first[..., 0] = 1.0
-    with no_operators_seen():
-        (grad,) = torch.autograd.grad(GradientEdge(node, 0), weight, first, retain_graph=True)
+    (grad,) = torch.autograd.grad(GradientEdge(node, 0), weight, first, retain_graph=True)
     return int(grad.ne(0).any(1).sum()) <= int(grad.ne(0).any(0).sum())
 
 

@@ -702,8 +702,7 @@ def _check_ran(
     for new in placed:
         new.seen = []
     try:
-        below = any(site.below for site in sites)
-        trace = seen(target.model, *target.short(), below=below, earlier=target.trace)
+        trace = seen(target.model, *target.short(), earlier=target.trace)
     finally:
         sizes = [new.seen for new in placed]
         for new in placed:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.heads.site import AttentionSite, HeadSlice
-from qkeel.heads.walk import place as memory_place
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import InstanceForward, put_in_place
@@ -168,17 +167,15 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
     query, head = site.terms[0].query[-1], site.n_heads - 1
     trace = target.trace or traced(target.model, *target.batch, expected=True)
     weight = target.parameter(query.parameter)
-    turned = {memory_place(weight): _turned(weight, query, head)}
-    own, done = trace.calls[site.name][0].captured.frame, trace.calls[site.name][0].until
-    alone = sum(frame.module is site.module for frame in trace.frames) == 1
-    x = next((x for x in own.inputs if x.is_floating_point()), None) if alone else None
+    own = trace.calls[site.name][0].captured.frame
+    x = None
+    if trace.called.get(id(site.module)) == 1:
+        x = next((x for x in own.inputs if x.is_floating_point()), None)
     module = a = b = None
-    for frame in trace.frames:
-        if frame.since < done or own not in frame.line() or not _has_matrix(frame.module) or not frame.inputs:
-            continue
-        before, after = trace.repeated(site.name, turned, frame, frame.inputs[0])
-        if not torch.equal(before, after):
-            module, a, b = frame.module, before, after
+    changed_inputs = trace.inputs_after(site, {query.parameter: _turned(weight, query, head)})
+    for after_attention, (before, after) in changed_inputs.items():
+        if _has_matrix(after_attention) and not torch.equal(before, after):
+            module, a, b = after_attention, before, after
             break
     if module is None or a is None or b is None or x is None or a.shape[:-1] != x.shape[:-1]:
         raise RefusedError(

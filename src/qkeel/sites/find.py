@@ -33,7 +33,8 @@ from qkeel.patching.modes import (
     parameters_of,
     submodules_of,
 )
-from qkeel.sites.trace import SEARCH, ModelTrace, spread, traced, whole_weights
+from qkeel.sites.run import SEARCH, spread, whole_weights
+from qkeel.sites.trace import ModelTrace, traced
 
 # Several models that are passed as one, such as the pipeline stages of one process. Each of them has a name.
 
@@ -134,8 +135,7 @@ def all_sites(of: Mapping[str, Sites]) -> Sites:
     named = ((functools.partial(within, name), sites) for name, sites in of.items())
     pairs = [(inside, sites) for inside, sites in named]
     indexers = (_renamed(site, inside) for inside, sites in pairs for site in sites.indexers)
-    linear = (inside(name) for inside, sites in pairs for name in sites.linear)
-    return Sites((_renamed(site, inside) for inside, sites in pairs for site in sites), missed, indexers, linear)
+    return Sites((_renamed(site, inside) for inside, sites in pairs for site in sites), missed, indexers)
 
 
 def _renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite:
@@ -219,8 +219,7 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
         )
     if not isinstance(sites, Sites):
         return Sites(found)
-    linear = [now for n in sites.linear if (now := _name_now(model, n, of_module=True)) in modules]
-    return Sites(found, sites.missed, _bound_indexers(sites, model), linear)
+    return Sites(found, sites.missed, _bound_indexers(sites, model))
 
 
 def _bound_indexers(sites: Sites, model: nn.Module) -> list[AttentionSite]:
@@ -259,10 +258,10 @@ def find_sites(model: nn.Module, batch: object = None) -> Sites:
     """Returns every attention layer of the model; a module that is used twice in a forward pass is one site.
 
     Without a batch, only qkeel's own modules are found, in module order. With a batch, one forward pass is run, and
-    every attention call it makes becomes a site, in call order. An experiment on the recorded operators then confirms
-    the weights of each head (`site.verified`). On a larger batch, the experiment uses only a few rows if these give the
-    same result. The `missed` attribute of the result lists the attention layers that were detected but not recognised.
-    The model, its buffers and caches, gradients and random number generators are left unchanged.
+    every attention call it makes becomes a site, in call order. The modules with attention then run again with other
+    weights, which confirms the weights of each head (`site.verified`). On a larger batch, only a few rows are used if
+    these give the same result. The `missed` attribute of the result lists the attention layers that were detected but
+    not recognised. The model, its buffers and caches, gradients and random number generators are left unchanged.
 
     If fully_shard has split the model, all processes must call this function, and each process holds all weights during
     the search. If the model does not fit into the memory of one process, or if its heads will be split, which hides its
@@ -316,7 +315,7 @@ def found_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, Mo
 def _searched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, ModelTrace]:
     own = _own_sites(model)
     trace = traced(model, args, kwargs, expected=not own)
-    return Sites([*own, *trace.sites], trace.sites.missed, trace.sites.indexers, trace.sites.linear), trace
+    return Sites([*own, *trace.sites], trace.sites.missed, trace.sites.indexers), trace
 
 
 def _searched_by_all(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:

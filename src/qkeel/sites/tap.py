@@ -58,7 +58,7 @@ from qkeel.patching.modes import (
 )
 from qkeel.patching.named_calls import SDPA_BY_NAME
 from qkeel.patching.roles import PassRole, Phase, inside_checkpoint
-from qkeel.sites.trace import spread
+from qkeel.sites.run import spread
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import BandCall
 

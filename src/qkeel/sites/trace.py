@@ -1,10 +1,9 @@
-"""One recorded pass of a model: its attention calls and sites, and the operators that computed them.
+"""One traced pass of a model: its attention calls, and the sites that they belong to.
 
-`traced` runs a model once on a short part of an example, with gradients and with every operator recorded, reads the
-sites from that pass and verifies them. It then runs the full example once, with few observations, to check whether it
-makes the same calls. `find_sites` returns the sites. `apply`, its remedies and their checks keep the trace while they
-run, and take the operands, the weights of the values, and the called modules from it instead of running the model
-again.
+`traced` runs a model once on a short part of an example, with gradients, reads the sites from that pass and verifies
+them. It then runs the full example once, with few observations, to check whether it makes the same calls. `find_sites`
+returns the sites. `apply`, its remedies and their checks keep the trace while they run, and take the operands, the
+weights of the values, and the called modules from it instead of running the model again.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Literal, final
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from qkeel import dist
 from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, fewest_keys, key_heads
 from qkeel.capture.eager import is_projected, reached
-from qkeel.capture.example import ModuleCall, ShortExample, Undo, copied, first_row, shorter, tensors, undisturbed
+from qkeel.capture.example import ModuleCall, ShortExample, Undo, copied, first_row, shorter, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.capture.visible_sets import KeyOrigin, VisibleSets, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, NoAttentionError, caution
@@ -38,12 +37,9 @@ from qkeel.heads.site import (
     NormGain,
     QKProduct,
     Sites,
-    UnrecognizedAttention,
     layer_of,
 )
-from qkeel.heads.verification import Copy, RecordedCall, Verification
-from qkeel.heads.walk import Record, Repetition, Values, leaves_of, memory, names_of, nodes_of, variable_of
-from qkeel.nn.attention import SpecModule
+from qkeel.heads.walk import leaves_of, names_of, nodes_of, variable_of
 from qkeel.patching.autograd import CheckpointedParts
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.modes import (
@@ -52,31 +48,25 @@ from qkeel.patching.modes import (
     Function,
     Guarded,
     Kwargs,
-    TorchOperator,
-    buffers_of,
-    gathered,
     modules_of,
-    no_operators_seen,
-    parameters_in,
-    running_stage,
+    submodules_of,
     uncompiled,
     unguarded,
 )
 from qkeel.patching.named_calls import SDPA_BY_NAME
-from qkeel.sites.linear_layers import linear_layers
-from qkeel.sites.unrecognized import unrecognized_attention
+from qkeel.sites.run import check_devices, forward, spread, whole_weights
+from qkeel.sites.verify import RecordedCall, Rerun, Verification, VisibleLogits
 from qkeel.spec import AttentionCall
 
 _LOG = logging.getLogger(__name__)
 
-SEARCH = "the search for attention in a model that is split across processes"
 ONE_LENGTH = 1e-3  # what a norm adds under its root changes norms by less than this fraction
 
 Gains = tuple[NormGain, ...]
 Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]  # see `CaptureMode`: modules to observe, by name
-# How much is read about the sites of a pass: whether a norm precedes the logit ("plain norms", or "norms" to include
-# attention that only operators show), also the weights, or also whether an experiment confirms the weights.
-Wanted = Literal["plain norms", "norms", "weights", "verified"]
+# How much is read about the sites of a pass: whether a norm precedes the logit, also the weights, or also whether a
+# rerun confirms the weights.
+Wanted = Literal["norms", "weights", "verified"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -126,13 +116,10 @@ class ModelTrace:
         given: the arguments of the pass, which may be a part of a larger example.
         calls: the first call of each site, or one call for each head if the heads are computed one by one.
         values: the tensors by which the softmax weights of each site were multiplied.
-        called: the ids of the modules that ran.
+        called: the number of calls of each module, by its id.
         minima: the smallest visible logit of each hand-written site, on the full example.
         hidden_by_small: the number of pairs that masks hide at each hand-written site where some of these are hidden by
             values above -9000, on the full example.
-        unrecognized: the entries of `sites.missed` that were found from the operators, and not by a reader of calls.
-        operators: every operator that ran, if operators were recorded.
-        frames: every module call, if operators were recorded.
     """
 
     model: nn.Module
@@ -140,18 +127,13 @@ class ModelTrace:
     given: tuple[Args, Kwargs]
     calls: dict[str, list[RecordedCall]]
     values: dict[str, Tensor]
-    called: frozenset[int]
+    called: Mapping[int, int]
     minima: dict[str, float]
     hidden_by_small: dict[str, int]
-    unrecognized: tuple[UnrecognizedAttention, ...] = ()
-    operators: Sequence[TorchOperator] = ()
-    frames: Sequence[ModuleCall] = ()
 
     def verified(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
-        """Returns the sites, with a reason for each site whose weights an experiment on the recorded operators does not
-        confirm."""
-        checks = Verification(self.model, self.operators, self.given)
-        return [checks.site(site, self.calls.get(site.name, [])) for site in sites]
+        """Returns the sites, with a reason for each site whose weights a rerun of its module does not confirm."""
+        return _verified(self.model, sites, self.calls)
 
     def places(self) -> Places | None:
         """Returns the modules that made the calls, keyed by name, if all attention calls are calls of
@@ -161,25 +143,33 @@ class ModelTrace:
         plain = named and not self.sites.missed and {c.name for c in calls} == {site.name for site in self.sites}
         return {c.frame.name: (c.frame.module, SDPA_BY_NAME) for c in calls} if plain and calls else None
 
-    @functools.cached_property
-    def record(self) -> Record:
-        """The operators, with an index of the memory that each operator reads and writes."""
-        return Record(self.operators)
+    def inputs_after(
+        self, site: AttentionSite, weights: Mapping[str, Tensor]
+    ) -> dict[nn.Module, tuple[Tensor, Tensor]]:
+        """Runs the module of a site again, as it was and with other weights, by name.
 
-    def repeated(self, name: str, values: Values, frame: ModuleCall, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the input of a module that follows a site's attention, once as it was and once as it would be with
-        other weights.
-
-        Args:
-            name: the name of the site.
-            values: the values that replace the weights, keyed by the places of the weights.
-            frame: the call of the following module, inside the call of the site's module.
-            x: that module's input.
+        Returns: the first inputs, in both runs, of the modules without submodules that run after its attention, in the
+            order of their calls.
         """
-        first, weights = self.calls[name][0], {where[0] for where in values}
-        inside = self.record.behind({memory(x)}, frame.since, since=first.captured.frame.since)
-        again = Repetition(inside, weights)
-        return again({})(x), again(values)(x)
+        calls = self.calls[site.name]
+        own = calls[0].captured.frame
+        parameters = {name: self.model.get_parameter(name) for name in weights}
+        needed = {id(p) for p in parameters.values()}
+        for frame in own.line():
+            if frame.given is None or not needed <= {id(p) for p in frame.module.parameters()}:
+                continue
+            inside = {id(module) for module in own.module.modules()}
+            leaves = {
+                name: module
+                for name, module in modules_of(frame.module).items()
+                if id(module) in inside and not submodules_of(module)
+            }
+            logits = [VisibleLogits(call.captured.call) for call in calls]
+            rerun = Rerun(self.model, site, frame, calls, logits, parameters, on_copy=False)
+            with extra_pass(self.model), rerun.opened():
+                before, after = rerun.inputs_after({}, leaves), rerun.inputs_after(weights, leaves)
+            return {leaves[name]: (x, after[name]) for name, x in before.items() if name in after}
+        return {}
 
     def operands(self) -> dict[str, list[tuple[Operand, Operand]]]:
         """The operands of every product of each site's first call that was fully observed, keyed by site."""
@@ -223,7 +213,7 @@ def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> M
                 known = all(s.verified and (short.rows > 1 or _is_plain(s.layout)) for s in sites)
                 if known and (whole := _same_calls(model, args, kwargs, trace, undo)) is not None:
                     minima, hidden, types = whole
-                    sites = Sites(_typed(sites, types), sites.missed, sites.indexers, sites.linear)
+                    sites = Sites(_typed(sites, types), sites.missed, sites.indexers)
                     if short.cut and any(s.normed for s in sites):
                         sites = _with_bounds(model, sites, first_row(args, kwargs), undo)
                     return dataclasses.replace(trace, sites=sites, minima=minima, hidden_by_small=hidden)
@@ -233,9 +223,7 @@ def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> M
         return _traced(model, args, kwargs, undo, expected=expected)
 
 
-def seen(
-    model: nn.Module, args: Args, kwargs: Kwargs, *, below: bool = True, earlier: ModelTrace | None = None
-) -> ModelTrace:
+def seen(model: nn.Module, args: Args, kwargs: Kwargs, *, earlier: ModelTrace | None = None) -> ModelTrace:
     """Returns the trace of a pass over the full example, with its sites and with whether their q or k is normed, but
     without the weights of their heads.
 
@@ -243,15 +231,13 @@ def seen(
         model: the model.
         args: its arguments.
         kwargs: its keyword arguments.
-        below: whether to observe operators too.
         earlier: the trace of a pass on the same example. If all its attention calls were calls of
             F.scaled_dot_product_attention through that name, only such calls in the same modules are observed.
     """
     model = uncompiled(model)
-    places = None if earlier is None or below else earlier.places()
+    places = None if earlier is None else earlier.places()
     with whole_weights(model), extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
-        read: Wanted = "norms" if below else "plain norms"
-        return _traced(model, args, kwargs, undo, expected=True, read=read, places=places)
+        return _traced(model, args, kwargs, undo, expected=True, read="norms", places=places)
 
 
 def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -266,7 +252,7 @@ def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
         with extra_pass(model), torch.inference_mode(False), undisturbed(model):
             forward(model, nullcontext(), copied(args), copied(kwargs), graph=False)
     except Exception as error:
-        raise _failed(model, f"{type(error).__name__}: {error}") from error
+        raise _failed(model, error) from error
 
 
 def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
@@ -298,34 +284,37 @@ def _traced(
 ) -> ModelTrace:
     """The trace of one pass over this example, with as much information about its sites as `read` requests."""
     check_devices(model, args, kwargs)
-    reading, below = _watched(model, args, kwargs, undo, read, places)
+    reading = _read(model, args, kwargs, undo, read, places)
     watcher = reading.watcher
-    unrecognized = tuple(reading.unrecognized())
     if not reading.sites and expected:
-        raise NoAttentionError(unseen(model, watcher, unrecognized))
-    if below:
-        caution(f"attention inside torch.jit.script and torch.func.vmap is not searched for: {below}")
+        raise NoAttentionError(unseen(model, watcher))
     sites = _typed([reading.sites[name] for name in reading.order if name in reading.sites], reading.visible)
-    if read == "verified" and below:
-        why = f"the forward pass that records operators failed: {below}"
-        sites = [dataclasses.replace(s, unverified=why) if s.terms else s for s in sites]
     groups = grouped([call.captured for call in reading.order.values()])
     calls = {group[0].name: [reading.order[captured.name] for captured in group] for group in groups}
     least = {name: _least(c.captured.call) for name, (c, *_) in calls.items()}
-    missed, linear = (*watcher.missed, *unrecognized), reading.linear(unrecognized)
+    if read == "verified":
+        undo()  # a module that holds tensors of the pass could not be copied
+        sites = _verified(model, sites, calls)
     return ModelTrace(
         model=model,
-        sites=Sites(sites, missed, _indexers(watcher, [site.name for site in sites]), linear),
-        unrecognized=unrecognized,
+        sites=Sites(sites, watcher.missed, _indexers(watcher, [site.name for site in sites])),
         given=reading.given,
         calls=calls,
         values=watcher.values or {},
-        called=frozenset(watcher.stack.called),
+        called=watcher.stack.called,
         minima={name: float(x) for name, x in least.items() if x is not None},
         hidden_by_small={name: _hidden_by_small(c.captured.call) for name, (c, *_) in calls.items()},
-        operators=watcher.operations,
-        frames=watcher.stack.frames,
     )
+
+
+def _verified(
+    model: nn.Module, sites: Sequence[AttentionSite], calls: Mapping[str, Sequence[RecordedCall]]
+) -> list[AttentionSite]:
+    verification = Verification(model)
+    with extra_pass(model):
+        verified = [verification.site(site, calls.get(site.name, [])) for site in sites]
+    verification.tell()
+    return verified
 
 
 def _typed(sites: Sequence[AttentionSite], seen: Mapping[str, VisibleSets]) -> list[AttentionSite]:
@@ -364,17 +353,11 @@ def _same_calls(
         found[name] = found.get(name, 0) + scored(captured).shape[1]
 
     layouts = {site.name: site.layout for site in sites if site.layout is not None}
-    for below in (False, True):
-        watcher = CaptureMode(model, note, dispatch=below, layouts=layouts)
-        watcher.key_heads = {s.name: (s.n_heads, s.n_kv_heads) for s in sites if s.key_heads is None}
-        forward(model, watcher, copied(args), copied(kwargs), graph=False)
-        undo()
-        scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
-        if below or not (watcher.hidden or scripted or any(site.below for site in sites)):
-            break
-        for kept in (found, names, least, hidden, groups, types):
-            kept.clear()
-    same = {str(m) for m in watcher.missed} == {str(m) for m in sites.missed if m not in trace.unrecognized}
+    watcher = CaptureMode(model, note, layouts=layouts)
+    watcher.key_heads = {s.name: (s.n_heads, s.n_kv_heads) for s in sites if s.key_heads is None}
+    forward(model, watcher, copied(args), copied(kwargs), graph=False)
+    undo()
+    same = {str(m) for m in watcher.missed} == {str(m) for m in sites.missed}
     same = same and found == {site.name: site.n_heads for site in sites}
     return ({name: float(x) for name, x in least.items()}, hidden, types) if same else None
 
@@ -418,32 +401,13 @@ def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo
         seen = {}
     gains = {s.name: (seen[s.name].query_gains, seen[s.name].key_gains) if s.name in seen else ((), ()) for s in sites}
     found = [dataclasses.replace(s, query_gains=gains[s.name][0], key_gains=gains[s.name][1]) for s in sites]
-    return Sites(found, sites.missed, sites.indexers, sites.linear)
+    return Sites(found, sites.missed, sites.indexers)
 
 
 def _is_plain(layout: HeadLayout | None) -> bool:
     """True if heads have a separate dimension; on a single sequence, heads that are merged with the batch seem to have
     one."""
     return layout is None or layout.groups == tuple("bhts")
-
-
-def check_devices(model: nn.Module, *example: object) -> None:
-    """Refuses an example that is not on the device of the model, before running it.
-
-    Raises:
-        InvalidValueError: the example is on another device; the message names both devices.
-    """
-    modules = modules_of(model).values()
-    buffers = [x for module in modules for x in buffers_of(module).values() if x is not None]
-    homes = {x.device for x in (*parameters_in(modules), *buffers)}
-    for x in tensors(example):
-        # A scalar on the CPU can be combined with tensors on any device.
-        if homes and x.device not in homes and (x.ndim or x.device.type != "cpu"):
-            where = ", ".join(sorted(map(str, homes)))
-            raise InvalidValueError(
-                f"expected the example on the model's device, {where}; got a tensor of shape {tuple(x.shape)} on "
-                f"{x.device}. Move one of them: inputs.to({where.split(', ')[0]!r})"
-            )
 
 
 @final
@@ -458,7 +422,6 @@ class _Reading:
         given: tuple[Args, Kwargs],
         read: Wanted,
         *,
-        dispatch: bool,
         keep: bool,
         places: Places | None = None,
     ) -> None:
@@ -468,8 +431,6 @@ class _Reading:
             model,
             self._note,
             probing=True,
-            dispatch=dispatch,
-            record=read == "verified",
             guard=_guard(model),
             only_in=places,
             names=self._names,
@@ -481,19 +442,25 @@ class _Reading:
         self.sites: dict[str, AttentionSite] = {}
         self.order: dict[str, RecordedCall] = {}  # the first call for each name
         self.visible: dict[str, VisibleSets] = {}
-        self.checks: Verification | None = None
         self._waiting: list[CapturedCall] = []
-        self._recorded: dict[str, list[RecordedCall]] = {}  # the calls of sites that were read before the end
 
     def _note(self, captured: CapturedCall) -> None:
-        if captured.name not in self.order:
-            self.order[captured.name] = RecordedCall(captured=captured, until=len(self.watcher.operations))
-            self._waiting.append(captured)
+        line = captured.frame.line()
+        positions = {id(frame): frame.captured for frame in line}
+        for frame in line:
+            frame.captured += 1
+        if captured.name in self.order:
+            return
+        self.order[captured.name] = RecordedCall(captured=captured, positions=positions)
+        self._waiting.append(captured)
+        if self._wanted == "verified":
+            for frame in line:
+                if frame.given is not None:
+                    frame.given.copy_tensors()
 
     def _at_end_of_part(self) -> None:
         running = self.watcher.stack.top.line()
-        with no_operators_seen():
-            self.watcher.guard(self.watcher.apart, functools.partial(self._read, running))
+        self.watcher.guard(self.watcher.apart, functools.partial(self._read, running))
 
     def _read(self, running: Sequence[ModuleCall]) -> None:
         left: list[CapturedCall] = []
@@ -501,11 +468,13 @@ class _Reading:
             if calls[0].headless and any(calls[0].frame is frame for frame in running):
                 left += calls  # more heads may follow
                 continue
-            self._recorded[calls[0].name] = [self.order[call.name] for call in calls]
-            with unrounded(scored(calls[0])):
-                site = _site(calls, self._names, self._wanted)
-            self.sites[calls[0].name] = self._with_origin(site, calls)
+            self._read_site(calls)
         self._waiting = left
+
+    def _read_site(self, calls: list[CapturedCall]) -> None:
+        with unrounded(scored(calls[0])):
+            site = _site(calls, self._names, self._wanted)
+        self.sites[site.name] = self._with_origin(site, calls)
 
     def run(self) -> None:
         """Runs the pass."""
@@ -514,82 +483,20 @@ class _Reading:
         forward(watcher.stack.root.module, _looking(watcher), *self.given, parts=self.parts, guard=watcher.guard)
 
     def finished(self) -> bool:
-        """Reads the remaining sites and verifies those of a recorded pass. Returns False if that needed a checkpointed
-        part that was not kept."""
-        if self.watcher.operations:
-            self.checks = Verification(self.watcher.stack.root.module, self.watcher.operations, self.given)
-            for name, site in self.sites.items():
-                self.sites[name] = self._checked(site, self._recorded[name])
+        """Reads the remaining sites. Returns False if that needed a checkpointed part that was not kept."""
         try:
             with torch.enable_grad():
-                self._read_by_kind([*grouped(self._waiting)])
+                for calls in grouped(self._waiting):
+                    self._read_site(calls)
         except RuntimeError:
             if not self.parts.missed:
                 raise
         return not self.parts.missed
 
-    def _read_by_kind(self, groups: Sequence[list[CapturedCall]]) -> None:
-        """Reads the sites of these calls. One site of each kind is read from the graph, and similar sites are read by
-        analogy to it."""
-        tried: dict[str, set[int]] = {calls[0].name: set() for calls in groups}
-        while groups:
-            copies: list[tuple[Copy, list[CapturedCall]]] = []
-            for calls in groups:
-                recorded, name = [self.order[call.name] for call in calls], calls[0].name
-                copy = None if self.checks is None else self.checks.another(recorded, tried[name])
-                if copy is None:
-                    with unrounded(scored(calls[0])):
-                        site = _site(calls, self._names, self._wanted)
-                    site = site if self.checks is None else self.checks.site(site, recorded)
-                    self.sites[name] = self._with_origin(site, calls)
-                else:
-                    copies.append((copy, calls))
-                    tried[name].add(id(copy.pattern))
-            same = [] if self.checks is None else self.checks.same_numbers([copy for copy, _ in copies])
-            for (copy, calls), yes in zip(copies, same, strict=True):
-                if yes:
-                    self.sites[calls[0].name] = self._with_origin(self._with_gains(copy.site, calls), calls)
-            groups = [calls for (_, calls), yes in zip(copies, same, strict=True) if not yes]
-
-    def _with_gains(self, site: AttentionSite, calls: list[CapturedCall]) -> AttentionSite:
-        if not site.normed:
-            return site
-        with unrounded(scored(calls[0])):
-            query, key = _gains(calls, calls[0].call.q, calls[0].call.k, self._names)
-        return dataclasses.replace(site, query_gains=query, key_gains=key)
-
-    def _checked(self, site: AttentionSite, calls: Sequence[RecordedCall]) -> AttentionSite:
-        """A site that was read earlier, with the result of the experiment on it or on a site that it resembles."""
-        assert self.checks is not None
-        copy = self.checks.another(calls)
-        if copy is not None and _same_terms(copy.site, site) and all(self.checks.same_numbers([copy])):
-            return dataclasses.replace(site, unscaled=copy.site.unscaled)
-        return self.checks.site(site, calls)
-
-    def unrecognized(self) -> list[UnrecognizedAttention]:
-        """The attention in a recorded pass that no reader of calls has recognized."""
-        if self.checks is None:
-            return []
-        watcher = self.watcher
-        weights = {memory(x) for x in watcher.handwritten.tags.weights or ()}
-        record, dynamic = self.checks.record, self.checks.dynamic
-        found = unrecognized_attention(record, dynamic, watcher.stack.frames, weights, watcher.fused)
-        return [one for one in found if not watcher.accounts_for(one.module)]
-
-    def linear(self, unrecognized: Sequence[UnrecognizedAttention]) -> tuple[str, ...]:
-        """The modules of a recorded pass that mix positions without logits."""
-        if self.checks is None:
-            return ()
-        own = [
-            name for name, module in self.watcher.stack.root.module.named_modules() if isinstance(module, SpecModule)
-        ]
-        attending = [*self.order, *own, *(one.module for one in (*self.watcher.missed, *unrecognized))]
-        return linear_layers(self.checks.record, self.checks.dynamic, self.watcher.stack.frames, attending)
-
     def _with_origin(self, site: AttentionSite, calls: list[CapturedCall]) -> AttentionSite:
         """Returns the site with the origin of its keys, and stores the visible sets of its first call. Does neither if
         only norms are read."""
-        if self._wanted.endswith("norms"):
+        if self._wanted == "norms":
             return site
         origin: KeyOrigin = "tokens"
         if _of_other_source(calls[0]):
@@ -598,15 +505,6 @@ class _Reading:
             origin = "latent"
         self.visible[site.name] = visible_sets(calls[0].call, origin)
         return dataclasses.replace(site, origin=origin)
-
-
-def _same_terms(one: AttentionSite, two: AttentionSite) -> bool:
-    """True if two sites have the same rows of the same weights in the same terms."""
-    if [(len(t.query), len(t.key)) for t in one.terms] != [(len(t.query), len(t.key)) for t in two.terms]:
-        return False
-    mine, others = ([s for t in site.terms for s in (*t.query, *t.key)] for site in (one, two))
-    pairs = zip(mine, others, strict=True)
-    return all(s.parameter == o.parameter and s.bias == o.bias and s.same(o) for s, o in pairs)
 
 
 @contextmanager
@@ -618,128 +516,46 @@ def _looking(watcher: CaptureMode) -> Iterator[None]:
         yield
 
 
-def _watched(
-    model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted, places: Places | None
-) -> tuple[_Reading, str]:
-    """Returns what was read in one forward pass, and the reason if its operators could not be recorded. If the weights
-    and the logits computed from them lie in two checkpointed parts, a second pass keeps both parts, and a warning
-    reports this."""
-    for keep in (False, True):
-        reading, failed, why = _passed(model, args, kwargs, undo, read, places, keep=keep)
-        if failed is None and reading.finished():
-            if keep:
-                caution(_KEPT.format(type(model).__name__))
-            return reading, why
-        undo()
-        if not reading.parts.any:
-            break
-    raise _failed(model, why) from failed
-
-
-def _failed(model: nn.Module, why: str) -> InvalidValueError:
-    return InvalidValueError(
-        f"the forward pass of {type(model).__name__} on the example failed: {why}. "
-        f"Give arguments with which model(...) runs; its forward takes {inspect.signature(model.forward)}"
-    )
-
-
-def _passed(
-    model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted, places: Places | None, *, keep: bool
-) -> tuple[_Reading, Exception | None, str]:
-    """Runs a pass with recorded operators, or an ordinary one if that fails. Returns what was read, the error of the
-    pass, and the reason why recording failed."""
+def _read(model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted, places: Places | None) -> _Reading:
+    """Reads one forward pass. If the weights and the logits computed from them lie in two checkpointed parts, a second
+    pass keeps both parts, and a warning reports this."""
     try:
         given = copied(args), copied(kwargs)
     except Exception as error:  # arguments that are not tensors may not support copying
-        raise _failed(model, f"{type(error).__name__}: {error}") from error
-    reading = _Reading(model, given, read, dispatch=read != "plain norms", keep=keep, places=places)
-    below = _failure(reading, undo)
-    if below is None or read == "plain norms":
-        return reading, below, "" if below is None else f"{type(below).__name__}: {below}"
-    given = copied(args), copied(kwargs)
-    reading = _Reading(model, given, read, dispatch=False, keep=keep)
-    failed = _failure(reading, undo)
-    why = below if failed is None else failed
-    return reading, failed, f"{type(why).__name__}: {why}"
-
-
-def _failure(reading: _Reading, undo: Undo) -> Exception | None:
-    """Runs the pass and returns the error that it raises, if any."""
+        raise _failed(model, error) from error
+    reading = _Reading(model, given, read, keep=False, places=places)
     try:
         reading.run()
+        if reading.finished():
+            return reading
     except dist.ApartError:
         raise
     except Exception as error:
-        undo()
-        return error
-    return None
+        if not reading.parts.any:
+            raise _failed(model, error) from error
+    undo()
+    reading = _Reading(model, (copied(args), copied(kwargs)), read, keep=True, places=places)
+    try:
+        reading.run()
+        reading.finished()
+    except dist.ApartError:
+        raise
+    except Exception as error:
+        raise _failed(model, error) from error
+    caution(_KEPT.format(type(model).__name__))
+    return reading
 
 
-def spread(model: nn.Module) -> bool:
-    """Returns whether all processes take part in a pass of this model, rather than taking turns as the stages of a
-    pipeline do."""
-    return dist.world() > 1 and any(map(dist.is_split, model.parameters())) and running_stage() is None
-
-
-@contextmanager
-def whole_weights(model: nn.Module) -> Iterator[None]:
-    """A context in which each process holds all weights that fully_shard has split, so that a pass in it shows what is
-    computed from which weights. All processes enter it together, and if one process fails in it, the others do not wait
-    for it."""
-    with ExitStack() as undo:
-        if spread(model):
-            with dist.agreed_collectives(SEARCH):
-                undo.enter_context(gathered(model))
-            if spread(model):  # the weights are split by heads and remain so
-                undo.enter_context(dist.agreed_collectives(SEARCH))
-        elif dist.world() == 1:  # on a single process, too, fully_shard stores other weights than those used in a pass
-            undo.enter_context(gathered(model))
-        yield
+def _failed(model: nn.Module, error: Exception) -> InvalidValueError:
+    return InvalidValueError(
+        f"the forward pass of {type(model).__name__} on the example failed: {type(error).__name__}: {error}. "
+        f"Give arguments with which model(...) runs; its forward takes {inspect.signature(model.forward)}"
+    )
 
 
 def _guard(model: nn.Module) -> Guarded:
     """The guard for reading a pass; if other processes take part, an error is raised only after the pass."""
     return DeferredError() if spread(model) else unguarded
-
-
-def forward(
-    model: nn.Module,
-    watcher: AbstractContextManager[object],
-    args: Args,
-    kwargs: Kwargs,
-    *,
-    graph: bool = True,
-    parts: CheckpointedParts | None = None,
-    guard: Guarded = unguarded,
-) -> None:
-    """Runs one eager forward pass under the watcher, with gradients unless `graph` is False.
-
-    Args:
-        model, args, kwargs: the model and the arguments of the call.
-        watcher: the context that is entered around the call.
-        graph: whether gradients are enabled.
-        parts: the checkpointed parts of the pass; by default nothing of their graphs is kept.
-        guard: the guard that calls the readers of the pass; an error that it has deferred is raised after the pass.
-
-    Raises: ApartError if the pass involves all processes and fails on only some of them.
-    """
-    # An optimised script runs as a single node of the graph, through which no gradient path can be traced. (A script
-    # that was already optimised remains so.)
-    unoptimised = torch.jit.optimized_execution(False)
-    grads = torch.inference_mode(False), torch.enable_grad() if graph else torch.no_grad()
-    agreed = dist.agreed_collectives(SEARCH) if spread(model) else nullcontext()
-    noticed = (parts or CheckpointedParts()).noticed()
-    try:
-        # A stance is set when it is created, so that an error before the context is entered would leave it set for the
-        # process.
-        with agreed, torch.compiler.set_stance("force_eager"), unoptimised, grads[0], grads[1], noticed, watcher:
-            model(*args, **kwargs)
-        if isinstance(guard, DeferredError):
-            guard.settle()
-    except Exception as error:
-        if spread(model) and not isinstance(error, dist.ApartError):
-            dist.fail_on_all(SEARCH, error)
-        raise
 
 
 def grouped(firsts: Sequence[CapturedCall]) -> Iterator[list[CapturedCall]]:
@@ -768,12 +584,12 @@ def _site(calls: list[CapturedCall], names: dict[int, str], read: Wanted) -> Att
     elif first.added is not None:
         lost = first.added.lost
         products += first.added.products
-    repeated = () if read.endswith("norms") else (key_heads(b) for _, b in products if b is not None)
+    repeated = () if read == "norms" else (key_heads(b) for _, b in products if b is not None)
     used = next((found for found in repeated if found is not None), None)
     if used is not None:
         k = None if k is None else _first_of_each(k, used)
         products = [(a, None if b is None else _first_of_each(b, used)) for a, b in products]
-    if read.endswith("norms"):
+    if read == "norms":
         terms, normed, why = (), normed_on_the_way(products, first.frame, names), ""
     else:
         terms, normed, why = _terms(products, lost, first, names)
@@ -782,7 +598,7 @@ def _site(calls: list[CapturedCall], names: dict[int, str], read: Wanted) -> Att
         shown = bool(terms) and all(s.n > 1 for t in terms for s in t.query[-1:])
         layout = dataclasses.replace(layout, guess="" if shown else layout.guess)
         why = why if shown else "; ".join(filter(None, (why, layout.guess)))
-    query_gains, key_gains = ((), ()) if read.endswith("norms") else _gains(calls, q, k, names)
+    query_gains, key_gains = ((), ()) if read == "norms" else _gains(calls, q, k, names)
     heads = scored(first).shape[1] * len(calls)
     return AttentionSite(
         name=first.name,
@@ -794,7 +610,6 @@ def _site(calls: list[CapturedCall], names: dict[int, str], read: Wanted) -> Att
         terms=terms,
         why=why,
         normed=normed,
-        below=first.below,
         query_gains=query_gains,
         key_gains=key_gains,
         key_heads=used,
@@ -925,16 +740,16 @@ def _stacked(parts: list[Tensor | None]) -> Tensor | None:
     return known[0] if len(known) == 1 else torch.cat(known, dim=1)
 
 
-def unseen(model: nn.Module, watcher: CaptureMode, unrecognized: Sequence[UnrecognizedAttention] = ()) -> str:
+def unseen(model: nn.Module, watcher: CaptureMode) -> str:
     """The message for a pass without observed attention: what was looked for, why nothing was found, and what to do."""
     looked = (
         f"saw no attention in a forward pass of this {type(model).__name__}. Looked for "
         "F.scaled_dot_product_attention, F.multi_head_attention_forward, flex_attention, varlen_attn, flash-attn's "
         "functions, and a product of two activations that reaches a softmax through scaling, masks, caps, casts and "
-        "views; also operator by operator, inside torch.jit.script and torch.func.vmap. "
+        "views. "
     )
-    if watcher.missed or unrecognized:
-        found = "; ".join(map(str, dict.fromkeys((*watcher.missed, *unrecognized))))
+    if watcher.missed:
+        found = "; ".join(map(str, dict.fromkeys(watcher.missed)))
         return (
             f"{looked}Seen but not understood: {found}. If the logits are just scaled products of queries and keys, "
             f"{_BY_HAND}"
@@ -942,12 +757,16 @@ def unseen(model: nn.Module, watcher: CaptureMode, unrecognized: Sequence[Unreco
     if watcher.handwritten.multiplied:
         followed = ", ".join(watcher.handwritten.ends)
         ends = f" (they were followed to {followed})" if followed else ""
+        way_out = f". If the logits are just scaled products of queries and keys, {_BY_HAND}" if followed else ""
         return (
             f"{looked}Activations are multiplied with each other, but none of the products reaches a softmax{ends}: "
             "linear attention, state-space models and attention through another function of the scores have no softmax "
-            "over keys, and only attention with one is watched"
+            f"over keys, and only attention with one is watched{way_out}"
         )
-    hidden = f"Hidden from view: {', '.join(watcher.hidden)}. " if watcher.hidden else ""
+    out_of_view = [*watcher.hidden]
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        out_of_view.append("what runs inside torch.jit.script")
+    hidden = f"Hidden from view: {', '.join(out_of_view)}. " if out_of_view else ""
     return (
         f"{looked}None of these was found: no two activations were multiplied. {hidden}Inside custom C++, CUDA or "
         f"Triton operators nothing can be seen: if attention happens in one, {_BY_HAND}"

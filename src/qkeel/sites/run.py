@@ -1,0 +1,112 @@
+"""Runs forward passes for the search: eagerly, on all processes together, with whole weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from qkeel import dist
+from qkeel.capture.example import tensors
+from qkeel.errors import InvalidValueError
+from qkeel.patching.autograd import CheckpointedParts
+from qkeel.patching.modes import (
+    Args,
+    DeferredError,
+    Guarded,
+    Kwargs,
+    buffers_of,
+    gathered,
+    modules_of,
+    parameters_in,
+    running_stage,
+    unguarded,
+)
+
+SEARCH = "the search for attention in a model that is split across processes"
+
+
+def spread(model: nn.Module) -> bool:
+    """Returns whether all processes take part in a pass of this model, rather than taking turns as the stages of a
+    pipeline do."""
+    return dist.world() > 1 and any(map(dist.is_split, model.parameters())) and running_stage() is None
+
+
+@contextmanager
+def whole_weights(model: nn.Module) -> Iterator[None]:
+    """A context in which each process holds all weights that fully_shard has split, so that a pass in it shows what is
+    computed from which weights. All processes enter it together, and if one process fails in it, the others do not wait
+    for it."""
+    with ExitStack() as undo:
+        if spread(model):
+            with dist.agreed_collectives(SEARCH):
+                undo.enter_context(gathered(model))
+            if spread(model):  # the weights are split by heads and remain so
+                undo.enter_context(dist.agreed_collectives(SEARCH))
+        elif dist.world() == 1:  # on a single process, too, fully_shard stores other weights than those used in a pass
+            undo.enter_context(gathered(model))
+        yield
+
+
+def forward(
+    model: nn.Module,
+    watcher: AbstractContextManager[object],
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    graph: bool = True,
+    parts: CheckpointedParts | None = None,
+    guard: Guarded = unguarded,
+    together: bool | None = None,
+) -> None:
+    """Runs one eager forward pass under the watcher, with gradients unless `graph` is False.
+
+    Args:
+        model, args, kwargs: the model and the arguments of the call.
+        watcher: the context that is entered around the call.
+        graph: whether gradients are enabled.
+        parts: the checkpointed parts of the pass; by default nothing of their graphs is kept.
+        guard: the guard that calls the readers of the pass; an error that it has deferred is raised after the pass.
+        together: whether all processes run the pass; by default, whether the model is split across them.
+
+    Raises: ApartError if the pass involves all processes and fails on only some of them.
+    """
+    # An optimised script runs as a single node of the graph, through which no gradient path can be traced. (A script
+    # that was already optimised remains so.)
+    unoptimised = torch.jit.optimized_execution(False)
+    grads = torch.inference_mode(False), torch.enable_grad() if graph else torch.no_grad()
+    together = spread(model) if together is None else together
+    agreed = dist.agreed_collectives(SEARCH) if together else nullcontext()
+    noticed = (parts or CheckpointedParts()).noticed()
+    try:
+        # A stance is set when it is created, so that an error before the context is entered would leave it set for the
+        # process.
+        with agreed, torch.compiler.set_stance("force_eager"), unoptimised, grads[0], grads[1], noticed, watcher:
+            model(*args, **kwargs)
+        if isinstance(guard, DeferredError):
+            guard.settle()
+    except Exception as error:
+        if together and not isinstance(error, dist.ApartError):
+            dist.fail_on_all(SEARCH, error)
+        raise
+
+
+def check_devices(model: nn.Module, *example: object) -> None:
+    """Refuses an example that is not on the device of the model, before running it.
+
+    Raises:
+        InvalidValueError: the example is on another device; the message names both devices.
+    """
+    modules = modules_of(model).values()
+    buffers = [x for module in modules for x in buffers_of(module).values() if x is not None]
+    homes = {x.device for x in (*parameters_in(modules), *buffers)}
+    for x in tensors(example):
+        # A scalar on the CPU can be combined with tensors on any device.
+        if homes and x.device not in homes and (x.ndim or x.device.type != "cpu"):
+            where = ", ".join(sorted(map(str, homes)))
+            raise InvalidValueError(
+                f"expected the example on the model's device, {where}; got a tensor of shape {tuple(x.shape)} on "
+                f"{x.device}. Move one of them: inputs.to({where.split(', ')[0]!r})"
+            )
