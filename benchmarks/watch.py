@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 import qkeel
@@ -23,8 +23,7 @@ from qkeel.kernels.compiled_attention import ready
 from qkeel.kernels.statistics import logit_stats, stats_of_rows
 from qkeel.monitor import Adaptive, Every
 from qkeel.nn import Attention, Decoder, DecoderConfig
-from qkeel.patching.modes import unguarded
-from qkeel.sites.tap import BracketMode, Tap
+from qkeel.sites.tap import Tap
 from qkeel.spec.call import make_call
 
 VOCABULARY = 512
@@ -151,27 +150,11 @@ def own_module_cases(size: Size) -> Cases:
             native, lambda model, _: Tap(model, measure_rows=stats_of_rows)
         ),
         "full statistics by a pass, a Tap": case(native, lambda model, _: Tap(model)),
-        'watch(stats="entropy"), weights and journal too': case(
-            native, lambda model, optimizer: qkeel.watch(model, optimizer, stats="entropy")
+        'watch(stats="max"), weights and journal too': case(
+            native, lambda model, optimizer: qkeel.watch(model, optimizer, stats="max")
         ),
         "watch, weights and journal too": case(native, qkeel.watch),
     }
-
-
-def bracket_cases(size: Size) -> Cases:
-    """Returns one SDPA call forward and backward, under the mode and without."""
-    shape = size["batch"], size["dim"] // 64, size["length"], 64
-    q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
-
-    def plain() -> None:
-        scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
-
-    def seen() -> None:
-        with BracketMode(unguarded):
-            out = scaled_dot_product_attention(q, k, v, is_causal=True)
-        out.sum().backward()
-
-    return {"SDPA f+b": plain, "again (noise)": lambda: plain(), "bracket": seen}
 
 
 def peak(act: Callable[[], object]) -> int:
@@ -216,7 +199,6 @@ def main(arguments: list[str] | None = None) -> None:
     if bench.toy:
         size = {"dim": 64, "layers": 1, "length": 32, "batch": 1}
     tables: dict[str, tuple[Callable[[], Cases], dict[str, int]]] = {
-        "bracket on one SDPA call": (lambda: bracket_cases(size), {"rounds": 2 * bench.rounds + 1, "calls": 20}),
         "lse-guided maximum, qkeel.attention": (lambda: maximum_cases(size), {"calls": 10, "warmup": 0}),
         "every step measured, qkeel's modules": (lambda: own_module_cases(size), {"rounds": 2 * bench.rounds + 1}),
         "training steps, eager": (lambda: step_cases(size, compiled=False), {"calls": 10, "warmup": 0}),

@@ -8,33 +8,38 @@ nothing.
 from __future__ import annotations
 
 import json
-import types
 import warnings
 from collections import Counter
+from typing import Any
 
 import torch
-from tests.devices.accelerator import DEVICE, NAME, Accelerator, Counts
+from tests.devices.accelerator import DEVICE, Accelerator, Counts
 from tests.remedies.foreign import hf, out
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
 
 import qkeel
+from qkeel.capture.readers import sdpa_arguments
 from qkeel.functional.statistics import ROW_FIELDS
 from qkeel.kernels import statistics
-from qkeel.kernels.triton import available
-from qkeel.monitor import measure
 from qkeel.patching.modes import flash_on_cpu
-from qkeel.sites import tap
 from qkeel.spec import AttentionCall
 
 LAYERS = (2, 4, 12)
 
 
-class Fused(tap.BracketMode):
+class Fused(TorchFunctionMode):
     """SDPA as a GPU computes it: by one operator."""
 
-    def saw(self, *_: object) -> None:
-        pass
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not nn.functional.scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        given = sdpa_arguments(args, kwargs or {})
+        q, k, v = (given[name] for name in ("query", "key", "value"))
+        pair = statistics.fused_with_logsumexp(q, k, v, bool(given["is_causal"]), given["scale"])
+        assert pair is not None
+        return pair[0]
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Counts:
@@ -46,12 +51,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> 
     return counts
 
 
-def rows_found(call: AttentionCall) -> available.RowNumbers:
-    """As many numbers as the kernel over q and k makes, in one launch."""
-    one = call.q[..., 0].neg()
-    return available.RowNumbers(one, one, one, one)
-
-
 def fields_found(call: AttentionCall, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
     """As many numbers as the kernel for all statistics of rows makes, in four launches: three are of key norms."""
     norms = torch.linalg.vector_norm(call.k, dim=-1).clamp_min(1e-30).reciprocal()
@@ -60,13 +59,11 @@ def fields_found(call: AttentionCall, threshold: float) -> tuple[Tensor, Tensor,
 
 
 def counted(layers: int) -> dict[str, dict[str, object]]:
-    """What a step does more than one that nobody watches: between measurements, and measured."""
+    """What a measured step does more than one that nobody watches."""
     tokens = torch.randint(20, (2, 16)).to(DEVICE)
     found: dict[str, dict[str, object]] = {}
     for name, options in (
-        ("between measured steps", {"every": qkeel.monitor.Adaptive(least=3, most=9)}),
         ("measured, all statistics", {}),
-        ("measured, largest logit and entropy", {"stats": "entropy"}),
         ("measured, all statistics by blocks", {}),
     ):
         statistics.row_fields = (lambda *_: None) if name.endswith("blocks") else fields_found
@@ -86,12 +83,8 @@ def counted(layers: int) -> dict[str, dict[str, object]]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    # The fused operator of a GPU that hands out its logsumexp, in one launch.
-    tap.is_plain = lambda x: True  # type: ignore[assignment]
-    tap._GPU, statistics.kernel_choice = NAME, lambda *_, **how: SDPBackend.FLASH_ATTENTION.value
+    statistics.kernel_choice = lambda *_, **how: SDPBackend.FLASH_ATTENTION.value
     statistics._FUSED = {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))}
-    measure.available = types.SimpleNamespace(usable=lambda device: True)  # type: ignore[assignment]
-    measure.row_statistics = rows_found
     with Accelerator():
         steps = {layers: counted(layers) for layers in LAYERS}
     print(json.dumps(steps, default=Counter))

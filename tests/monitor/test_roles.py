@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import types
+
 import pytest
+import torch
+from tests.contract.watch.small import batch, small
 from tests.monitor.roles import clip_differences, watch_differences
+from torch import nn
+
+import qkeel
+from qkeel.patching.roles import PassRole, tensors_within
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -14,3 +23,101 @@ def test_a_record_holds_the_trained_passes_of_its_step_and_the_others_apart(seed
 @pytest.mark.parametrize("seed", range(12))
 def test_a_clip_follows_the_trained_passes_alone(seed: int) -> None:
     assert clip_differences(seed) == []
+
+
+def test_a_pass_on_tensors_without_values_is_not_counted() -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with qkeel.watch(model, optimizer) as monitor:
+        shapes = {name: torch.empty_like(p, device="meta") for name, p in model.named_parameters()}
+        torch.func.functional_call(model, shapes, (batch(0).to("meta"),))
+        assert monitor.passes == 0
+        model(batch(0)).sum().backward()
+        optimizer.step()
+        assert monitor.active
+        assert monitor.history.steps.tolist() == [0]
+
+
+def test_the_passes_that_a_remedy_runs_are_not_the_users() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=True)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with qkeel.watch(layer, optimizer) as monitor:
+        with contextlib.suppress(qkeel.errors.RefusedError):
+            qkeel.apply(layer, "peri_norm", optimizer, batch=torch.randn(2, 5, 16))
+        assert monitor.passes == 0
+
+
+def test_a_hook_that_another_removes_in_the_middle_of_a_call_does_nothing() -> None:
+    model = small()
+    monitor = qkeel.watch(model)
+    model.register_forward_pre_hook(lambda *_: monitor.remove(), prepend=True)
+    assert model(batch(0)).isfinite().all()
+    assert not monitor.active
+
+
+def test_optimizers_that_never_stepped_over_a_trained_pass_are_told_of_once() -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with qkeel.watch(model, optimizer) as monitor:
+        with torch.no_grad():
+            model(batch(0))
+        with pytest.warns(qkeel.errors.QkeelWarning, match="no gradient had reached"):
+            optimizer.step()
+        optimizer.step()  # a second warning would be an error
+        assert len(monitor.history) == 1
+        assert monitor.history.phase == "eval"
+
+
+def test_the_table_shows_the_trained_passes_and_names_the_others() -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with qkeel.watch(model, optimizer, rules=()) as monitor:
+        model(batch(0)).sum().backward()
+        optimizer.step()
+        trained = monitor.sample
+        with torch.no_grad():
+            model(9 * batch(1))
+        model(batch(1)).sum().backward()
+        optimizer.step()
+        model(batch(2))
+    assert trained is not None
+    latest, table = monitor.sample, monitor.table()
+    assert latest is not None
+    assert table.startswith(f"step {int(monitor.history.steps[-1])}, max logit")
+    assert ("(untrained)" in table) == (latest.phase == "eval")
+
+
+@pytest.mark.parametrize("n_objects", [1, 5])
+def test_the_output_may_be_any_object(n_objects: int) -> None:
+    x = torch.ones(2, requires_grad=True)
+    value: object = x * 2
+    for _ in range(n_objects):
+        value = types.SimpleNamespace(inner=[{"a": value}], other=3)
+    role = PassRole.of_output(nn.Linear(1, 1), (), value)
+    assert role.trained is None
+    (tensor,) = tensors_within(value)
+    tensor.sum().backward()
+    assert role.trained is True
+
+
+def test_what_came_in_and_goes_out_again_says_nothing_about_a_pass() -> None:
+    hidden = torch.ones(2, requires_grad=True) * 2
+    role = PassRole.of_output(nn.Linear(1, 1), (hidden,), {"hidden": hidden, "number": torch.ones(1)})
+    assert role.trained is False
+
+
+def test_a_role_is_known_once_the_graph_is_gone() -> None:
+    output = torch.ones(2, requires_grad=True) * 2
+    role = PassRole.of_output(nn.Linear(1, 1), (), output)
+    assert role.trained is None
+    del output
+    assert role.trained is False
+
+
+def test_training_by_transforms_of_torch_func_is_training() -> None:
+    model = small()
+    with qkeel.watch(model, rules=()) as monitor:
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        torch.func.grad(lambda w: torch.func.functional_call(model, w, (batch(0),)).sum())(weights)
+        assert monitor.active

@@ -180,7 +180,7 @@ class Model(nn.Module):
         return self.out(functional_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
-def test_a_model_that_calls_it_is_watched_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_calls_it_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QKEEL_NATIVE", "1")
     model, x = Model(), 3 * torch.randn(2, 11, 32)
     (site,) = qkeel.find_sites(model, x)
@@ -191,7 +191,6 @@ def test_a_model_that_calls_it_is_watched_and_bounded(monkeypatch: pytest.Monkey
             model(x).square().sum().backward()
             optimizer.step()
         assert monitor.active
-        assert monitor._steps._bound._before is not None  # of the steps that were not measured
         assert monitor.read()
 
 

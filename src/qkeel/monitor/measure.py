@@ -33,21 +33,14 @@ from qkeel.functional.norms import widest
 from qkeel.functional.statistics import KernelRows, LogitStats, merge, row_moments, sink_gate
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, Kind, NormGain, Sites, share
-from qkeel.kernels.contract import row_statistics
 from qkeel.kernels.statistics import (
     Found,
     FoundExtremes,
-    FoundStats,
-    find_kernel_rows,
     find_plain_extremes,
     find_plain_rows,
     logit_change,
-    sample_rate,
-    sampled_stats,
 )
-from qkeel.kernels.triton import available
 from qkeel.monitor.alarms import Setting
-from qkeel.monitor.cadence import MeasuredSteps
 from qkeel.monitor.gather import WHOLE_MODEL, NumberKey, PartialValue, Reduction, SiteNumbers, Stats, merged
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.residual_stream import ResidualStream
@@ -62,9 +55,8 @@ from qkeel.spec import AttentionCall, Sink
 
 # The statistics of the attention calls in a Monitor, and their common setting: number format, kernel, size, scale.
 
-# True for every statistic; "entropy" for those that a compiled kernel computes during attention (with a sample, a GPU
-# computes the entropy from one in that many rows); "max" for the largest logit only.
-Wanted = Literal[True, "max", "entropy", "entropy:sample=16", "entropy:sample=32"]
+# True for every statistic; "max" for the largest logit only.
+Wanted = Literal[True, "max"]
 
 
 # What is measured in addition if it is requested by name.
@@ -287,13 +279,10 @@ class CallStatistics:
         self.tokens, self.setting, self._wanted = tokens, setting, wanted
 
     def call(self, call: Seen) -> Found:
-        """Measures everything in a separate pass; if less is requested, a GPU uses the pass that computes only that."""
+        """Measures a call in a separate pass over its logits."""
         self.setting.see(call)
         counted = self.tokens.on(call)
-        if self._wanted == "max":
-            return find_maxima(counted)
-        found = None if self._wanted is True or not isinstance(counted, AttentionCall) else self._few(counted)
-        return find(counted) if found is None else found
+        return find_maxima(counted) if self._wanted == "max" else find(counted)
 
     def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> Found | None:
         """Like `call`, but for a call of torch's own attention function without a mask; None if that is not
@@ -303,28 +292,12 @@ class CallStatistics:
         self.setting.see_plain(q, scale)
         return (find_plain_extremes if self._wanted == "max" else find_plain_rows)(q, k, scale, causal)
 
-    def _few(self, call: AttentionCall) -> Found | None:
-        """The largest logits and the entropies; None if only the pass for all statistics can compute them."""
-        if not available.usable(call.q.device):
-            return None
-        rate = sample_rate(str(self._wanted))
-        with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
-            sampled = sampled_stats(call, rate) if rate else None
-            if sampled is not None:
-                return FoundStats(sampled)
-            rows = row_statistics(call)
-            return None if rows is None else find_kernel_rows(call, KernelRows(rows.largest, rows.lse, rows.entropy))
-
-    def rows(self, call: AttentionCall, rows: KernelRows) -> Found:
-        """The largest logits and the entropies, or only the largest logits, from the attention pass itself."""
+    def maxima(self, call: AttentionCall, rows: KernelRows) -> Found:
+        """The largest logits, from the attention pass itself, whose kernel returns them for each row."""
         self.setting.see(call)
-        counted = self.tokens.on(call)
-        assert isinstance(counted, AttentionCall)
-        with torch.no_grad():
-            if self._wanted != "max":
-                return find_kernel_rows(counted, rows)
-            top, mask = rows.largest, counted.query_mask
-            return FoundExtremes((top if mask is None else top.masked_fill(~mask[:, None], -torch.inf))[None])
+        mask = self.tokens.on(call).query_mask
+        tops = rows.largest if mask is None else rows.largest.masked_fill(~mask[:, None], -torch.inf)
+        return FoundExtremes(tops[None])
 
 
 _NAMES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
@@ -576,7 +549,6 @@ class StepNumbers(Visitor):
 
     def __init__(
         self,
-        steps: MeasuredSteps,
         sites: WatchedSites,
         tokens: PassTokens,
         changes: LogitChanges | None,
@@ -586,7 +558,7 @@ class StepNumbers(Visitor):
         tree: ModuleTree,
         extras: frozenset[Extra] = frozenset(),
     ) -> None:
-        self._steps, self._sites, self._tokens, self._changes = steps, sites, tokens, changes
+        self._sites, self._tokens, self._changes = sites, tokens, changes
         self._rows = RowSums() if "gates" in extras else None
         self._indexes = IndexSums(tokens)
         self._chosen = ChosenKeys(tokens) if "chosen" in extras else None
@@ -680,9 +652,6 @@ class StepNumbers(Visitor):
     def errors(self) -> int:
         """The number of failed searches for sites."""
         return self._sites.errors
-
-    def bracket(self, bound: Tensor) -> None:
-        self._steps.bounded(bound)
 
     def before_step(self, gradient_scale: Tensor | None) -> None:
         """Reads weights and gradients before the step; gradients are divided by the loss scale if they are still

@@ -73,9 +73,12 @@ class StepEnd:
         *,
         guard: FaultGuard,
         dropped: Callable[[], int],
+        latest: Callable[[], Sample | None],
     ) -> None:
         """guard: the monitor's guard, which measures the time it spends. dropped: returns the number of sinks that were
-        dropped after an error."""
+        dropped after an error. latest: returns the latest sample of trained passes that has arrived."""
+        self._latest = latest
+        self._noted: Sample | None = None  # of which the cadence knows
         self._steps, self._models, self._group, self._arrivals = steps, models, group, arrivals
         self._guard, self._dropped = guard, dropped
         self._calls: dict[Phase, float] = {"train": 0, "eval": 0}  # counted up to the previous measured step
@@ -98,6 +101,7 @@ class StepEnd:
     def pass_over(self, phase: Phase) -> None:
         """Ends a step when there is no optimizer; such a step is one forward pass of each model."""
         self._close(phase, self._steps.rounds(phase) - 1, None, alone=True)
+        self._note_top()
 
     def before(self, optimizer: Optimizer) -> None:
         """Must be called before each optimizer step."""
@@ -124,6 +128,14 @@ class StepEnd:
         finally:
             self._steps.stepped()
         self._arrivals.settle(wait=False)
+        self._note_top()
+
+    def _note_top(self) -> None:
+        """Tells the cadence the latest largest logit."""
+        sample = self._latest()
+        if sample is not None and sample is not self._noted:
+            self._noted = sample
+            self._steps.recorded(sample.step, sample.overall("max_logit"))
 
     def training_over(self) -> None:
         """Must be called after the last step, once the final weights have been measured."""
@@ -364,11 +376,12 @@ class Monitor(Handle):
             self._arrivals,
             guard=self._guard,
             dropped=lambda: self._journal.dropped,
+            latest=lambda: self._journal.before(sys.maxsize),
         )
         self._end = TrainingEnd(self._steps, self._models, self._group, self._step_end, optimizer, guard=self._guard)
         for name, one in model.items():
             calls = CallStatistics(PassTokens(query_mask.get(name), classes.get(name)), setting, main)
-            due, rows = functools.partial(self._steps.due, name), None if main is True else calls.rows
+            due, rows = functools.partial(self._steps.due, name), None if main is True else calls.maxima
             tap = Tap(
                 one,
                 due=due,
@@ -382,7 +395,7 @@ class Monitor(Handle):
             known = WatchedSites(name, tap.model, tap.sites, self._group, sites[name])
             changes = None if probe is None else LogitChanges(tap, probe)
             numbers = StepNumbers(
-                self._steps, known, calls.tokens, changes, optimizer, guard=self._guard, tree=tap.tree, extras=extras
+                known, calls.tokens, changes, optimizer, guard=self._guard, tree=tap.tree, extras=extras
             )
             counted = functools.partial(self._steps.counted, name)
             self._models.add(name, tap, numbers, counted, self._step_end.pass_over if optimizer is None else None)

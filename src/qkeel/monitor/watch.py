@@ -66,14 +66,6 @@ def watch(
         stats: which statistics are measured. One of:
 
             - True: everything in LogitStats, computed in a pass over the logits of each measured call.
-            - "entropy": the largest logit and the entropy of each head (and entropy_min, n_queries). The compiled
-              attention of qkeel's own modules computes them as part of attention, so that every step can be measured;
-              n_pairs is then 0, and statistics that count pairs, products or keys are not measured. A call to any other
-              kernel is measured in full.
-            - "entropy:sample=16" or 32, for GPUs: the exact largest logit from all rows, and the entropy from every
-              16th or 32nd query row, in strata of positions, with half the width of its 95 % interval as entropy_error
-              and without entropy_min. If no kernel can sample, or if sequences have fewer than 4 · 16 or 4 · 32 tokens,
-              all rows are used and there is no entropy_error.
             - "max": the exact largest logit of each head and nothing else, for less than half the cost of True, or at
               no cost if the compiled attention of qkeel's own modules computes it. Alarms about entropy and norms are
               then not raised.

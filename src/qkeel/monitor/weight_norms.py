@@ -48,8 +48,11 @@ def _product(a: Chain, b: Chain, weight: RowsOfHeads) -> Tensor:
     """(product of a)(product of b)ᵀ [heads r r'], computed from the input's side, so that no matrix of the input's
     width is kept. Inputs of unequal width (MLA's normed latent and the tokens) count as two inputs that share
     nothing."""
-    first, second = weight(a[0]), weight(b[0])
-    if first.shape[-1] == second.shape[-1]:
+    first = weight(a[0])
+    second = first if a is b else weight(b[0])
+    if first.shape == second.shape:
+        inner = torch.bmm(first, second.mT)  # what @ calls, between five other operators
+    elif first.shape[-1] == second.shape[-1]:
         inner = first @ second.mT
     else:
         inner = first.new_zeros(max(len(first), len(second)), first.shape[1], second.shape[1])
@@ -223,6 +226,7 @@ class GainBounds:
         self._parameters = dict(model.named_parameters())
         self.sites = [site for site in sites if site.query_gains and site.key_gains and not self._unknown(site)]
         self._placed: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._in_order: set[tuple[int, torch.device]] = set()  # those that are all elements, in their order
 
     @without_gradients
     def read(self) -> SiteNumbers:
@@ -242,7 +246,7 @@ class GainBounds:
 
     def _longest_heads(self, norms: tuple[NormGain, ...], n_heads: int) -> Tensor:
         """The largest norm [heads] of each head's vectors."""
-        lengths = [norm.factor * self._longest(norm) for norm in norms]
+        lengths = [self._longest(norm) if norm.factor == 1 else norm.factor * self._longest(norm) for norm in norms]
         if len(norms) == 1:
             return lengths[0].expand(n_heads)
         of_heads = lengths[0].new_zeros(n_heads)
@@ -256,10 +260,13 @@ class GainBounds:
 
     def _longest(self, norm: NormGain) -> Tensor:
         """‖x‖max [n] behind a norm, before later operations stretch it."""
-        length = torch.full((1,), norm.length, device=next(iter(self._parameters.values())).device)
-        if norm.parameter is not None and norm.index is not None:
+        if norm.parameter is None or norm.index is None:
+            length = torch.full((1,), norm.length, device=next(iter(self._parameters.values())).device)
+        else:
             gains = self._gains(norm.parameter, norm.index, norm.offset)
-            length = norm.length * (norm.offset + gains.to(wide(gains.dtype))).abs().amax(-1)
+            gains = gains.to(wide(gains.dtype))
+            gains = gains + norm.offset if norm.offset else gains
+            length = gains.abs().amax(-1) * norm.length
         if norm.bias is not None and norm.bias_index is not None:
             bias = self._gains(norm.bias, norm.bias_index, 0.0)
             length = length + bias.to(wide(bias.dtype)).norm(dim=-1)
@@ -268,15 +275,18 @@ class GainBounds:
     def _gains(self, name: str, index: Tensor, offset: float) -> Tensor:
         """The elements of a parameter for each head [n r], or -offset for elements that another process has."""
         p = self._parameters[name]
-        x = local(p).detach().flatten()
+        x = local(p).detach()
         part = local_block(name, p)
-        if part is None and index.numel() == len(x) and index.flatten().equal(torch.arange(len(x))):
-            return x.view(index.shape)
         key = id(index), x.device
         if key not in self._placed:
             first, last = (0, p.numel()) if part is None else (n * (p.numel() // len(p)) for n in part.spans[0])
             at = index.to(x.device)
-            self._placed[key] = (at - first).clamp(0, max(len(x) - 1, 0)), (at >= first) & (at < last)
+            self._placed[key] = (at - first).clamp(0, max(x.numel() - 1, 0)), (at >= first) & (at < last)
+            if part is None and index.numel() == x.numel() and index.flatten().equal(torch.arange(x.numel())):
+                self._in_order.add(key)
+        if key in self._in_order:
+            return x.view(index.shape)
+        x = x.flatten()
         at, here = self._placed[key]
         if not len(x):
             return x.new_full(at.shape, -offset)

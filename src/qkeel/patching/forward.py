@@ -395,6 +395,9 @@ class _Running:
         ) or self.thread not in sys._current_frames()
 
 
+_REMOVED = object()
+
+
 class _DormantHook:
     """A hook that does nothing inside compiled code, and that is dropped from copies and pickles of a model."""
 
@@ -402,8 +405,9 @@ class _DormantHook:
         self.act, self.owner = act, owner
         self.uncompiled: Any = torch.compiler.disable(act)
 
-    def __call__(self, module: nn.Module, args: object, last: object) -> None:
-        if torch.compiler.is_compiling():
+    def __call__(self, module: nn.Module, args: object, last: object = _REMOVED) -> None:
+        # A hook that an earlier hook of the same call has removed is still called, but no longer with the keywords.
+        if torch.compiler.is_compiling() or last is _REMOVED:
             return
         # Whether the compiler is about to compile this call. This is inlined, because torch.compile would compile the
         # frame of a function.

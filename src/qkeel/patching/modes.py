@@ -537,6 +537,12 @@ def transformed() -> bool:
     return differentiated or torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
+def is_fake(x: Tensor) -> bool:
+    """True for a FakeTensor, with which torch infers shapes without computing values."""
+    home = sys.modules.get("torch._subclasses.fake_tensor")
+    return home is not None and isinstance(x, home.FakeTensor)
+
+
 def run_uncompiled(*codes: CodeType) -> None:
     """Makes torch.compile skip frames that run this code, but not the functions they call."""
     for code in codes:

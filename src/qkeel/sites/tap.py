@@ -1,258 +1,59 @@
-"""Collects statistics of every attention site, and bounds on the largest logit, from a model's own forward passes."""
+"""Collects the statistics of every attention site from a model's own forward passes."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Literal, Self
+from contextlib import ExitStack
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend
 
 from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, find, find_maxima
 from qkeel.capture.example import LastPass, ModuleCall, copied, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
-from qkeel.capture.readers import (
-    FLASH_AND_FLEX,
-    LOGSUMEXPS,
-    CallObserver,
-    UnreadError,
-    observed_by,
-    returned_rows,
-    sdpa_arguments,
-)
+from qkeel.capture.readers import FLASH_AND_FLEX
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.handle import Handle
 from qkeel.heads.site import INDEX, AttentionSite, Sites, layer_of
 from qkeel.kernels.native import logit_pass
-from qkeel.kernels.native.operators import is_plain
-from qkeel.kernels.statistics import Found, find_plain_rows, fused_with_logsumexp
+from qkeel.kernels.statistics import Found, find_plain_rows
 from qkeel.nn import functional_attention
 from qkeel.nn.attention import Observer, RowObserver, SpecModule
-from qkeel.nn.scaled_dot_product import attention_with_logsumexp
 from qkeel.patching.forward import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
 from qkeel.patching.modes import (
     Args,
     FaultGuard,
     Function,
-    Guarded,
     Kwargs,
-    ModeInModules,
     ModuleTree,
-    flash_on_cpu,
-    function_name,
-    in_function_transform,
     in_this_thread,
-    kernel_choice,
-    leave,
-    operator_name,
+    is_fake,
     recomputing,
-    suspended,
-    unguarded,
 )
 from qkeel.patching.named_calls import SDPA_BY_NAME
 from qkeel.patching.roles import PassRole, Phase, inside_checkpoint
-from qkeel.sites.run import spread
 from qkeel.spec import AttentionCall
-from qkeel.spec.call import BandCall
 
-# A mode that computes a bound on the largest attention logit of a forward pass at almost no cost.
-
-_GPU = "cuda"
-_OWN = "qkeel_native::attention"  # also returns its logsumexp
-Instead = Callable[[], tuple[Tensor, Tensor | None]]
-
-
-class BracketMode(CallObserver):
-    """A mode that computes a bound on the largest logit of the attention calls made while it is active.
-
-    `bound` is None before the first call, and afterwards at least the largest logit (after the cap, if there is one) of
-    all calls that the mode has observed. How the bound is obtained depends on the function that is called:
-
-    - F.scaled_dot_product_attention: torch's fused kernels compute the logsumexp of each row anyway. The mode calls the
-      kernel that torch would choose and reads the logsumexps; output and gradients are bitwise unchanged. Over n keys,
-      lse - ln n <= max <= lse. qkeel's compiled attention and functional_attention return logsumexps too.
-    - The same function if torch chooses no fused kernel, with dropout, with a mask on a GPU, or under autocast on a
-      CPU: the norm bound scale·max|q|·max|k|, computed in O(T d).
-    - flash-attn's functions and torch's varlen_attn: their logsumexps, or the norm bound with dropout or if the
-      logsumexps are padded.
-    - flex_attention: the logsumexps or maxima if its caller requested them (requesting more would recompile it),
-      otherwise the norm bound; no bound if there is a score_mod.
-    - A softmax over rows of scores: their maximum.
-
-    Attention inside torch.nn.MultiheadAttention, compiled code and transforms of torch.func is not observed.
-    """
-
-    logsumexps = True
-
-    def __init__(self, guard: Guarded = unguarded) -> None:
-        super().__init__(guard)
-        self._found: list[Tensor] = []  # the bound of each call
-
-    def begin(self, undo: ExitStack) -> None:
-        undo.enter_context(observed_by(self))
-
-    def suspended(self) -> AbstractContextManager[None]:
-        return suspended(self)
-
-    def not_observable(self, name: str, error: Exception) -> None:
-        """Calls of a function that cannot be observed contribute no bound."""
-
-    @torch.no_grad()
-    def called(self, name: str, arguments: Kwargs, out: object) -> None:
-        """Adds the bound for a call of flex_attention or of one of flash-attn's functions."""
-        if not isinstance(out, Tensor | tuple) or not (out[0] if isinstance(out, tuple) else out).numel():
-            return
-        if name == "flex_attention":
-            lse, largest = returned_rows(out)
-            rows = lse if largest is None else largest
-            if rows is not None:
-                self._found.append(rows.detach().amax())
-            elif arguments["score_mod"] is None:
-                self._found.append(_norm_bound(arguments["query"], arguments["key"], arguments["scale"]))
-            return
-        try:
-            call = FLASH_AND_FLEX[name](arguments) if name in LOGSUMEXPS else None
-        except UnreadError:
-            return
-        if call is None:
-            return
-        lse = _by_row(out[1], call.q.shape[2]) if isinstance(out, tuple) and len(out) > 1 else None
-        if lse is None:
-            scale = call.spec.factor(call.pos_q, call.q.shape[-1], {}, torch.float32)
-            self._found.append(_norm_bound(call.q, call.k, float(scale)))
-            return
-        # For rows that see no key, the kernel leaves +inf, -inf or whatever was in memory before.
-        seen = call.high > call.low if isinstance(call, BandCall) else _some_key(call)
-        self._found.append((lse if seen is None else lse.where(seen, -torch.inf)).amax())
-
-    @property
-    def bound(self) -> Tensor | None:
-        """The largest bound of all calls so far, computed with two kernel launches."""
-        if not self._found:
-            return None
-        device = self._found[0].device  # parts of a model may be on other devices
-        return torch.stack([x.to(device, torch.float32, non_blocking=True) for x in self._found]).amax()
-
-    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | str | Instead:
-        """Returns the kernel that a call of SDPA would use, if it returns bounds on the logits."""
-        if any(isinstance(x, Tensor) and not x.numel() for x in args):
-            return False  # no rows, as for an expert that received no tokens
-        if in_function_transform():
-            return False  # tensors inside torch.func's transforms have no meaning outside them
-        name = function_name(function)
-        given = sdpa_arguments(args, kwargs) if name == "scaled_dot_product_attention" else {}
-        if given and _on_one_gpu(given):
-            return functools.partial(_on_gpu, function, given)
-        if function is functional_attention:
-            return functools.partial(attention_with_logsumexp, given)
-        if not given:
-            return name == "softmax" or operator_name(function) == _OWN
-        if not _flash_on_cpu(given):
-            return True
-        q, k, v, causal = given["query"], given["key"], given["value"], bool(given["is_causal"])
-        return functools.partial(flash_on_cpu, q, k, v, 0.0, causal, attn_mask=given["attn_mask"], scale=given["scale"])
-
-    @torch.no_grad()
-    def saw(self, function: Function, args: Args, kwargs: Kwargs, out: Any, more: Tensor | None) -> None:
-        """Adds the bound for a call; `more` holds its logsumexps if the kernel returned them."""
-        if function_name(function) == "scaled_dot_product_attention":
-            given = sdpa_arguments(args, kwargs)
-            new = _norm_bound(given["query"], given["key"], given["scale"]) if more is None else more.detach().amax()
-        elif operator_name(function) == _OWN:
-            new = out[1].detach().amax()
-        elif args and isinstance(args[0], Tensor) and args[0].ndim > 2:
-            new = args[0].detach().amax()
-        else:
-            return
-        self._found.append(new)
-
-
-def _by_row(lse: object, t: int) -> Tensor | None:
-    """Converts logsumexps [... t] or [t h] to [... t]; returns None if those of packed sequences are padded, as in old
-    versions."""
-    if not isinstance(lse, Tensor) or t not in (lse.shape[-1], lse.shape[0]):
-        return None
-    return lse.detach() if lse.shape[-1] == t else lse.detach().mT
-
-
-def _some_key(call: AttentionCall) -> Tensor | None:
-    """A mask [1 t] of the rows that see at least one key in a call without a window, or None if all rows do."""
-    return call.pos_q >= 0 if call.causal and call.q.shape[2] > call.k.shape[2] else None
-
-
-def _on_one_gpu(given: Kwargs) -> bool:
-    """True if the fused operators of a GPU may accept these arguments: dense tensors, no mask and no dropout."""
-    qkv = [given[name] for name in ("query", "key", "value")]
-    if given["attn_mask"] is not None or given["dropout_p"]:
-        return False
-    return all(is_plain(x) and x.ndim == 4 and x.device.type == _GPU for x in qkv)
-
-
-def _on_gpu(function: Function, given: Kwargs) -> tuple[Tensor, Tensor | None]:
-    """SDPA's output for inputs cast as autocast casts them, and the logsumexps if a kernel returns them."""
-    q, k, v = (given[name] for name in ("query", "key", "value"))
-    if torch.is_autocast_enabled(_GPU):
-        kind = torch.get_autocast_dtype(_GPU)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(kind) for x in (q, k, v))
-    same = q.shape[1] == k.shape[1] or given["enable_gqa"]
-    pair = fused_with_logsumexp(q, k, v, bool(given["is_causal"]), given["scale"]) if same else None
-    return (function(**given), None) if pair is None else pair
-
-
-def _flash_on_cpu(given: Kwargs) -> bool:
-    """True if SDPA would run torch's CPU flash kernel on these arguments."""
-    q, k, v, mask = given["query"], given["key"], given["value"], given["attn_mask"]
-    if not all(is_plain(x) and x.device.type == "cpu" for x in (q, k, v)):
-        return False
-    if torch.is_autocast_enabled("cpu"):
-        return False
-    if given["dropout_p"] or (mask is not None and (mask.dtype == torch.bool or mask.requires_grad)):
-        return False  # SDPA itself turns a boolean mask into an additive one
-    choice = kernel_choice(
-        q, k, v, mask, 0.0, bool(given["is_causal"]), scale=given["scale"], enable_gqa=bool(given["enable_gqa"])
-    )
-    return choice == SDPBackend.FLASH_ATTENTION.value
-
-
-def _norm_bound(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
-    """The bound scale·max|q|·max|k|, by Cauchy–Schwarz."""
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else abs(scale)
-    return q.detach().float().norm(dim=-1).amax() * k.detach().float().norm(dim=-1).amax() * scale
-
-
-# The tap, which accumulates the LogitStats of every site from the calls of a model's passes.
-
-Plain = Callable[[Tensor, Tensor, float, bool], Found | None]
-Look = Literal["statistics", "bracket", "nothing"]
+MeasurePlain = Callable[[Tensor, Tensor, float, bool], Found | None]
 MeasureCall = Callable[[Seen], Found | LogitStats | None]
 MeasureRows = Callable[[AttentionCall, KernelRows], Found | LogitStats | None]
 
-
-# The modules in which attention was observed, keyed by name, with the torch functions by which it is found, or None for
-# all functions.
-Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]
-
-_NOTHING: Look = "nothing"
-# Primes, so that all kinds of batches that alternate are eventually searched; with up to four kinds, by the first four
-# searches.
-_SELDOM, _HARDLY = 17, 257
-_FORMS = 64  # call forms remembered for each phase; a model may be called with a new string argument every time
 _FUSED = SDPA_BY_NAME | {F.multi_head_attention_forward, functional_attention}
-# Functions, by name, whose calls are all observed by a mode that is active only in the calling module, with the torch
-# functions to look for.
-_LOCAL: dict[str, frozenset[Function] | None] = {
+# For each function by whose name a call was observed, the torch functions to look for in the calling module; None for
+# all of them.
+_FUNCTIONS: dict[str, frozenset[Function] | None] = {
     "scaled_dot_product_attention": _FUSED,
     "multi_head_attention_forward": _FUSED,
     "softmax": None,
     **{name: frozenset({reader}) for name, reader in FLASH_AND_FLEX.items()},
 }
+# The modules in which attention was observed, by name, with the torch functions to look for there.
+Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]
 
 _OFF = "qkeel's tap failed and switched itself off: {}. The model continues unwatched"
 
@@ -298,24 +99,45 @@ class Visitor:
     def failed(self) -> None:
         """Called if the model's own pass ended in an exception, so that nothing in it is counted."""
 
-    def bracket(self, bound: Tensor) -> None:
-        """Called after a pass for which only a bound on the largest logit was requested."""
+
+class _Search:
+    """Where passes in one mode of a model, training or evaluation, are searched for attention.
+
+    Searching everywhere costs one callback for each torch function call. Once the modules with attention are known, a
+    pass is searched in these alone, except passes 1, 2, 4, 8, …, in which attention may appear that was not seen
+    before, and passes after a change of the modules.
+    """
+
+    def __init__(self) -> None:
+        self._passes = 0
+        self._places: Places | None = None
+        self._modules: object = None  # those that existed in the last pass that was searched everywhere
+
+    def places(self, tree: ModuleTree) -> Places | None:
+        """Returns the modules in which the pass that begins is searched, or None for everywhere."""
+        number, self._passes = self._passes, self._passes + 1
+        everywhere = number & (number - 1) == 0 or self._modules is not tree.named()
+        return None if everywhere else self._places
+
+    def note(self, places: Places | None, tree: ModuleTree) -> None:
+        """Notes where a pass that was searched everywhere had attention; None if that does not say where to search."""
+        if places is not None and self._modules is tree.named():
+            for name, (module, functions) in (self._places or {}).items():
+                places[name] = (module, _either(functions, places[name][1]) if name in places else functions)
+        self._places, self._modules = places, tree.named()
 
 
 class Tap(Handle):
     """Watches the attention calls of a model's forward passes; `read()` returns the statistics since the last read.
 
     The tap computes statistics without gradients, from tensors that the forward pass computes anyway, and changes
-    nothing. qkeel's own modules report their calls. A function mode around the full pass finds other attention in eager
-    code; once the modules that contain it are known, the mode is active only in their calls, and a full pass is
-    searched from time to time (see `places`).
+    nothing. qkeel's own modules report their calls. A function mode finds other attention in eager code; see
+    `CaptureMode`.
 
     Compiled models, and torch modules with a fast path for evaluation, are measured in an additional pass before their
     own pass. The additional pass runs eagerly and without gradients, and random number generators and buffers are
     restored after it. It is needed because compiled code must not run inside a mode, and because torch modules would
-    not take their fast path inside a mode, so that results would differ in the last bits. If no sites are known,
-    another pass before the first measured one determines whether there is attention inside torch.jit.script or
-    torch.func.vmap; such attention is then observed operator by operator.
+    not take their fast path inside a mode, so that results would differ in the last bits.
 
     The statistics of a pass are held back until its role is known (see `PassRole`): those of trained passes, and those
     of passes that are not trained, such as references, rollouts and evaluation in either mode, are kept apart. `settle`
@@ -329,9 +151,8 @@ class Tap(Handle):
         model: the model to watch.
         when_training: whether to ignore passes that cannot be trained, because gradients are off.
         parts: whether qkeel's own modules also report calls that are made outside a pass of the full model.
-        due: a function that is called as due(candidate, training, compiled) and returns what to measure in a pass, and
-            whether this counts if the pass is trained. candidate: whether gradients are on; training: the model's mode.
-            "bracket" stands for a bound on the largest logit, see `BracketMode`.
+        due: a function that is called as due(candidate, training) and returns whether to measure a pass, and whether
+            this counts if the pass is trained. candidate: whether gradients are on; training: the model's mode.
         by_step: whether an optimizer's step settles the roles.
         measure: the function that computes the statistics of a call.
         measure_rows: the function that computes the statistics from what a kernel returned for each row.
@@ -352,11 +173,11 @@ class Tap(Handle):
         *,
         when_training: bool = False,
         parts: bool = False,
-        due: Callable[[bool, bool, bool], tuple[Look, bool]] | None = None,
+        due: Callable[[bool, bool], tuple[bool, bool]] | None = None,
         by_step: bool = False,
         measure: MeasureCall = find,
         measure_rows: MeasureRows | None = None,
-        measure_plain: Plain | None = None,
+        measure_plain: MeasurePlain | None = None,
         keeps: bool = False,
         guard: FaultGuard | None = None,
     ) -> None:
@@ -370,20 +191,15 @@ class Tap(Handle):
         self._held: list[_HeldPass] = []  # passes whose role is open
         self._beginning: _HeldPass | None = None  # the pass that is running
         self.own_alone = False
-        self._begun: dict[Phase, int] = {"train": 0, "eval": 0}  # the number of passes
-        self._form: object = None  # the form of the current call; see `_call_form`
-        self._forms: dict[Phase, set[object]] = {"train": set(), "eval": set()}  # the forms of the searched passes
-        self._places: dict[Phase, Places | None] = {"train": None, "eval": None}  # where searched passes had attention
-        self._searched: dict[Phase, list[tuple[str, nn.Module]]] = {}  # the modules that existed at that time
-        self._below: bool | None = None  # whether operators must be observed, if no sites are known
+        self._searches = {True: _Search(), False: _Search()}  # by the mode of the model
         self.empty = 0  # passes over an empty batch
         self.calls_seen: dict[Phase, int] = {"train": 0, "eval": 0}  # attention calls that were measured
         self.compiled = False  # whether any pass so far ran compiled code
-        self._due = due or (lambda candidate, *_: ("statistics" if candidate or not when_training else "nothing", True))
+        self._due = due or (lambda candidate, _: (candidate or not when_training, True))
         self.guard = FaultGuard(_OFF) if guard is None else guard
         self._guessed: set[str] = set()
         self._stats: dict[Phase, SiteStatistics] = {"train": SiteStatistics(), "eval": SiteStatistics()}
-        self._running: _ForwardPass | BracketMode | None = None
+        self._running: _ForwardPass | None = None
         self._forwards = ForwardPasses(model, self._before, self._after, guard=self.guard, owner=self)
         self._forwards.repeated = self._repeated
         self.model = self._forwards.inner
@@ -397,11 +213,6 @@ class Tap(Handle):
                 module.observers.append(self._parts[-1][1])
 
     @property
-    def phase(self) -> Phase:
-        """The mode of the model, which chooses its path through its modules; the role of a pass is another matter."""
-        return "train" if self.model.training else "eval"
-
-    @property
     def latest(self) -> LastPass | None:
         """The latest trained pass, or, before the first, the latest that may turn out to be trained."""
         if self._latest is None:
@@ -410,39 +221,16 @@ class Tap(Handle):
                     return held.latest
         return self._latest
 
-    def places(self, phase: Phase) -> Places | None:
-        """The modules in which the next pass is searched for attention outside qkeel's modules, or None to search
-        everywhere.
+    def places(self) -> Places | None:
+        """The modules in which the pass that begins is searched for attention outside qkeel's modules, or None to
+        search everywhere."""
+        return {} if self.own_alone else self._searches[self.model.training].places(self.tree)
 
-        Searching everywhere costs one callback for every torch function call, so it is done only when something may
-        have changed: in the first two passes; in the first pass of each new call form (`_call_form`), up to 64 forms;
-        after a module is added or replaced; and after a pass in which no attention was seen in a module known to
-        contain it. Changes without any of these signs are found by searching every 17th pass up to the 68th, and every
-        257th pass from then on.
-        """
-        n, self._begun[phase] = self._begun[phase], self._begun[phase] + 1
-        if self.own_alone:
-            return {}
-        others = self._searched.get(phase) is not self.tree.named()  # modules were added or replaced
-        searched = n < 2 or self._is_new_form(phase) or n % (_SELDOM if n <= 4 * _SELDOM else _HARDLY) == 0
-        return None if others or searched else self._places[phase]
-
-    def _is_new_form(self, phase: Phase) -> bool:
-        known = self._forms[phase]
-        return len(known) < _FORMS and self._form not in known
-
-    def searched(self, phase: Phase, places: Places | None) -> None:
-        """Adds the modules with attention in a fully searched pass to those of earlier passes. With None, the next pass
-        is fully searched too."""
-        if places is not None:
-            same = self._searched.get(phase) is self.tree.named()
-            for name, (module, only) in (self._places[phase] or {}).items() if same else ():
-                places[name] = module, _either(only, places[name][1]) if name in places else only
-            if not places and not self.tree.of_kind(SpecModule):
-                places = None  # no attention was found, so it may appear anywhere
-        self._places[phase], self._searched[phase] = places, self.tree.named()
-        if self._is_new_form(phase):
-            self._forms[phase].add(self._form)
+    def searched(self, places: Places | None) -> None:
+        """Notes where a pass had attention that was searched everywhere; with None, the next pass is so too."""
+        if not places and not self.tree.of_kind(SpecModule):
+            places = None  # no attention was found, so it may appear anywhere
+        self._searches[self.model.training].note(places, self.tree)
 
     def has(self, phase: Phase) -> bool:
         """True if there are statistics of passes with this role to read."""
@@ -469,8 +257,6 @@ class Tap(Handle):
         if held.stats is not None and measured:
             self._stats[phase].update(held.stats)
             self.calls_seen[phase] += held.calls
-        if phase == "train" and held.bound is not None:
-            self.visitor.bracket(held.bound)
         if not held.part:
             self.visitor.settled(phase, held.collected, measured)
 
@@ -510,8 +296,8 @@ class Tap(Handle):
         if self._forwards.busy or recomputing():
             return
         candidate = torch.is_grad_enabled()
-        look, counts = self._due(candidate, training, False)
-        if look != "statistics":
+        measured, counts = self._due(candidate, training)
+        if not measured:
             return
         known = self.measure_rows is not None and rows is not None
         stats = self.measure_rows(call, rows) if known else self.measure(call)  # type: ignore[misc,arg-type]
@@ -526,7 +312,7 @@ class Tap(Handle):
         """Returns the first call of each site in an additional pass with these arguments. The pass runs eagerly and
         without gradients, and with the same random numbers each time; it is not counted and changes nothing."""
         kept: dict[str, Seen] = {}
-        look = _ForwardPass(self, self.phase, kept)
+        look = _ForwardPass(self, kept)
         self._extra_pass(look, args, kwargs, seed=0)
         if look.error is not None:
             raise look.error
@@ -541,8 +327,7 @@ class Tap(Handle):
         Raises:
             Exception: whatever the model raises.
         """
-        last, look = self._latest, _ForwardPass(self, self.phase)
-        self._form = None if last is None else _call_form(last.args, last.kwargs)
+        last, look = self._latest, _ForwardPass(self)
         if last is None or not self.visitor.before(last.args, last.kwargs):
             return False
         with last.setting(self.model):
@@ -554,12 +339,6 @@ class Tap(Handle):
         held.collected = self.visitor.after(output, bool(look.sites))
         self._sort(held, "train")
         return True
-
-    @property
-    def sees_operators(self) -> bool:
-        """True if some attention can be observed only operator by operator, such as attention inside
-        torch.jit.script."""
-        return bool(self._below) or any([site.below for site in self.sites])  # noqa: C419
 
     @property
     def known(self) -> _Known:
@@ -576,66 +355,33 @@ class Tap(Handle):
             )
         return self._known
 
-    def _look_below(self, args: Args, kwargs: Kwargs) -> None:
-        """Determines, in an additional pass before the first measured one, whether there is attention that a function
-        mode would not observe. This is not needed if sites are known or if all attention is in qkeel's own modules. It
-        is left out if other processes would wait for a pass that fails on this process."""
-        if self._below is not None or any([site.description is None for site in self.sites]):  # noqa: C419
-            return
-        if spread(self.model) or self.tree.of_kind(SpecModule):
-            return
-        below: list[bool] = []
-        note = lambda captured: below.append(captured.below)  # noqa: E731
-        watcher = CaptureMode(self.model, note, dispatch=True, guard=self.guard)
-        with extra_pass(self), torch.no_grad(), torch.compiler.set_stance("force_eager"), undisturbed(self.model):
-            try:
-                with watcher:
-                    self.model(*copied(args), **copied(dict(kwargs)))
-            except Exception:  # the model fails, as its own pass will too, or it can't be observed in this way
-                below.clear()
-        self._below = any(below)
-
     def _before(self, args: Args, kwargs: Kwargs, compiled: bool) -> None:
         self.settle(decide=False)
-        phase, training = self.phase, self.model.training
-        empty = is_empty(args, kwargs)
-        repeats = not torch.is_grad_enabled() and inside_checkpoint()
-        candidate = torch.is_grad_enabled() or repeats
-        look, counts = self._due(candidate, training, compiled)
+        if has_no_values(args, kwargs):
+            return
+        training = self.model.training
+        is_repeated = not torch.is_grad_enabled() and inside_checkpoint()
+        candidate = torch.is_grad_enabled() or is_repeated
+        measured, counts = self._due(candidate, training)
         self._beginning = held = _HeldPass(training=training, counts=counts, candidate=candidate)
         held.inputs = (args, kwargs)
-        if repeats:
+        self.compiled = self.compiled or compiled
+        if is_repeated:
             held.role = PassRole.to_be_repeated()
-        if self._keeps and candidate and not empty:
+        if is_empty(args, kwargs):
+            self.empty += 1
+            return
+        if self._keeps and candidate:
             first = self.tree.first_parameter()
             held.latest = LastPass("cpu" if first is None else first.device.type, args, kwargs, training)
-        if empty:
-            self.empty, look = self.empty + 1, _NOTHING
-        self.compiled = self.compiled or compiled
-        if look == _NOTHING:
+        if not measured or not self.visitor.before(args, kwargs):
             return
-        extra = compiled or _takes_fast_path(self.tree)
-        if look != _NOTHING:
-            self._form = _call_form(args, kwargs)
-        if look == "bracket" and not extra:
-            self._running = mode = BracketMode(self.guard)
-            places = None if self._is_new_form(phase) else self._places[phase]
-            if places and not self.tree.of_kind(SpecModule):
-                ModeInModules(mode, places).attach(self._forwards.around)
-            else:
-                mode.__enter__()
-                self._forwards.around.callback(leave, mode)
-        if look == "statistics":
-            self._running = running = _ForwardPass(self, phase, candidate=candidate)
-            if not self.visitor.before(args, kwargs):
-                self._running = None
-                return
-            self._look_below(args, kwargs)
-            if extra or self.sees_operators:  # torch compiles nothing while a mode observes operators
-                self._extra_pass(running, args, kwargs)
-            else:
-                call = (args, kwargs) if self._forwards.model is self.model else None
-                running.begin(call, self._forwards.around)
+        self._running = running = _ForwardPass(self, candidate=candidate)
+        if compiled or _takes_fast_path(self.tree):
+            self._extra_pass(running, args, kwargs)
+        else:
+            call = (args, kwargs) if self._forwards.model is self.model else None
+            running.begin(call, self._forwards.around)
 
     def _extra_pass(self, look: _ForwardPass, args: Args, kwargs: Kwargs, seed: int | None = None) -> object:
         """Makes the pass that the model is about to make, but eagerly, and returns its output. `seed` seeds the random
@@ -663,9 +409,7 @@ class Tap(Handle):
             held.latest = None
         elif not held.role.awaited and held.candidate:
             held.role = PassRole.of_output(self.model, inputs, output)
-        if isinstance(look, BracketMode) and not failed:
-            held.bound = look.bound if held.counts else None
-        elif isinstance(look, _ForwardPass) and not failed:
+        if look is not None and not failed:
             if look.error is not None:
                 raise look.error
             look.over()
@@ -723,7 +467,6 @@ class _HeldPass:
     latest: LastPass | None = None
     stats: SiteStatistics | None = None
     calls: int = 0
-    bound: Tensor | None = None
     collected: object = None
 
 
@@ -731,16 +474,15 @@ class _ForwardPass:
     """One observed forward pass. qkeel's own modules report their calls, and a `CaptureMode` observes those of other
     code. With `kept`, the first call of each site is stored there, and nothing is measured."""
 
-    def __init__(self, tap: Tap, phase: Phase, kept: dict[str, Seen] | None = None, *, candidate: bool = True) -> None:
+    def __init__(self, tap: Tap, kept: dict[str, Seen] | None = None, *, candidate: bool = True) -> None:
         self.tap, self.kept = tap, kept
-        self.phase: Phase = phase  # the model's mode
         self.candidate = candidate  # whether it may be trained
         self.calls = 0  # attention calls that were measured
         self.sites = SiteStatistics()
         self.error: Exception | None = None
         self.watcher: CaptureMode | None = None
         self.places: dict[str, tuple[nn.Module, frozenset[Function] | None] | None] = {}
-        self.indexers: dict[str, nn.Module] = {}  # modules that choose keys
+        self.indexed = False  # whether a module has chosen keys
 
     def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
         """Observes until `around` is closed; `call` holds the arguments of the model's own call if that has already
@@ -754,14 +496,13 @@ class _ForwardPass:
             observer = self._observer(name)
             module.observers.append(observer)
             around.callback(module.observers.remove, observer)
-        only_in = self.tap.places(self.phase) if self.kept is None else None
+        only_in = self.tap.places() if self.kept is None else None
         if only_in == {} and (own or self.tap.own_alone):
             return
         self.watcher = interceptor = CaptureMode(
             self.tap.model,
             self._foreign,
             guard=self.tap.guard,
-            dispatch=self.tap.sees_operators,
             rows=self.tap.measure_rows is not None and self.kept is None,
             described=self.tap.known.described,
             layouts=self.tap.known.layouts,
@@ -784,34 +525,24 @@ class _ForwardPass:
             return
         if not watcher.whole:
             if 0 in [frame.calls + frame.indexes for frame in watcher.called_in]:
-                self.tap.searched(self.phase, None)  # attention that was found there is now computed elsewhere
+                self.tap.searched(None)  # attention that was found there is now computed elsewhere
             return
-        self._add_indexers()
-        local = not (watcher.hidden or self.tap.sees_operators)
+        is_local = not (watcher.hidden or self.indexed)
         for name, place in self.places.items():
             # Attention of qkeel's modules inside must not be attributed to this module.
             if place is not None and any([m is not place[0] and isinstance(m, SpecModule) for m in place[0].modules()]):  # noqa: C419
                 self.places[name] = None
-        self.tap.searched(self.phase, self.places if local and None not in self.places.values() else None)  # type: ignore[arg-type]
-
-    def _add_indexers(self) -> None:
-        """Adds the modules that choose keys to the places. If one place is inside another, every function would be
-        observed twice, so only the outer place is kept, unless attention in the inner module would then get the outer
-        module's name."""
-        for name, module in self.indexers.items():
-            outer = next((place for place in self.places if name == place or name.startswith(f"{place}.")), None)
-            holds = any([place.startswith(f"{name}.") for place in self.places])  # noqa: C419
-            known = (module, None) if outer is None else self.places[outer]
-            self.places[name if outer is None else outer] = None if holds or known is None else (known[0], None)
+        places = {name: place for name, place in self.places.items() if place is not None}
+        self.tap.searched(places if is_local and len(places) == len(self.places) else None)
 
     def _note_place(self, captured: CapturedCall) -> None:
         """Records the module in which attention was observed, and the function by which it was found."""
         layout, name = captured.layout, captured.frame.name
         known = layout is None or (layout == self.tap.known.layouts.get(captured.name) and not layout.guess)
-        if captured.below or captured.headless or not name or not known or captured.how not in _LOCAL:
+        if captured.below or captured.headless or not name or not known or captured.how not in _FUNCTIONS:
             self.places[name] = None
         else:
-            only = SDPA_BY_NAME if captured.named else _LOCAL[captured.how]
+            only = SDPA_BY_NAME if captured.named else _FUNCTIONS[captured.how]
             if name not in self.places:
                 self.places[name] = captured.frame.module, only
             elif (old := self.places[name]) is not None:
@@ -856,11 +587,7 @@ class _ForwardPass:
         layer = self._layer(frame)
         if layer is None or not self.tap.active or extra_of_another(self.tap):
             return
-        if self.watcher is None or self.watcher.whole:
-            if frame.name:
-                self.indexers[frame.name] = frame.module
-            else:
-                self.places[""] = None
+        self.indexed = True
         self.tap.visitor.index(layer, call, self.candidate)
 
     def _foreign(self, captured: CapturedCall) -> None:
@@ -928,23 +655,13 @@ def is_empty(args: Args, kwargs: Kwargs) -> bool:
     return bool(sizes) and not any(sizes)
 
 
-def _call_form(args: Args, kwargs: Kwargs) -> object:
-    """The properties of a call by which a model may choose a different path through its modules: switches, dtypes,
-    numbers of dimensions, orders of magnitude of sizes, and whether gradients and autocast are on.
+def has_no_values(args: Args, kwargs: Kwargs) -> bool:
+    """True if a tensor among a model's arguments has a shape but no values, as on the meta device and in a FakeTensor.
 
-    >>> _call_form((torch.zeros(2, 5), None), {"cached": True})[2:]
-    ((torch.float32, 2, 4), None, 'cached', True)
+    >>> has_no_values((torch.zeros(2, 5, device="meta"),), {}), has_no_values((torch.zeros(2, 5),), {})
+    (True, False)
     """
-    modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(_GPU)
-    form: list[object] = [*modes]
-    for name, x in (*enumerate(args), *kwargs.items()):
-        if isinstance(name, str):
-            form.append(name)
-        if isinstance(x, Tensor):
-            form.append((x.dtype, x.ndim, x.numel().bit_length()))
-        else:
-            form.append(x if x is None or isinstance(x, (bool, str)) else type(x))
-    return tuple(form)
+    return any([x.is_meta or is_fake(x) for x in tensors((args, dict(kwargs)))])  # noqa: C419
 
 
 def _has_no_rows(call: Seen) -> bool:
