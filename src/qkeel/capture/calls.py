@@ -40,7 +40,7 @@ from qkeel.kernels.statistics import (
     row_logsumexp,
 )
 from qkeel.metrics import ALARM_THRESHOLD
-from qkeel.patching.modes import in_vmap, no_operators_seen, without_gradients
+from qkeel.patching.modes import in_vmap, without_gradients
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import fields_of, make_call
 from qkeel.spec.slot import PerRow
@@ -253,13 +253,14 @@ def _merged(size: int, hints: frozenset[int], batch: int) -> tuple[list[str], tu
 def fewest_keys(k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
     """Returns the distinct keys [b g s d] of keys [b h s d] that are repeated in blocks for grouped queries."""
     h = k.shape[1]
-    with no_operators_seen():  # these comparisons are not part of the pass
-        if h < 2 or not torch.equal(k[:, 0], k[:, 1]) or not bool(k.any()):
-            return k
-        each = (r for r in range(h, 1, -1) if h % r == 0)
-        apart = ((r, k.unflatten(1, (h // r, r))) for r in each)
-        repeats = next((r for r, x in apart if torch.equal(x, x[:, :, :1].expand_as(x))), 1)
-    return k if repeats == 1 else k.unflatten(1, (h // repeats, repeats))[:, :, 0]
+    if h < 2 or not torch.equal(k[:, 0], k[:, 1]) or not bool(k.any()):
+        return k
+    for repeats in range(h, 1, -1):
+        if h % repeats == 0:
+            groups = k.unflatten(1, (h // repeats, repeats))
+            if torch.equal(groups, groups[:, :, :1].expand_as(groups)):
+                return groups[:, :, 0]
+    return k
 
 
 def known_keys(heads: tuple[int, int], k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:

@@ -64,7 +64,6 @@ class Scores:
         keys: the range of columns that are keys, if others, such as a sink, were attached.
         unshifted: the scores before each row's largest or its logsumexp was subtracted.
         normalised: whether it was the logsumexp, so that the exponentials are weights.
-        below: whether a function mode alone does not see all operations on the scores.
     """
 
     products: tuple[Product, ...]
@@ -78,7 +77,6 @@ class Scores:
     keys: tuple[int, int] | None = None
     unshifted: Tensor | None = None
     normalised: bool = False
-    below: bool = False
 
     @property
     def is_flat(self) -> bool:
@@ -159,7 +157,6 @@ class Tags:
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Tensor], Tag]] = {}
-        self.weights: list[Tensor] | None = None  # every tensor that was tagged as weights, if they are kept
 
     def get(self, x: object) -> Tag | None:
         """The tag of a tensor."""
@@ -176,8 +173,6 @@ class Tags:
                 del entries[key]
 
         entries[key] = (weakref.ref(x, forget), tag)
-        if self.weights is not None and isinstance(tag, Weights):
-            self.weights.append(x)
 
     def drop(self, x: Tensor) -> None:
         """Drops the tag of a tensor."""
@@ -289,8 +284,7 @@ class EagerAttentionTracer:
     """Reads every call of a torch function in a forward pass and reports the softmaxes that are attention.
 
     Args:
-        report: called with every attention call, and with whether a function mode alone misses part of it; returns the
-            site's name.
+        report: called with every attention call; returns the site's name.
         known: returns the layout of the scores whose softmax a module computes, if it is known.
         names: the names of parameters by identity in a probe, where the graph shows which dimensions are heads. None if
             there is no graph.
@@ -300,14 +294,13 @@ class EagerAttentionTracer:
 
     def __init__(
         self,
-        report: Callable[[ModuleCall, ScoresCall, bool], str | None],
+        report: Callable[[ModuleCall, ScoresCall], str | None],
         known: Callable[[ModuleCall], HeadLayout | None] = lambda frame: None,
         names: dict[int, str] | None = None,
         valued: Callable[[str, Tensor], None] = lambda site, values: None,
         chose: Callable[[ModuleCall, Scores | Lost, Tensor], None] | None = None,
     ) -> None:
         self.tags = Tags()
-        self.below = False  # whether the current calls were observed as operators only
         self.multiplied = False  # whether two activations were multiplied with each other
         self.missed: list[UnrecognizedAttention] = []
         self.ends: dict[str, None] = {}  # the operations by which scores were lost
@@ -369,7 +362,6 @@ class EagerAttentionTracer:
             products=(dataclasses.replace(product, added=None),),
             frame=step.frame,
             scale=float(step.kwargs.get("alpha", 1.0)),
-            below=self.below,
         )
         more = self.tags.get(addend)
         if isinstance(more, Scores):
@@ -416,7 +408,7 @@ class EagerAttentionTracer:
             if out is x and new is not tag and base_of(x) is not None:
                 self._changed_in_a_view(step, x)
             if new is not None:
-                self.tags.put(out, dataclasses.replace(new, below=new.below or self.below))
+                self.tags.put(out, new)
             elif name not in _READS and not tag.only_tables:
                 self._lose(step, tag, x)
 
@@ -624,7 +616,7 @@ class EagerAttentionTracer:
         if tag.unshifted is not None:
             x = tag.unshifted
         call = scores_call(tag, x, dim % x.ndim, where, known=self._known(where), names=self._names)
-        return self._report(where, call, tag.below or self.below)
+        return self._report(where, call)
 
 
 def _replacement(step: Step, x: Tensor) -> Any:
@@ -724,7 +716,6 @@ def _sum(one: Scores, other: Scores, factor: float, step: Step) -> Scores:
         scale=one.scale * factor,
         lost=tuple(lost),
         keys=one.keys or other.keys,
-        below=one.below or other.below,
     )
     for tag in (one, other):
         if tag.hidden is not None:

@@ -51,15 +51,11 @@ from qkeel.nn import functional_attention
 from qkeel.nn.attention import SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_rows
 from qkeel.patching.modes import (
-    INSIDE,
     Args,
-    EagerOperatorMode,
     Function,
     Guarded,
     Kwargs,
     ModeInModules,
-    OperatorMode,
-    TorchOperator,
     function_name,
     in_vmap,
     leave,
@@ -83,7 +79,6 @@ class CapturedCall:
         ordinal: the index of this call among the attention calls of that module call.
         how: the function in which it was observed, or "softmax" for hand-written attention.
         call: the call as it was read.
-        below: whether the call is visible only to a CaptureMode with dispatch=True, or what happened to its scores.
         layout: the dimensions of its scores in the module, if they are not [b h t s] by contract.
         added: in a probe, the products whose sum is the additive mask of a fused function.
         rows: the row statistics from its kernel, if requested.
@@ -94,7 +89,6 @@ class CapturedCall:
     ordinal: int
     how: str
     call: Seen
-    below: bool = False
     layout: HeadLayout | None = None
     added: ScoresCall | None = None
     rows: KernelRows | None = None
@@ -161,10 +155,6 @@ class CaptureMode(CallObserver):
         model: the model whose calls are observed.
         report: the function that is called with every attention call.
         probing: whether to keep the graph behind q and k.
-        dispatch: whether to observe also what torch.jit.script and torch.func.vmap hide from a function mode, at the
-            cost of one callback per operator.
-        record: with `dispatch`, whether to keep every operator of the pass in `operations`, including those that run
-            when calls are read.
         rows: whether functional_attention reports what its kernel computes for each row.
         described: the sites that are read according to their descriptions; nothing else is reported inside them.
         layouts: the dimensions of the scores at known sites, keyed by name.
@@ -180,8 +170,6 @@ class CaptureMode(CallObserver):
         report: Callable[[CapturedCall], None],
         *,
         probing: bool = False,
-        dispatch: bool = False,
-        record: bool = False,
         rows: bool = False,
         described: Sequence[AttentionSite] = (),
         layouts: Mapping[str, HeadLayout] | None = None,
@@ -200,8 +188,6 @@ class CaptureMode(CallObserver):
         self.unread: list[UnrecognizedAttention] = []
         self.hidden: dict[str, None] = {}  # where attention would not be seen
         self._report, self._rows = report, rows
-        mode = EagerOperatorMode if record else OperatorMode
-        self._below = mode(self._read_below, guard, wanted=self._is_below, keep=record) if dispatch else None
         self._described = {site.name for site in described}
         self._hooks = [DescribedSiteHooks(site, self._described_call, guard) for site in described]
         self._layouts = layouts or {}
@@ -217,19 +203,12 @@ class CaptureMode(CallObserver):
         self._names = (names_of(model) if names is None else names) if probing else None
         self._by_name: Args = ()  # the arguments of the current call of SDPA made through its name
         self.handwritten = EagerAttentionTracer(
-            lambda frame, call, below: self._saw(frame, "softmax", call, below=below),
+            lambda frame, call: self._saw(frame, "softmax", call),
             lambda frame: self._layouts.get(name_of(frame, frame.calls)),
             self._names,
             self._valued,
             self._chose,
         )
-        if record:
-            self.handwritten.tags.weights = []
-        self.fused: list[
-            tuple[int, int]
-        ] = []  # the range of operators of each attention function, if they are recorded
-        self._begun = 0
-        self._unseen = (0, 0)  # the range of operators that ran during the last suspension
 
     def take(self, func: Function, args: Args, kwargs: dict[str, object]) -> object:
         """Makes the call, and reads it in the fastest way available."""
@@ -266,8 +245,6 @@ class CaptureMode(CallObserver):
         if self._only_in is None:
             self.stack.attach(undo)
         undo.enter_context(observed_by(self))
-        if self._below is not None:
-            undo.enter_context(self._below)
 
     @property
     def whole(self) -> bool:
@@ -306,9 +283,7 @@ class CaptureMode(CallObserver):
         if top.module is module and top.parent is not None:
             self.stack.top = top.parent
 
-    def wanted(
-        self, function: Function, args: Args, kwargs: Kwargs
-    ) -> bool | str | Callable[[], tuple[object, object]]:
+    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | Callable[[], tuple[object, object]]:
         """Returns False for functions that play no part in attention. In a probe, functional_attention is computed by
         torch's operators, because a probe follows gradient paths."""
         if _READING.get():
@@ -319,17 +294,13 @@ class CaptureMode(CallObserver):
         if name == "pad" and _adds_zeros(args, kwargs):
             self.stack.top.pads = True
         if in_vmap():
-            if self._below is None:
-                self.hidden["what runs inside torch.func.vmap"] = None
+            self.hidden["what runs inside torch.func.vmap"] = None
             return False
         if function is functional_attention and self.probing:
             return lambda: (F.scaled_dot_product_attention(*args, **kwargs), None)
         if function is functional_attention and self._rows:
             return functools.partial(attention_with_rows, sdpa_arguments(args, kwargs))
-        if name in SDPA or self.handwritten.minds(name):
-            self._begun = self._operators()
-            return True
-        return INSIDE
+        return name in SDPA or self.handwritten.minds(name)
 
     def saw(self, function: Function, args: Args, kwargs: Kwargs, out: object, more: KernelRows | None) -> None:
         """Reads what the function computed."""
@@ -346,14 +317,12 @@ class CaptureMode(CallObserver):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        first = self._operators()  # before the variable is set: if this fails, nothing would reset it
         token = _READING.set(True)
         try:
             with suspended(self):
                 yield
         finally:
             _READING.reset(token)
-            self._unseen = (first, self._operators())
 
     def _chose(self, frame: ModuleCall, tag: Scores | Lost, x: Tensor) -> None:
         if self._elsewhere(frame) or not (self.probing or self.index is not None):
@@ -376,19 +345,6 @@ class CaptureMode(CallObserver):
         weighed = self.handwritten.weighed
         return [(frame, call) for frame, call, tag in self._chosen.values() if products_of(tag).isdisjoint(weighed)]
 
-    @property
-    def operations(self) -> Sequence[TorchOperator]:
-        """The operators that ran so far, if they are kept."""
-        return () if self._below is None else self._below.operations
-
-    def _operators(self) -> int:
-        return len(self.operations)
-
-    def _is_below(self) -> bool:
-        """True if an operator runs outside any torch function that a function mode observed, and not while a call is
-        read."""
-        return not (self.inside or _READING.get())
-
     def called(self, name: str, arguments: Kwargs, out: object) -> None:
         self.apart(lambda: self._read_foreign(name, arguments, out))
 
@@ -404,13 +360,8 @@ class CaptureMode(CallObserver):
     def _read(self, name: str, args: Args, kwargs: Kwargs, out: object, rows: KernelRows | None = None) -> None:
         top = self.stack.top
         fused = SDPA.get(name)
-        known_weights = self.handwritten.tags.weights
-        before = -1 if known_weights is None else len(known_weights)
         if fused is None:
             self.handwritten.follow(name, top, args, kwargs, out)
-        if known_weights is not None and (fused is not None or len(known_weights) > before):
-            # A softmax with a sink is one function of several operators, and all of them belong to the known weights.
-            self.fused.append((self._begun, self._operators()))
         if fused is not None and not self._elsewhere(top):
             found: list[HeadLayout] = []
 
@@ -430,7 +381,7 @@ class CaptureMode(CallObserver):
                 rows = rows and KernelRows(*(x.reshape(x.shape[0], heads, 1) for x in rows))
             call, how = fused(args, kwargs, CallGeometry(layout_of, keys)), found[0] if found else None
             added = self._added(name, top, args, kwargs, how)
-            site = self._saw(top, name, call, how, added, below=self.handwritten.below, rows=rows, named=named)
+            site = self._saw(top, name, call, how, added, rows=rows, named=named)
             if site is not None and name == _SDPA:
                 self._valued(site, sdpa_arguments(args, kwargs)["value"])
 
@@ -451,19 +402,8 @@ class CaptureMode(CallObserver):
         how = HeadLayout(groups=tuple("bhts"), sizes=(mask.shape[1],)) if how is None and mask.ndim == 4 else how
         return scores_call(tag, mask, mask.ndim - 1, top, known=how, names=self._names, alone=False)
 
-    def _read_below(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
-        if name not in SDPA and not self.handwritten.minds(name):
-            return
-        self.handwritten.below = True
-        try:
-            self.apart(lambda: self._read(name, args, kwargs, out))
-        finally:
-            self.handwritten.below = False
-
     def _read_foreign(self, name: str, arguments: Kwargs, out: object) -> None:
         top = self.stack.top
-        if self.handwritten.tags.weights is not None:
-            self.fused.append(self._unseen)  # nothing was read while the function ran
         if self._elsewhere(top):
             return
         try:
@@ -484,7 +424,6 @@ class CaptureMode(CallObserver):
         layout: HeadLayout | None = None,
         added: ScoresCall | None = None,
         *,
-        below: bool = False,
         rows: KernelRows | None = None,
         named: bool = False,
     ) -> str | None:
@@ -498,7 +437,6 @@ class CaptureMode(CallObserver):
                 ordinal=ordinal,
                 how=how,
                 call=call,
-                below=below,
                 layout=layout,
                 added=added,
                 rows=rows,

@@ -11,7 +11,7 @@ import itertools
 import math
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -25,13 +25,9 @@ from qkeel.capture.calls import HeadLayout, Seen, fewest_keys, flex_call, hides
 from qkeel.errors import QkeelError
 from qkeel.patching.forward import GUARD, Begun, CallArguments, exchange
 from qkeel.patching.modes import (
-    SDPA_KERNELS,
     Args,
     FunctionMode,
     Kwargs,
-    Operator,
-    argument_names,
-    no_operators_seen,
     recomputing,
     without_modes,
 )
@@ -59,8 +55,6 @@ FLASH = (
 # several attention calls by their logsumexps, such as MoBA, calls them directly; the order of what they return is not
 # evident from their signatures.
 FLASH_FORWARD = ("_flash_attn_forward", "_flash_attn_varlen_forward")
-LOGSUMEXPS = frozenset((*FLASH, "varlen_attn"))  # the functions that can return their logsumexps
-_ASKED = {"return_attn_probs", "return_aux"}  # the arguments that request the logsumexps
 _ONE_HOME = (
     ("qkeel.ops", "attention"),  # called by a module that is not one of qkeel's
     ("qkeel.ops", "run"),  # attention with which a remedy replaced a model's own
@@ -75,13 +69,11 @@ _WITH_MAXIMA = ("AUTO", "TRITON")
 class CallObserver(FunctionMode, abc.ABC):
     """A function mode that also receives the calls of functions that are not torch functions.
 
-    probing: whether gradients are traced from q and k. logsumexps: whether the observer reads only what flash-attn's
-    functions return, which must then include the logsumexps of the rows. maxima: whether flex_attention must also
-    return the largest logit of each row, if its kernel supports this.
+    probing: whether gradients are traced from q and k. maxima: whether flex_attention must also return the largest
+    logit of each row, if its kernel supports this.
     """
 
     probing = False
-    logsumexps = False
     maxima = False
 
     @abc.abstractmethod
@@ -107,7 +99,7 @@ def observed_by(observer: CallObserver) -> Iterator[None]:
     """A context in which `observer` receives this thread's calls. Functions of modules that are not imported yet are
     missed."""
     with ExitStack() as undo:
-        for function in list(_functions(() if observer.logsumexps else _ONE_HOME)):
+        for function in list(_functions()):
             try:
                 undo.callback(exchange(function, _begin, _unobserved).release)
             except (SyntaxError, TypeError, ValueError) as error:  # code of an unexpected form
@@ -135,11 +127,11 @@ def _flash_homes(count: int, last: str) -> list[str]:
     return [home for home in sys.modules if "flash_att" in home]
 
 
-def _functions(others: Iterable[tuple[str, str]]) -> Iterator[types.FunctionType]:
+def _functions() -> Iterator[types.FunctionType]:
     """The attention functions of loaded modules: flash-attn's and others. Functions of modules that are not loaded
     cannot be called."""
     seen: set[int] = set()
-    places = [(sys.modules.get(home), name) for home, name in (_VARLEN, _FLEX, *others)]
+    places = [(sys.modules.get(home), name) for home, name in (_VARLEN, _FLEX, *_ONE_HOME)]
     for home in _flash_homes(len(sys.modules), next(reversed(sys.modules))):
         places += [(sys.modules.get(home), name) for name in (*FLASH, *FLASH_FORWARD)]
     for module, name in places:
@@ -152,12 +144,11 @@ def _functions(others: Iterable[tuple[str, str]]) -> Iterator[types.FunctionType
 def _begin(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]) -> Begun | Literal[False]:
     """Called when a call of an observed function begins."""
     observers = _OBSERVERS.get()
-    silent = all(o.logsumexps for o in observers) and not _ASKED & inspect.signature(function).parameters.keys()
-    if recomputing() or silent:  # a function without logsumexps may call one that has them
+    if recomputing():
         return False
     given, own = _without_graph(observers, (args, kwargs)), None
-    if any(o.maxima if function.__name__ == _FLEX[1] else o.logsumexps for o in observers):
-        given, own = _with_rows(function, given)
+    if function.__name__ == _FLEX[1] and any(observer.maxima for observer in observers):
+        given, own = _with_maxima(function, given)
     return given, _suspended(observers), functools.partial(_report, function, observers, (args, kwargs)), own
 
 
@@ -167,28 +158,19 @@ def _unobserved() -> AbstractContextManager[None]:
     return without_modes(CallObserver)
 
 
-def _with_rows(
+def _with_maxima(
     function: types.FunctionType, plain: CallArguments
 ) -> tuple[CallArguments, Callable[[object], object] | None]:
-    """Returns arguments with which the function also returns its rows' logsumexps (for flex_attention, their largest
-    logits) where that costs nothing, and a function that removes these from the result. With dropout, flash-attn's
-    functions would also return all weights, so their arguments are then unchanged.
-    """
+    """Returns arguments with which flex_attention also returns its rows' largest logits, where its kernel supports it,
+    and a function that removes these from the result."""
     bound = inspect.signature(function).bind(*plain[0], **plain[1])
     bound.apply_defaults()
     given = bound.arguments
+    backend = (given["kernel_options"] or {}).get("BACKEND", "AUTO")
+    if given["query"].device.type in _WITHOUT_MAXIMA or backend not in _WITH_MAXIMA or given.get("return_lse"):
+        return plain, None  # return_lse is the older option, which torch accepts only by itself
     asked = given.get("return_aux")
-    if function.__name__ == _FLEX[1]:
-        backend = (given["kernel_options"] or {}).get("BACKEND", "AUTO")
-        if given["query"].device.type in _WITHOUT_MAXIMA or backend not in _WITH_MAXIMA or given.get("return_lse"):
-            return plain, None  # return_lse is the older option, which torch accepts only by itself
-        given["return_aux"] = (asked or AuxRequest())._replace(max_scores=True)
-    elif given.get("return_attn_probs") is False and not given.get("dropout_p"):
-        given["return_attn_probs"] = True
-    elif "return_aux" in given and asked is None:
-        given["return_aux"] = function.__globals__["AuxRequest"](lse=True)  # of the installed version
-    else:
-        return plain, None
+    given["return_aux"] = (asked or AuxRequest())._replace(max_scores=True)
     return (list(bound.args), bound.kwargs), functools.partial(_as_asked, asked)
 
 
@@ -284,17 +266,6 @@ def _nested(q: Sequence[Tensor], k: Sequence[Tensor], spec: AttentionSpec, causa
     return band_call(make_call(spec, *whole, whole[1], causal=causal), cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
 
 
-def _kernel(operator: Operator) -> Reader:
-    """Returns a reader of calls of an operator behind F.scaled_dot_product_attention, whose arguments are named by its
-    schema."""
-
-    def read(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:
-        given = {**dict(zip(argument_names(operator), args)), **kwargs}
-        return _sdpa({**given, "attn_mask": given.get("attn_mask", given.get("attn_bias"))}, geometry)
-
-    return read
-
-
 def _call(
     q: Tensor, k: Tensor, scale: float, mask: Tensor | None, geometry: CallGeometry, *, causal: bool
 ) -> AttentionCall:
@@ -311,9 +282,8 @@ def _call(
     if k4.shape[1] == q4.shape[1]:  # with fewer, no head is repeated, and the comparison would wait for the device
         k4 = geometry.keys(k4)
     mask = hiding(mask if mask is None else mask.detach())
-    with no_operators_seen():  # the positions here are not part of any logit
-        pos_q, pos_k = (torch.arange(n, device=q.device) if causal and t != s else None for n in (t, s))
-        return make_call(_plain(scale), q4, k4, k4, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
+    pos_q, pos_k = (torch.arange(n, device=q.device) if causal and t != s else None for n in (t, s))
+    return make_call(_plain(scale), q4, k4, k4, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
 
 
 @functools.lru_cache(maxsize=256)
@@ -388,11 +358,10 @@ def _of_pairs(mask: Tensor | None, b: int, h: int, t: int, s: int) -> Tensor | N
     return mask.view(b, h, t, s) if mask.ndim == 3 and mask.shape[0] == b * h else mask.expand(1, 1, t, s)
 
 
-# The readers of torch's fused attention functions and of the operators behind them.
+# The readers of torch's fused attention functions.
 SDPA: Mapping[str, Reader] = {
     "scaled_dot_product_attention": sdpa,
     "multi_head_attention_forward": mha,
-    **{name: _kernel(operator) for name, operator in SDPA_KERNELS.items()},
 }
 
 

@@ -539,7 +539,7 @@ class _ForwardPass:
         """Records the module in which attention was observed, and the function by which it was found."""
         layout, name = captured.layout, captured.frame.name
         known = layout is None or (layout == self.tap.known.layouts.get(captured.name) and not layout.guess)
-        if captured.below or captured.headless or not name or not known or captured.how not in _FUNCTIONS:
+        if captured.headless or not name or not known or captured.how not in _FUNCTIONS:
             self.places[name] = None
         else:
             only = SDPA_BY_NAME if captured.named else _FUNCTIONS[captured.how]

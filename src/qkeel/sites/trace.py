@@ -139,7 +139,7 @@ class ModelTrace:
         """Returns the modules that made the calls, keyed by name, if all attention calls are calls of
         F.scaled_dot_product_attention through that name in modules inside the model; otherwise returns None."""
         calls = [one.captured for each in self.calls.values() for one in each]
-        named = all(c.named and c.frame.name and not c.below and not c.headless for c in calls)
+        named = all(c.named and c.frame.name and not c.headless for c in calls)
         plain = named and not self.sites.missed and {c.name for c in calls} == {site.name for site in self.sites}
         return {c.frame.name: (c.frame.module, SDPA_BY_NAME) for c in calls} if plain and calls else None
 
