@@ -63,7 +63,6 @@ from qkeel.patching.modes import (
     transformed_now,
     unguarded,
 )
-from qkeel.patching.named_calls import SDPA_BY_NAME, begin_taking, end_taking, take_named_calls
 
 _SDPA = "scaled_dot_product_attention"
 # Per thread: whether an interceptor is running a computation of its own, which must not be reported as attention.
@@ -82,7 +81,6 @@ class CapturedCall:
         layout: the dimensions of its scores in the module, if they are not [b h t s] by contract.
         added: in a probe, the products whose sum is the additive mask of a fused function.
         rows: the row statistics from its kernel, if requested.
-        named: whether it is a call of F.scaled_dot_product_attention made through that name.
     """
 
     frame: ModuleCall
@@ -92,7 +90,6 @@ class CapturedCall:
     layout: HeadLayout | None = None
     added: ScoresCall | None = None
     rows: KernelRows | None = None
-    named: bool = False
 
     @property
     def name(self) -> str:
@@ -201,7 +198,6 @@ class CaptureMode(CallObserver):
         self.index_layouts: Callable[[str], HeadLayout | None] = lambda name: None
         self._chosen: dict[str, tuple[ModuleCall, ScoresCall, Scores | Lost]] = {}
         self._names = (names_of(model) if names is None else names) if probing else None
-        self._by_name: Args = ()  # the arguments of the current call of SDPA made through its name
         self.handwritten = EagerAttentionTracer(
             lambda frame, call: self._saw(frame, "softmax", call),
             lambda frame: self._layouts.get(name_of(frame, frame.calls)),
@@ -212,7 +208,7 @@ class CaptureMode(CallObserver):
 
     def take(self, func: Function, args: Args, kwargs: dict[str, object]) -> object:
         """Makes the call, and reads it in the fastest way available."""
-        if self.only is None or self.plain is None or func not in SDPA_BY_NAME:
+        if self.only is None or self.plain is None or func is not F.scaled_dot_product_attention:
             return super().take(func, args, kwargs)
         out = func(*args, **kwargs)
         if not _READING.get():
@@ -254,21 +250,10 @@ class CaptureMode(CallObserver):
     def look(self, around: ExitStack) -> None:
         """Observes the calls of the pass that is about to run, until `around` is closed."""
         if self._only_in is None:
-            if take_named_calls(around):
-                begin_taking(self._take_named)
-                around.callback(end_taking, self._take_named)
             self.__enter__()
             around.callback(leave, self)
         else:
             ModeInModules(self, self._only_in, self._entered, self._left).attach(around)
-
-    def _take_named(self, function: Function, types: object, args: Args, kwargs: dict[str, object]) -> object:
-        """Records that a call of SDPA was made through its name."""
-        before, self._by_name = self._by_name, args
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self._by_name = before
 
     def _entered(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         batch = 0
@@ -372,8 +357,6 @@ class CaptureMode(CallObserver):
 
             known = self.key_heads.get(name_of(top, top.calls))
             keys = fewest_keys if known is None else functools.partial(known_keys, known)
-            # If another call was made in between, that name does not lead to this call.
-            named = bool(args) and [*map(id, args)] == [*map(id, self._by_name)]
             heads = _configured_heads(top.module, args) if known is None else known[0]
             apart = unpacked(sdpa_arguments(args, kwargs), heads) if name == _SDPA and heads else None
             if apart is not None:
@@ -381,7 +364,7 @@ class CaptureMode(CallObserver):
                 rows = rows and KernelRows(*(x.reshape(x.shape[0], heads, 1) for x in rows))
             call, how = fused(args, kwargs, CallGeometry(layout_of, keys)), found[0] if found else None
             added = self._added(name, top, args, kwargs, how)
-            site = self._saw(top, name, call, how, added, rows=rows, named=named)
+            site = self._saw(top, name, call, how, added, rows=rows)
             if site is not None and name == _SDPA:
                 self._valued(site, sdpa_arguments(args, kwargs)["value"])
 
@@ -425,7 +408,6 @@ class CaptureMode(CallObserver):
         added: ScoresCall | None = None,
         *,
         rows: KernelRows | None = None,
-        named: bool = False,
     ) -> str | None:
         if self._elsewhere(frame):
             return None
@@ -440,7 +422,6 @@ class CaptureMode(CallObserver):
                 layout=layout,
                 added=added,
                 rows=rows,
-                named=named,
             )
         )
         return name_of(frame, ordinal)

@@ -370,12 +370,24 @@ _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": N
 
 
 def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Every argument of a call, with torch's defaults for the arguments that the call leaves out.
+    """Every argument of a call, with torch's defaults for those that the call leaves out.
+
+    A mask object of `torch.nn.attention.bias` becomes a mask.
 
     >>> sdpa_arguments((1, 2, 3), {"is_causal": True})["is_causal"]
     True
     """
-    return {**_DEFAULTS, **dict(zip(_BY_PLACE, args)), **kwargs}
+    given = {**_DEFAULTS, **dict(zip(_BY_PLACE, args)), **kwargs}
+    objects = sys.modules.get("torch.nn.attention.bias")
+    mask = given["attn_mask"]
+    if objects is not None and isinstance(mask, objects.CausalBias):
+        # A mask object, whose own storage holds nothing.
+        t, s = mask.seq_len_q, mask.seq_len_kv
+        if t == s or mask.variant == objects.CausalVariant.UPPER_LEFT:
+            given |= {"attn_mask": None, "is_causal": True}
+        else:
+            given["attn_mask"] = torch.ones(t, s, dtype=torch.bool, device=given["query"].device).tril(s - t)
+    return given
 
 
 def unpacked(given: Mapping[str, Any], heads: int) -> dict[str, Any] | None:

@@ -40,7 +40,6 @@ from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from qkeel.errors import QkeelError, caution
-from qkeel.patching.named_calls import SDPA_BY_NAME, TakeCall, begin_taking, end_taking, take_named_calls
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -843,9 +842,7 @@ class ModeInModules:
     """Enters a function mode only during calls of some modules, so that the rest of a pass runs without a mode.
 
     The modules have hooks from the call of `attach` until its stack is closed. The hooks run only in the thread that
-    attached them. In each module, the mode's `only` is set to the functions of interest. If this is SDPA_BY_NAME in all
-    of the modules, the mode gets these calls by name and is not entered at all. Its `begin`, which is meant for other
-    functions, is not called in this case.
+    attached them. In each module, the mode's `only` is set to the functions of interest.
 
     Args:
         mode: the mode to enter. `attach` calls its `begin` once. Its guard calls `before` and `after`.
@@ -858,91 +855,45 @@ class ModeInModules:
         self,
         mode: FunctionMode,
         modules: Mapping[str, tuple[torch.nn.Module, frozenset[Function] | None]],
-        before: Callable[[str, torch.nn.Module, Args, Kwargs], None] | None = None,
-        after: Callable[[torch.nn.Module], None] | None = None,
+        before: Callable[[str, torch.nn.Module, Args, Kwargs], None],
+        after: Callable[[torch.nn.Module], None],
     ) -> None:
-        self._mode, self._hooked, self._before, self._after = mode, modules, before, after
-        self._entered: list[frozenset[Function] | None] = []  # previous values of `only`, one per running call
+        self._mode = mode
+        self._modules = modules
+        self._before = before
+        self._after = after
         self._thread = threading.get_ident()
-        self._take: TakeCall | None = None  # receives the calls by name, if they are intercepted in this way
-        self._modes = 0  # how many modes were entered when the outermost call began
+        self._running: list[frozenset[Function] | None] = []  # the previous `only` of each running call
 
     def attach(self, undo: ExitStack) -> None:
         """Installs the hooks until `undo` is closed."""
-        named = all([only == SDPA_BY_NAME for _, only in self._hooked.values()])  # noqa: C419
-        if named and take_named_calls(undo):
-            self._take = self._take_call
-        else:
-            self._mode.begin(undo)
+        self._mode.begin(undo)
         undo.callback(self._leave_all)
         hooks: list[Hook] = []
         undo.callback(remove_hooks, hooks)
-        leave = self._exit
-        for name, (module, only) in self._hooked.items():
-            before = functools.partial(self._enter, name, only)
-            hooks += put_hooks(module, before, leave)
+        for name, (module, only) in self._modules.items():
+            hooks += put_hooks(module, functools.partial(self._enter, name, only), self._leave)
 
     def _enter(
         self, name: str, only: frozenset[Function] | None, module: torch.nn.Module, args: Args, kwargs: Kwargs
     ) -> None:
-        if threading.get_ident() != self._thread:
-            return
-        mode = self._mode
-        self._entered.append(mode.only)
-        mode.only = only
-        if self._before is not None:
-            mode.guard(self._before, name, module, args, kwargs)
-        if self._take is None:
-            _push_on_torch_function_stack(mode)
-        elif len(self._entered) == 1:
-            self._modes = torch._C._len_torch_function_stack()
-            begin_taking(self._take)
+        if threading.get_ident() == self._thread:
+            self._running.append(self._mode.only)
+            self._mode.only = only
+            self._mode.guard(self._before, name, module, args, kwargs)
+            _push_on_torch_function_stack(self._mode)
 
-    def _take_call(self, function: Function, types: object, args: Args, kwargs: dict[str, Any]) -> Any:
-        """Passes a call to the mode as if the mode had been entered when its module's call began.
-
-        A mode that was entered since then, such as that of a remedy, comes first and may change the call."""
-        if threading.get_ident() != self._thread:  # a thread that has copied this thread's context
-            return function(*args, **kwargs)
-        inner = [_pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack() - self._modes)]
-        if not inner:
-            return self._mode.take(function, args, kwargs)
-        for mode in (self._mode, *reversed(inner)):
-            _push_on_torch_function_stack(mode)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            for _ in inner:
-                _pop_torch_function_stack()
+    def _leave(self, module: torch.nn.Module, args: object, output: object) -> None:
+        if threading.get_ident() == self._thread and self._running:
             _take_off(self._mode)
-            for mode in reversed(inner):
-                _push_on_torch_function_stack(mode)
-
-    def _exit(self, module: torch.nn.Module, args: object, output: object) -> None:
-        if threading.get_ident() != self._thread or not self._entered:
-            return
-        self._put_down()
-        self._mode.only = self._entered.pop()
-        if self._after is not None:
+            self._mode.only = self._running.pop()
             self._mode.guard(self._after, module)
-
-    def _put_down(self) -> None:
-        """Ends what `_enter` has begun."""
-        if self._take is not None:
-            if len(self._entered) == 1:
-                end_taking(self._take)
-        elif (top := _pop_torch_function_stack()) is not self._mode:  # other code did not leave a mode it had entered
-            _push_mode(top)
-            _take_off(self._mode)
 
     def _leave_all(self) -> None:
         """Cleans up after an interrupt, which ends a pass without calling the hooks."""
-        while self._entered:
-            if self._take is None:
-                _take_off(self._mode)
-            elif len(self._entered) == 1:
-                end_taking(self._take)
-            self._mode.only = self._entered.pop()
+        while self._running:
+            _take_off(self._mode)
+            self._mode.only = self._running.pop()
 
 
 def _take_off(mode: FunctionMode) -> None:

@@ -23,7 +23,6 @@ from qkeel.nn import functional_attention
 from qkeel.ops import run, run_with_weights
 from qkeel.patching.forward import InstanceForward, put_in_place, take_out
 from qkeel.patching.modes import compile_again, hooks_before
-from qkeel.patching.named_calls import SDPA_BY_NAME
 from qkeel.remedies.base import Args, Kwargs
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import AttentionCall, make_call
@@ -240,7 +239,7 @@ class _Exchange(TorchFunctionMode):
         self, func: Callable[..., object], types_: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if func in SDPA_BY_NAME or func is functional_attention:
+        if func in (F.scaled_dot_product_attention, functional_attention):
             return self.calls.fused(args, kwargs)
         if func in _SOFTMAX:
             return self.calls.written(args, kwargs)

@@ -35,7 +35,6 @@ from qkeel.patching.modes import (
     is_fake,
     recomputing,
 )
-from qkeel.patching.named_calls import SDPA_BY_NAME
 from qkeel.patching.roles import PassRole, Phase, inside_checkpoint
 from qkeel.spec import AttentionCall
 
@@ -43,7 +42,7 @@ MeasurePlain = Callable[[Tensor, Tensor, float, bool], Found | None]
 MeasureCall = Callable[[Seen], Found | LogitStats | None]
 MeasureRows = Callable[[AttentionCall, KernelRows], Found | LogitStats | None]
 
-_FUSED = SDPA_BY_NAME | {F.multi_head_attention_forward, functional_attention}
+_FUSED = frozenset({F.scaled_dot_product_attention, F.multi_head_attention_forward, functional_attention})
 # For each function by whose name a call was observed, the torch functions to look for in the calling module; None for
 # all of them.
 _FUNCTIONS: dict[str, frozenset[Function] | None] = {
@@ -542,7 +541,7 @@ class _ForwardPass:
         if captured.headless or not name or not known or captured.how not in _FUNCTIONS:
             self.places[name] = None
         else:
-            only = SDPA_BY_NAME if captured.named else _FUNCTIONS[captured.how]
+            only = _FUNCTIONS[captured.how]
             if name not in self.places:
                 self.places[name] = captured.frame.module, only
             elif (old := self.places[name]) is not None:

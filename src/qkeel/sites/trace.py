@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Literal, final
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -53,7 +54,6 @@ from qkeel.patching.modes import (
     uncompiled,
     unguarded,
 )
-from qkeel.patching.named_calls import SDPA_BY_NAME
 from qkeel.sites.run import check_devices, forward, spread, whole_weights
 from qkeel.sites.verify import RecordedCall, Rerun, Verification, VisibleLogits
 from qkeel.spec import AttentionCall
@@ -137,11 +137,15 @@ class ModelTrace:
 
     def places(self) -> Places | None:
         """Returns the modules that made the calls, keyed by name, if all attention calls are calls of
-        F.scaled_dot_product_attention through that name in modules inside the model; otherwise returns None."""
+        F.scaled_dot_product_attention in modules inside the model; otherwise returns None."""
         calls = [one.captured for each in self.calls.values() for one in each]
-        named = all(c.named and c.frame.name and not c.headless for c in calls)
-        plain = named and not self.sites.missed and {c.name for c in calls} == {site.name for site in self.sites}
-        return {c.frame.name: (c.frame.module, SDPA_BY_NAME) for c in calls} if plain and calls else None
+        fused = all(c.how == "scaled_dot_product_attention" and c.frame.name and not c.headless for c in calls)
+        plain = fused and not self.sites.missed and {c.name for c in calls} == {site.name for site in self.sites}
+        return (
+            {c.frame.name: (c.frame.module, frozenset({F.scaled_dot_product_attention})) for c in calls}
+            if plain and calls
+            else None
+        )
 
     def inputs_after(
         self, site: AttentionSite, weights: Mapping[str, Tensor]
@@ -232,7 +236,7 @@ def seen(model: nn.Module, args: Args, kwargs: Kwargs, *, earlier: ModelTrace | 
         args: its arguments.
         kwargs: its keyword arguments.
         earlier: the trace of a pass on the same example. If all its attention calls were calls of
-            F.scaled_dot_product_attention through that name, only such calls in the same modules are observed.
+            F.scaled_dot_product_attention, only such calls in the same modules are observed.
     """
     model = uncompiled(model)
     places = None if earlier is None else earlier.places()
