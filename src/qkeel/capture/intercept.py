@@ -13,8 +13,10 @@ import contextvars
 import dataclasses
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -51,15 +53,20 @@ from qkeel.nn import functional_attention
 from qkeel.nn.attention import SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_rows
 from qkeel.patching.modes import (
+    ASKED,
     Args,
     Function,
     Guarded,
+    Hook,
     Kwargs,
-    ModeInModules,
     function_name,
     in_vmap,
     leave,
+    push_mode,
+    put_hooks,
+    remove_hooks,
     suspended,
+    take_off,
     transformed_now,
     unguarded,
 )
@@ -143,7 +150,11 @@ def name_of(frame: ModuleCall, ordinal: int) -> str:
 
 
 class CaptureMode(CallObserver):
-    """Reports every attention call of `model` between `__enter__` and `__exit__`.
+    """A torch function mode that reports every attention call of `model` between `__enter__` and `__exit__`.
+
+    It makes each call itself, once and with the original arguments, so that results are unchanged; `guard` protects
+    what reads a call, never the call itself. A function that torch compiles while the mode is active is compiled as if
+    it were off, and its calls are not seen.
 
     It observes torch's fused functions, products of two activations that reach a softmax, flex_attention, varlen_attn
     and the functions of flash-attn. Calls inside qkeel's own modules are left to the observers of these modules.
@@ -174,7 +185,12 @@ class CaptureMode(CallObserver):
         only_in: Mapping[str, tuple[nn.Module, frozenset[Function] | None]] | None = None,
         names: dict[int, str] | None = None,
     ) -> None:
-        super().__init__(guard)
+        super().__init__()
+        self.guard = guard
+        self.only: frozenset[Function] | None = None  # the torch functions to observe now, or None for all
+        self._undo = ExitStack()
+        self._thread = threading.get_ident()
+        self._running: list[frozenset[Function] | None] = []  # the previous `only` of each call of a known module
         self.stack = ModuleStack(model, keep_inputs=probing, guard=guard, hooked=only_in is None)
         # Called with q, k, scale and causality of an SDPA call without a mask in a known module; returns whether no
         # further reading of the call is needed. None if calls are not read in this way.
@@ -206,13 +222,42 @@ class CaptureMode(CallObserver):
             self._chose,
         )
 
-    def take(self, func: Function, args: Args, kwargs: dict[str, object]) -> object:
-        """Makes the call, and reads it in the fastest way available."""
-        if self.only is None or self.plain is None or func is not F.scaled_dot_product_attention:
-            return super().take(func, args, kwargs)
-        out = func(*args, **kwargs)
-        if not _READING.get():
-            self.guard(self._read_plain, func, args, kwargs, out)
+    def __enter__(self) -> Self:
+        with ExitStack() as undo:
+            self._begin(undo)
+            super().__enter__()
+            undo.callback(super().__exit__, None, None, None)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._undo.close()
+
+    def __torch_function__(
+        self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in ASKED or (self.only is not None and func not in self.only) or torch.compiler.is_compiling():
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return self._take(func, args, kwargs or {})
+
+    def _take(self, func: Function, args: Args, kwargs: dict[str, Any]) -> Any:
+        """Makes a call that may be of interest and reads it, in code that torch does not compile."""
+        if self.only is not None and self.plain is not None and func is F.scaled_dot_product_attention:
+            out = func(*args, **kwargs)
+            if not _READING.get():
+                self.guard(self._read_plain, func, args, kwargs, out)
+            return out
+        if not self.guard(self._minds, func, args, kwargs):
+            return func(*args, **kwargs)
+        rows = None
+        if func is functional_attention and self.probing:
+            # A probe follows gradient paths, which torch's operators have.
+            out = F.scaled_dot_product_attention(*args, **kwargs)
+        elif func is functional_attention and self._rows:
+            out, rows = attention_with_rows(sdpa_arguments(args, kwargs))
+        else:
+            out = func(*args, **kwargs)
+        self.guard(self._read_call, func, args, kwargs, out, rows)
         return out
 
     def _read_plain(self, func: Function, args: Args, kwargs: Kwargs, out: object) -> None:
@@ -231,10 +276,10 @@ class CaptureMode(CallObserver):
                 ):
                     top.calls += 1
                     return
-        if self.wanted(func, args, kwargs):
-            self.saw(func, args, kwargs, out, None)
+        if self._minds(func, args, kwargs):
+            self._read_call(func, args, kwargs, out, None)
 
-    def begin(self, undo: ExitStack) -> None:
+    def _begin(self, undo: ExitStack) -> None:
         for hooks in self._hooks:
             hooks.attach(undo)
         undo.callback(self.handwritten.tags.clear)
@@ -252,10 +297,40 @@ class CaptureMode(CallObserver):
         if self._only_in is None:
             self.__enter__()
             around.callback(leave, self)
-        else:
-            ModeInModules(self, self._only_in, self._entered, self._left).attach(around)
+            return
+        # A mode costs one callback for each torch function, so the rest of the pass runs without it.
+        self._begin(around)
+        around.callback(self._leave_all)
+        hooks: list[Hook] = []
+        around.callback(remove_hooks, hooks)
+        for name, (module, only) in self._only_in.items():
+            hooks += put_hooks(module, functools.partial(self._enter_module, name, only), self._leave_module)
 
-    def _entered(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    def _enter_module(
+        self, name: str, only: frozenset[Function] | None, module: nn.Module, args: Args, kwargs: Kwargs
+    ) -> None:
+        if threading.get_ident() == self._thread:
+            self._running.append(self.only)
+            self.only = only
+            self.guard(self._note_call, name, module, args, kwargs)
+            push_mode(self)
+
+    def _leave_module(self, module: nn.Module, args: object, output: object) -> None:
+        if threading.get_ident() == self._thread and self._running:
+            take_off(self)
+            self.only = self._running.pop()
+            top = self.stack.top
+            if top.module is module and top.parent is not None:
+                self.stack.top = top.parent
+
+    def _leave_all(self) -> None:
+        """Cleans up after an interrupt, which ends a pass without calling the hooks."""
+        while self._running:
+            take_off(self)
+            self.only = self._running.pop()
+
+    def _note_call(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """Records that a call of a known module begins."""
         batch = 0
         if self.only is None:  # the layout of hand-written scores may depend on it
             batch = next((x.shape[0] for x in tensors((args, kwargs)) if x.ndim > 1), 0)
@@ -263,14 +338,8 @@ class CaptureMode(CallObserver):
         self.stack.top = frame = ModuleCall(name=name, module=module, parent=self.stack.top, batch=batch, inputs=inputs)
         self.called_in.append(frame)
 
-    def _left(self, module: nn.Module) -> None:
-        top = self.stack.top
-        if top.module is module and top.parent is not None:
-            self.stack.top = top.parent
-
-    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | Callable[[], tuple[object, object]]:
-        """Returns False for functions that play no part in attention. In a probe, functional_attention is computed by
-        torch's operators, because a probe follows gradient paths."""
+    def _minds(self, function: Function, args: Args, kwargs: Kwargs) -> bool:
+        """False for functions that play no part in attention."""
         if _READING.get():
             return False
         name = function_name(function)
@@ -281,19 +350,15 @@ class CaptureMode(CallObserver):
         if in_vmap():
             self.hidden["what runs inside torch.func.vmap"] = None
             return False
-        if function is functional_attention and self.probing:
-            return lambda: (F.scaled_dot_product_attention(*args, **kwargs), None)
-        if function is functional_attention and self._rows:
-            return functools.partial(attention_with_rows, sdpa_arguments(args, kwargs))
         return name in SDPA or self.handwritten.minds(name)
 
-    def saw(self, function: Function, args: Args, kwargs: Kwargs, out: object, more: KernelRows | None) -> None:
-        """Reads what the function computed."""
+    def _read_call(self, function: Function, args: Args, kwargs: Kwargs, out: object, rows: KernelRows | None) -> None:
+        """Reads what a function computed."""
         name = function_name(function)
         if name == "get":
             name, args = "transpose", (args[0], -2, -1)
         if not _in_own(self.stack.top):
-            self.apart(lambda: self._read(name, args, kwargs, out, more))
+            self.apart(lambda: self._read(name, args, kwargs, out, rows))
 
     @property
     def missed(self) -> list[UnrecognizedAttention]:
@@ -347,26 +412,24 @@ class CaptureMode(CallObserver):
         fused = SDPA.get(name)
         if fused is None:
             self.handwritten.follow(name, top, args, kwargs, out)
-        if fused is not None and not self._elsewhere(top):
-            found: list[HeadLayout] = []
-
-            def layout_of(q: Tensor, k: Tensor) -> HeadLayout:
-                known = self._layouts.get(name_of(top, top.calls))
-                found.append(fused_layout(q, k, top, known=known, names=self._names))
-                return found[0]
-
-            known = self.key_heads.get(name_of(top, top.calls))
-            keys = fewest_keys if known is None else functools.partial(known_keys, known)
-            heads = _configured_heads(top.module, args) if known is None else known[0]
-            apart = unpacked(sdpa_arguments(args, kwargs), heads) if name == _SDPA and heads else None
-            if apart is not None:
-                args, kwargs = (), apart
-                rows = rows and KernelRows(*(x.reshape(x.shape[0], heads, 1) for x in rows))
-            call, how = fused(args, kwargs, CallGeometry(layout_of, keys)), found[0] if found else None
-            added = self._added(name, top, args, kwargs, how)
-            site = self._saw(top, name, call, how, added, rows=rows)
-            if site is not None and name == _SDPA:
-                self._valued(site, sdpa_arguments(args, kwargs)["value"])
+        if fused is None or self._elsewhere(top):
+            return
+        site = name_of(top, top.calls)
+        known = self.key_heads.get(site)
+        heads = _configured_heads(top.module, args) if known is None else known[0]
+        packed = unpacked(sdpa_arguments(args, kwargs), heads) if name == _SDPA and heads else None
+        if packed is not None:
+            args, kwargs = (), packed
+            rows = rows and KernelRows(*(x.reshape(x.shape[0], heads, 1) for x in rows))
+        geometry = CallGeometry(
+            lambda q, k: fused_layout(q, k, top, known=self._layouts.get(site), names=self._names),
+            fewest_keys if known is None else functools.partial(known_keys, known),
+        )
+        call = fused(args, kwargs, geometry)
+        added = self._added(name, top, args, kwargs, geometry.used)
+        reported = self._saw(top, name, call, geometry.used, added, rows=rows)
+        if reported is not None and name == _SDPA:
+            self._valued(reported, sdpa_arguments(args, kwargs)["value"])
 
     def _valued(self, site: str, values: Tensor) -> None:
         if self.values is not None:

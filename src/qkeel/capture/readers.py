@@ -20,15 +20,17 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
+from torch.overrides import TorchFunctionMode
 
 from qkeel.capture.calls import HeadLayout, Seen, fewest_keys, flex_call, hides
 from qkeel.errors import QkeelError
 from qkeel.patching.forward import GUARD, Begun, CallArguments, exchange
 from qkeel.patching.modes import (
     Args,
-    FunctionMode,
+    Guarded,
     Kwargs,
     recomputing,
+    unguarded,
     without_modes,
 )
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, NoCap, Softcap
@@ -66,13 +68,14 @@ _WITHOUT_MAXIMA = ["cpu", "mps"]
 _WITH_MAXIMA = ("AUTO", "TRITON")
 
 
-class CallObserver(FunctionMode, abc.ABC):
+class CallObserver(TorchFunctionMode, abc.ABC):
     """A function mode that also receives the calls of functions that are not torch functions.
 
-    probing: whether gradients are traced from q and k. maxima: whether flex_attention must also return the largest
-    logit of each row, if its kernel supports this.
+    guard: calls what reads a call. probing: whether gradients are traced from q and k. maxima: whether flex_attention
+    must also return the largest logit of each row, if its kernel supports this.
     """
 
+    guard: Guarded = staticmethod(unguarded)
     probing = False
     maxima = False
 
@@ -218,7 +221,7 @@ def _detached(value: Any) -> Any:
 # and kv [... 2 h d] if packed. Arguments are read by name, so their order may differ between versions.
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class CallGeometry:
     """The information about heads that the arguments of a call do not show.
 
@@ -226,10 +229,12 @@ class CallGeometry:
         layout: returns the layout of the dimensions of q and k before tokens and features, for tensors that are not [b
             h t d].
         keys: returns the distinct keys [b g s d] of keys [b h s d], which may be repeated for grouped queries.
+        used: the layout, if it was asked for.
     """
 
     layout: Callable[[Tensor, Tensor], HeadLayout]
     keys: Callable[[Tensor], Tensor] = fewest_keys
+    used: HeadLayout | None = None
 
 
 Reader = Callable[[Args, Kwargs, CallGeometry], Seen]
@@ -276,7 +281,8 @@ def _call(
         b = k.shape[0] if q.shape[0] == 1 else q.shape[0]
         q4, k4 = (x if x.shape[0] == b else x.expand(b, *x.shape[1:]) for x in (q, k))
     else:
-        lead, how = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), geometry.layout(q, k)
+        lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+        geometry.used = how = geometry.layout(q, k)
         q4, k4 = (how.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k))
         mask = mask if mask is None else how.apply(mask.expand(*lead, t, s))
     if k4.shape[1] == q4.shape[1]:  # with fewer, no head is repeated, and the comparison would wait for the device

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 import re
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 from torch import Tensor, distributed, nn
@@ -681,61 +680,6 @@ _METHODS += ("storage_offset", "stride")
 ASKED = {getattr(Tensor, name).__get__ for name in _GETTERS} | {getattr(Tensor, name) for name in _METHODS}
 
 
-class FunctionMode(TorchFunctionMode, abc.ABC):
-    """A mode that observes calls of torch functions while it is active, and leaves their results unchanged.
-
-    The mode makes each call itself, once and with the original arguments. `guard` protects the code that reads a call,
-    never the call itself. A function that torch compiles while the mode is active is compiled as if the mode were off,
-    and the mode does not see its operations.
-    """
-
-    def __init__(self, guard: Guarded = unguarded) -> None:
-        super().__init__()
-        self.guard = guard
-        self.only: frozenset[Function] | None = None  # if set, all other functions pass through unobserved
-        self._undo = ExitStack()
-
-    def __enter__(self) -> Self:
-        with ExitStack() as undo:
-            self.begin(undo)
-            super().__enter__()
-            undo.callback(super().__exit__, None, None, None)
-            self._undo = undo.pop_all()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._undo.close()
-
-    def begin(self, undo: ExitStack) -> None:
-        """Called before the mode is entered; `undo` is closed after it is left."""
-
-    def __torch_function__(
-        self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in ASKED or (self.only is not None and func not in self.only) or torch.compiler.is_compiling():
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return self.take(func, args, kwargs or {})
-
-    def take(self, func: Function, args: Args, kwargs: dict[str, Any]) -> Any:
-        """Makes a call that may be of interest, in code that torch does not compile."""
-        plain = self.guard is unguarded
-        wanted = self.wanted(func, args, kwargs) if plain else self.guard(self.wanted, func, args, kwargs)
-        if wanted is False or wanted is None:
-            return func(*args, **kwargs)
-        out, more = (func(*args, **kwargs), None) if wanted is True else wanted()
-        self.guard(self.saw, func, args, kwargs, out, more)
-        return out
-
-    @abc.abstractmethod
-    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | Callable[[], tuple[Any, Any]]:
-        """Returns whether `saw` gets this call, or a function that returns its result and an extra value for `saw`."""
-
-    @abc.abstractmethod
-    def saw(self, function: Function, args: Args, kwargs: Kwargs, out: Any, more: Any) -> None:
-        """Called after a call that returned `out`. `more` is the extra value from the function that `wanted` returned,
-        or None if it returned no function."""
-
-
 _CHECKPOINTS = "torch.utils.checkpoint"
 
 
@@ -795,7 +739,7 @@ def function_name(function: Function) -> str:
 
 
 @contextmanager
-def suspended(functions: FunctionMode) -> Iterator[None]:
+def suspended(functions: TorchFunctionMode) -> Iterator[None]:
     """Disables a mode inside the context if it is the innermost one."""
     mine = _get_current_function_mode() is functions
     if mine:
@@ -808,7 +752,7 @@ def suspended(functions: FunctionMode) -> Iterator[None]:
 
 
 @contextmanager
-def without_modes(kind: type[FunctionMode]) -> Iterator[None]:
+def without_modes(kind: type[TorchFunctionMode]) -> Iterator[None]:
     """Disables all modes of this class inside the context, wherever they are in the stack."""
     before = _get_current_function_mode_stack()
     _enter_only([mode for mode in before if not isinstance(mode, kind)])
@@ -825,7 +769,7 @@ def _enter_only(modes: list[TorchFunctionMode]) -> None:
         _push_mode(mode)
 
 
-def leave(mode: FunctionMode) -> None:
+def leave(mode: TorchFunctionMode) -> None:
     """Leaves a mode, even if it is not the innermost one, since an interrupt may have left other modes inside it."""
     inner = []
     while _get_current_function_mode() not in (mode, None):
@@ -838,68 +782,15 @@ def leave(mode: FunctionMode) -> None:
             _push_mode(other)
 
 
-class ModeInModules:
-    """Enters a function mode only during calls of some modules, so that the rest of a pass runs without a mode.
-
-    The modules have hooks from the call of `attach` until its stack is closed. The hooks run only in the thread that
-    attached them. In each module, the mode's `only` is set to the functions of interest.
-
-    Args:
-        mode: the mode to enter. `attach` calls its `begin` once. Its guard calls `before` and `after`.
-        modules: the modules, keyed by name, each with the functions of interest in it (None for all).
-        before: called when a module's call begins, with the module's name, the module and the call's arguments.
-        after: called when a module's call ends.
-    """
-
-    def __init__(
-        self,
-        mode: FunctionMode,
-        modules: Mapping[str, tuple[torch.nn.Module, frozenset[Function] | None]],
-        before: Callable[[str, torch.nn.Module, Args, Kwargs], None],
-        after: Callable[[torch.nn.Module], None],
-    ) -> None:
-        self._mode = mode
-        self._modules = modules
-        self._before = before
-        self._after = after
-        self._thread = threading.get_ident()
-        self._running: list[frozenset[Function] | None] = []  # the previous `only` of each running call
-
-    def attach(self, undo: ExitStack) -> None:
-        """Installs the hooks until `undo` is closed."""
-        self._mode.begin(undo)
-        undo.callback(self._leave_all)
-        hooks: list[Hook] = []
-        undo.callback(remove_hooks, hooks)
-        for name, (module, only) in self._modules.items():
-            hooks += put_hooks(module, functools.partial(self._enter, name, only), self._leave)
-
-    def _enter(
-        self, name: str, only: frozenset[Function] | None, module: torch.nn.Module, args: Args, kwargs: Kwargs
-    ) -> None:
-        if threading.get_ident() == self._thread:
-            self._running.append(self._mode.only)
-            self._mode.only = only
-            self._mode.guard(self._before, name, module, args, kwargs)
-            _push_on_torch_function_stack(self._mode)
-
-    def _leave(self, module: torch.nn.Module, args: object, output: object) -> None:
-        if threading.get_ident() == self._thread and self._running:
-            _take_off(self._mode)
-            self._mode.only = self._running.pop()
-            self._mode.guard(self._after, module)
-
-    def _leave_all(self) -> None:
-        """Cleans up after an interrupt, which ends a pass without calling the hooks."""
-        while self._running:
-            _take_off(self._mode)
-            self._mode.only = self._running.pop()
+def push_mode(mode: TorchFunctionMode) -> None:
+    """Enters a mode without calling its `__enter__`; `take_off` leaves it."""
+    _push_on_torch_function_stack(mode)
 
 
-def _take_off(mode: FunctionMode) -> None:
+def take_off(mode: TorchFunctionMode) -> None:
     """Removes a mode from the stack, even from below modes that other code has not left."""
     top = _pop_torch_function_stack() if _get_current_function_mode() is not None else None
     if top is mode or top is None:
         return
-    _take_off(mode)
+    take_off(mode)
     _push_mode(top)
