@@ -321,7 +321,8 @@ class EagerAttentionTracer:
         if name in PRODUCTS:
             product = read_product(name, args, kwargs, out)
             if product is not None and not any(self._is_on_its_way(x) for x in product.factors):
-                self._multiplied(step, product)
+                if not self._misses(step, product):
+                    self._multiplied(step, product)
                 return
         if not self.tags or name == "get" or name in _FACTORIES:
             return
@@ -569,8 +570,15 @@ class EagerAttentionTracer:
                 self._valued(tag.site, factors[0])
         elif isinstance(tag, (Scores, Lost)) and all(is_weight(y) or y.ndim < 3 for y in factors):
             self._lose(step, tag, x)
-        elif isinstance(tag, Lost) and self._names is not None and tag.holds(x) and _sums_to_one(x):
-            self._miss(step.frame.shared_with(tag.frame), tag.operation, _beyond(tag.operation))
+
+    def _misses(self, step: Step, product: Product) -> bool:
+        """Records a product of values with what became of scores, if its rows sum to one; returns whether it is one."""
+        for x in product.factors if self._names is not None else ():
+            tag = self.tags.get(x)
+            if isinstance(tag, Lost) and tag.holds(x) and _sums_to_one(x):
+                self._miss(step.frame.shared_with(tag.frame), tag.operation, _beyond(tag.operation))
+                return True
+        return False
 
     def _lose(self, step: Step, tag: Scores | Lost, x: Tensor) -> None:
         """Records that a function turned x, which are scores or what they became, into something that is not
