@@ -19,7 +19,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkeel.capture.calls import FlexCall, HeadLayout, ScoresCall, Seen, fewest_keys, known_keys
@@ -34,6 +33,8 @@ from qkeel.capture.eager import (
     scores_call,
 )
 from qkeel.capture.example import DescribedSiteHooks, ModuleCall, ModuleStack, tensors
+from qkeel.capture.named_calls import SDPA as SDPA_FUNCTION
+from qkeel.capture.named_calls import read_named_calls
 from qkeel.capture.readers import (
     FLASH_AND_FLEX,
     SDPA,
@@ -62,6 +63,7 @@ from qkeel.patching.modes import (
     function_name,
     in_vmap,
     leave,
+    number_of_modes,
     push_mode,
     put_hooks,
     remove_hooks,
@@ -72,6 +74,7 @@ from qkeel.patching.modes import (
 )
 
 _SDPA = "scaled_dot_product_attention"
+SDPA_ALONE: frozenset[Function] = frozenset({SDPA_FUNCTION})
 # Per thread: whether an interceptor is running a computation of its own, which must not be reported as attention.
 _READING: contextvars.ContextVar[bool] = contextvars.ContextVar("qkeel_reading", default=False)
 
@@ -88,6 +91,7 @@ class CapturedCall:
         layout: the dimensions of its scores in the module, if they are not [b h t s] by contract.
         added: in a probe, the products whose sum is the additive mask of a fused function.
         rows: the row statistics from its kernel, if requested.
+        named: whether it is a call of F.scaled_dot_product_attention made through that name.
     """
 
     frame: ModuleCall
@@ -97,6 +101,7 @@ class CapturedCall:
     layout: HeadLayout | None = None
     added: ScoresCall | None = None
     rows: KernelRows | None = None
+    named: bool = False
 
     @property
     def name(self) -> str:
@@ -189,7 +194,10 @@ class CaptureMode(CallObserver):
         self.guard = guard
         self.only: frozenset[Function] | None = None  # the torch functions to observe now, or None for all
         self._undo = ExitStack()
+        self._is_named = False  # whether a call of SDPA through its name is running
+        self._modes = 0  # how many modes there were when the call of a known module began
         self._thread = threading.get_ident()
+        self._has_mode = True
         self._running: list[frozenset[Function] | None] = []  # the previous `only` of each call of a known module
         self.stack = ModuleStack(model, keep_inputs=probing, guard=guard, hooked=only_in is None)
         # Called with q, k, scale and causality of an SDPA call without a mask in a known module; returns whether no
@@ -242,7 +250,7 @@ class CaptureMode(CallObserver):
 
     def _take(self, func: Function, args: Args, kwargs: dict[str, Any]) -> Any:
         """Makes a call that may be of interest and reads it, in code that torch does not compile."""
-        if self.only is not None and self.plain is not None and func is F.scaled_dot_product_attention:
+        if self.only is not None and self.plain is not None and func is SDPA_FUNCTION:
             out = func(*args, **kwargs)
             if not _READING.get():
                 self.guard(self._read_plain, func, args, kwargs, out)
@@ -252,7 +260,7 @@ class CaptureMode(CallObserver):
         rows = None
         if func is functional_attention and self.probing:
             # A probe follows gradient paths, which torch's operators have.
-            out = F.scaled_dot_product_attention(*args, **kwargs)
+            out = SDPA_FUNCTION(*args, **kwargs)
         elif func is functional_attention and self._rows:
             out, rows = attention_with_rows(sdpa_arguments(args, kwargs))
         else:
@@ -276,8 +284,7 @@ class CaptureMode(CallObserver):
                 ):
                     top.calls += 1
                     return
-        if self._minds(func, args, kwargs):
-            self._read_call(func, args, kwargs, out, None)
+        self._read_sdpa(func, args, kwargs, out)
 
     def _begin(self, undo: ExitStack) -> None:
         for hooks in self._hooks:
@@ -295,11 +302,15 @@ class CaptureMode(CallObserver):
     def look(self, around: ExitStack) -> None:
         """Observes the calls of the pass that is about to run, until `around` is closed."""
         if self._only_in is None:
+            read_named_calls(self, around)
             self.__enter__()
             around.callback(leave, self)
             return
+        by_name = all([only == SDPA_ALONE for _, only in self._only_in.values()])  # noqa: C419
+        self._has_mode = not (by_name and read_named_calls(self, around))
         # A mode costs one callback for each torch function, so the rest of the pass runs without it.
-        self._begin(around)
+        if self._has_mode:
+            self._begin(around)
         around.callback(self._leave_all)
         hooks: list[Hook] = []
         around.callback(remove_hooks, hooks)
@@ -313,12 +324,14 @@ class CaptureMode(CallObserver):
             self._running.append(self.only)
             self.only = only
             self.guard(self._note_call, name, module, args, kwargs)
-            push_mode(self)
+            if self._has_mode:
+                push_mode(self)
+            else:
+                self._modes = number_of_modes()
 
     def _leave_module(self, module: nn.Module, args: object, output: object) -> None:
         if threading.get_ident() == self._thread and self._running:
-            take_off(self)
-            self.only = self._running.pop()
+            self._take_off()
             top = self.stack.top
             if top.module is module and top.parent is not None:
                 self.stack.top = top.parent
@@ -326,8 +339,27 @@ class CaptureMode(CallObserver):
     def _leave_all(self) -> None:
         """Cleans up after an interrupt, which ends a pass without calling the hooks."""
         while self._running:
+            self._take_off()
+
+    def _take_off(self) -> None:
+        if self._has_mode:
             take_off(self)
-            self.only = self._running.pop()
+        self.only = self._running.pop()
+
+    def before_named(self) -> None:
+        self._is_named = True
+
+    def after_named(self, args: Args, kwargs: dict[str, Any], out: object) -> None:
+        self._is_named = False
+        # A mode that was entered meanwhile, such as that of a remedy, may have changed the call. It is left out, and
+        # the next pass is searched everywhere.
+        if not self._has_mode and self._running and number_of_modes() <= self._modes and not _READING.get():
+            read = self._read_plain if self.plain is not None else self._read_sdpa
+            self.guard(read, SDPA_FUNCTION, args, kwargs, out)
+
+    def _read_sdpa(self, func: Function, args: Args, kwargs: Kwargs, out: object) -> None:
+        if self._minds(func, args, kwargs):
+            self._read_call(func, args, kwargs, out, None)
 
     def _note_call(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Records that a call of a known module begins."""
@@ -485,6 +517,7 @@ class CaptureMode(CallObserver):
                 layout=layout,
                 added=added,
                 rows=rows,
+                named=self._is_named,
             )
         )
         return name_of(frame, ordinal)

@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 from torch.overrides import TorchFunctionMode
 
 from qkeel.capture.calls import HeadLayout, Seen, fewest_keys, flex_call, hides
+from qkeel.capture.named_calls import is_mask_object
 from qkeel.errors import QkeelError
 from qkeel.patching.forward import GUARD, Begun, CallArguments, exchange
 from qkeel.patching.modes import (
@@ -384,12 +385,10 @@ def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, 
     True
     """
     given = {**_DEFAULTS, **dict(zip(_BY_PLACE, args)), **kwargs}
-    objects = sys.modules.get("torch.nn.attention.bias")
-    mask = given["attn_mask"]
-    if objects is not None and isinstance(mask, objects.CausalBias):
-        # A mask object, whose own storage holds nothing.
+    mask: Any = given["attn_mask"]
+    if is_mask_object(mask):
         t, s = mask.seq_len_q, mask.seq_len_kv
-        if t == s or mask.variant == objects.CausalVariant.UPPER_LEFT:
+        if t == s or mask.variant.name == "UPPER_LEFT":
             given |= {"attn_mask": None, "is_causal": True}
         else:
             given["attn_mask"] = torch.ones(t, s, dtype=torch.bool, device=given["query"].device).tril(s - t)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, find, find_maxima
 from qkeel.capture.example import LastPass, ModuleCall, copied, tensors, undisturbed
-from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
+from qkeel.capture.intercept import SDPA_ALONE, CapturedCall, CaptureMode, name_of
 from qkeel.capture.readers import FLASH_AND_FLEX
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows, LogitStats
@@ -42,7 +42,7 @@ MeasurePlain = Callable[[Tensor, Tensor, float, bool], Found | None]
 MeasureCall = Callable[[Seen], Found | LogitStats | None]
 MeasureRows = Callable[[AttentionCall, KernelRows], Found | LogitStats | None]
 
-_FUSED = frozenset({F.scaled_dot_product_attention, F.multi_head_attention_forward, functional_attention})
+_FUSED = SDPA_ALONE | frozenset({F.multi_head_attention_forward, functional_attention})
 # For each function by whose name a call was observed, the torch functions to look for in the calling module; None for
 # all of them.
 _FUNCTIONS: dict[str, frozenset[Function] | None] = {
@@ -541,7 +541,7 @@ class _ForwardPass:
         if captured.headless or not name or not known or captured.how not in _FUNCTIONS:
             self.places[name] = None
         else:
-            only = _FUNCTIONS[captured.how]
+            only = SDPA_ALONE if captured.named else _FUNCTIONS[captured.how]
             if name not in self.places:
                 self.places[name] = captured.frame.module, only
             elif (old := self.places[name]) is not None:

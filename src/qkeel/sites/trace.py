@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Literal, final
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ from qkeel import dist
 from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, fewest_keys, key_heads
 from qkeel.capture.eager import is_projected, reached
 from qkeel.capture.example import ModuleCall, ShortExample, Undo, copied, first_row, shorter, undisturbed
-from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.capture.intercept import SDPA_ALONE, CapturedCall, CaptureMode
 from qkeel.capture.visible_sets import KeyOrigin, VisibleSets, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
@@ -137,15 +136,11 @@ class ModelTrace:
 
     def places(self) -> Places | None:
         """Returns the modules that made the calls, keyed by name, if all attention calls are calls of
-        F.scaled_dot_product_attention in modules inside the model; otherwise returns None."""
+        F.scaled_dot_product_attention through that name in modules inside the model; otherwise returns None."""
         calls = [one.captured for each in self.calls.values() for one in each]
-        fused = all(c.how == "scaled_dot_product_attention" and c.frame.name and not c.headless for c in calls)
-        plain = fused and not self.sites.missed and {c.name for c in calls} == {site.name for site in self.sites}
-        return (
-            {c.frame.name: (c.frame.module, frozenset({F.scaled_dot_product_attention})) for c in calls}
-            if plain and calls
-            else None
-        )
+        named = all(c.named and c.frame.name and not c.headless for c in calls)
+        plain = named and not self.sites.missed and {c.name for c in calls} == {site.name for site in self.sites}
+        return {c.frame.name: (c.frame.module, SDPA_ALONE) for c in calls} if plain and calls else None
 
     def inputs_after(
         self, site: AttentionSite, weights: Mapping[str, Tensor]

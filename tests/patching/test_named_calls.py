@@ -1,4 +1,4 @@
-"""Where attention is known, a mode is around its modules alone, and shows what a search of the whole pass shows."""
+"""Where attention is known, it is seen by its name or by a mode around its modules, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import bias
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import qkeel
@@ -99,14 +100,14 @@ def whole() -> dict[str, LogitStats]:
         return read(tap)
 
 
-def test_where_attention_is_known_one_mode_is_around_its_module_alone(whole: dict[str, LogitStats]) -> None:
+def test_where_attention_is_known_no_mode_is_around_its_module(whole: dict[str, LogitStats]) -> None:
     model = Model(by_name)
     with known(model) as tap:
         model(batch())
         assert same(read(tap), whole)
-        assert model.outside[0] == 1  # searched
-        assert model.outside[-1] == 0
-    assert model.modes[-1] == 1
+    assert model.modes[0] == 1  # searched
+    assert model.modes[-1] == 0
+    assert F.scaled_dot_product_attention is PLAIN
 
 
 def test_a_function_that_its_module_has_imported_is_seen_as_before(whole: dict[str, LogitStats]) -> None:
@@ -114,6 +115,7 @@ def test_a_function_that_its_module_has_imported_is_seen_as_before(whole: dict[s
     with known(model) as tap:
         model(batch())
         assert same(read(tap), whole)
+    assert (model.modes[-1], model.outside[-1]) == (1, 0)
 
 
 def test_two_taps_see_the_same_calls(whole: dict[str, LogitStats]) -> None:
@@ -121,11 +123,10 @@ def test_two_taps_see_the_same_calls(whole: dict[str, LogitStats]) -> None:
     with known(model) as one, known(model) as two:
         one.read()  # of the passes by which the second one knows
         model(batch())
-        assert model.modes[-1] == 2
+        assert model.modes[-1] == 0
         assert same(read(one), whole)
         assert same(read(two), whole)
-    model(batch())
-    assert model.modes[-1] == 0
+    assert F.scaled_dot_product_attention is PLAIN
 
 
 def test_a_function_that_somebody_puts_in_its_place_meanwhile_is_called_and_seen(
@@ -165,6 +166,8 @@ def test_what_a_mode_inside_the_module_makes_of_the_call_is_what_is_measured() -
     model = Model(call)
     with known(model) as tap:
         inside = True
+        model(batch())  # finds that attention is computed otherwise now
+        tap.read()
         out = model(batch())
         seen = read(tap)
     model = Model(call)
@@ -220,7 +223,24 @@ def test_a_pass_that_fails_leaves_no_mode(whole: dict[str, LogitStats]) -> None:
         failing = True
         with pytest.raises(RuntimeError, match="luck"):
             model(batch())
-        assert not _get_current_function_mode_stack()
+        assert F.scaled_dot_product_attention is PLAIN
         failing = False
         model(batch())
         assert same(read(tap), whole)
+
+
+@pytest.mark.parametrize("name", ["causal_lower_right", "causal_upper_left"])
+def test_a_mask_object_is_called_as_without_a_tap_and_seen(name: str) -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = getattr(bias, name)(4, 6)
+        return torch.cat([F.scaled_dot_product_attention(q[:, :, :4], k, v, attn_mask=mask), v[:, :, 4:]], 2)
+
+    model = Model(call)
+    out = model(batch())
+    with Tap(model) as tap:
+        for _ in range(PASSES):
+            assert model(batch()).equal(out)
+            stats = read(tap)
+            assert [*stats] == ["layers.0", "layers.1"]
+            visible = torch.ones(4, 6).tril(2 if name == "causal_lower_right" else 0)
+            assert stats["layers.0"].n_pairs.tolist() == [2 * int(visible.sum())] * 2
