@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
-from qkeel.capture.calls import ScoresCall, Seen
-from qkeel.capture.example import arguments, undisturbed
-from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError, needed, unknown
-from qkeel.functional.norms import wide
-from qkeel.heads.site import Sites
-from qkeel.patching.forward import unwrapped
-from qkeel.sites.find import found_sites
-from qkeel.sites.tap import Tap
+from qkeel.capture.calls import Seen
+from qkeel.errors import InvalidTypeError, InvalidValueError, needed, unknown
+from qkeel.sites.weights import BLOCK, Weights, block_weights, captured_calls, runs_of_rows, weights_shape
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
 LIMIT = 1 << 28  # numbers that are returned without being asked for by rows or heads: 1 GiB in float32
-BLOCK = 1 << 24  # numbers of one block of rows, all heads, that are in memory besides the result
-
-Weights = Float[Tensor, "b h r s"]
 
 
 @final
@@ -149,7 +140,7 @@ def attention_maps(
     numbers_of_rows: dict[str, tuple[int, ...]] = {}
     total = 0
     for layer in chosen:
-        b, h, t, s = _shape(calls[layer])
+        b, h, t, s = weights_shape(calls[layer])
         numbers_of_heads[layer] = _numbers("head", heads, h, layer)
         numbers_of_rows[layer] = _numbers("row", rows, t, layer)
         total += b * len(numbers_of_heads[layer]) * len(numbers_of_rows[layer]) * s
@@ -163,43 +154,6 @@ def attention_maps(
         for layer in chosen:
             weights[layer] = _weights(calls[layer], numbers_of_heads[layer], numbers_of_rows[layer])
     return AttentionMaps(weights=weights, heads=numbers_of_heads, rows=numbers_of_rows)
-
-
-def captured_calls(model: nn.Module, batch: object, sites: Sites | None = None) -> dict[str, list[Seen]]:
-    """Returns the first attention call of each site in a pass on the batch, by name; the model is left as it was.
-
-    A site whose heads are computed one by one has a call for each head. `sites` are those of the model, if known.
-    """
-    args, kwargs = arguments(batch, "batch")
-    inner = unwrapped(model)
-    if sites is None:
-        sites, _ = found_sites(inner, args, kwargs)
-    with Tap(inner) as tap, undisturbed(inner):
-        tap.sites = sites
-        calls = tap.calls(args, kwargs)
-    if not calls:
-        raise NoAttentionError(f"no attention was seen in a forward pass of this {type(inner).__name__}")
-    by_site: dict[str, list[Seen]] = {}
-    for name, call in calls.items():
-        module = name.partition("#")[0]
-        joined = _is_one_head(call) and module in by_site and _is_one_head(by_site[module][0])
-        by_site.setdefault(module if joined else name, []).append(call)
-    return by_site
-
-
-def _is_one_head(call: Seen) -> bool:
-    return isinstance(call, ScoresCall) and call.headless
-
-
-def _shape(calls: Sequence[Seen]) -> tuple[int, int, int, int]:
-    """The sizes b, h, t and s of a site's weights."""
-    call = calls[0]
-    if isinstance(call, ScoresCall):
-        b, h, t, s = call.logits.shape
-    else:
-        b, h, t, _ = call.q.shape
-        s = call.k.shape[2]
-    return b, h * len(calls), t, s
 
 
 def _numbers(kind: str, wanted: Sequence[int] | slice | None, size: int, layer: str) -> tuple[int, ...]:
@@ -216,61 +170,15 @@ def _numbers(kind: str, wanted: Sequence[int] | slice | None, size: int, layer: 
 
 def _weights(calls: Sequence[Seen], heads: tuple[int, ...], rows: tuple[int, ...]) -> Weights:
     """The weights of some heads and rows of a site, a block of rows at a time."""
-    b, h, _, s = _shape(calls)
+    b, h, _, s = weights_shape(calls)
     device = calls[0].query_device
     index = torch.tensor(heads, device=device)
     largest = max(1, BLOCK // max(1, b * h * s))
     blocks = []
     with torch.autocast(device.type, enabled=False):
-        for block in _runs(rows, largest):
-            parts = [_block_weights(call, block).expand(b, h // len(calls), -1, s) for call in calls]
+        for block in runs_of_rows(rows, largest):
+            parts = [block_weights(call, block).expand(b, h // len(calls), -1, s) for call in calls]
             blocks.append(torch.cat(parts, 1)[:, index])
     if not blocks:
         return torch.zeros(b, len(heads), 0, s, device=device)
     return torch.cat(blocks, 2)
-
-
-def _block_weights(call: Seen, rows: slice) -> Weights:
-    return _scores_weights(call, rows) if isinstance(call, ScoresCall) else _call_weights(call, rows)
-
-
-def blocks_of_weights(calls: Sequence[Seen]) -> Iterator[tuple[slice, Weights]]:
-    """Yields the weights [b h r s] of a site, all heads, by blocks of rows, so that few are in memory at once."""
-    b, h, t, s = _shape(calls)
-    largest = max(1, BLOCK // max(1, b * h * s))
-    with torch.no_grad(), torch.autocast(calls[0].query_device.type, enabled=False):
-        for rows in _runs(tuple(range(t)), largest):
-            parts = [_block_weights(call, rows).expand(b, h // len(calls), -1, s) for call in calls]
-            yield rows, torch.cat(parts, 1)
-
-
-def _runs(rows: tuple[int, ...], largest: int) -> Iterator[slice]:
-    """Slices of consecutive rows, in order, none longer than `largest`."""
-    start = 0
-    for stop in range(1, len(rows) + 1):
-        ends = stop == len(rows) or rows[stop] != rows[stop - 1] + 1
-        if ends or stop - start == largest:
-            yield slice(rows[start], rows[stop - 1] + 1)
-            start = stop
-
-
-def _call_weights(call: Any, rows: slice) -> Weights:
-    """The weights of some rows of a call with queries and keys."""
-    keys = slice(0, call.k.shape[2])
-    q, k = call.encoded()
-    logits = call.spec.cap.apply(call.scores(q[:, :, rows], k, rows, keys))
-    return call.spec.normalizer.weights(logits, call.visible(rows, keys), call.params)
-
-
-def _scores_weights(call: ScoresCall, rows: slice) -> Weights:
-    """The weights of some rows of attention that is written by hand, whose softmax may also see a sink.
-
-    A mask of a small number counts as it is: a logit of -10,000 has weight where the others are as low.
-    """
-    logits = call.capped[:, :, rows]
-    logits = logits.to(wide(logits.dtype))
-    if call.sink is None:
-        return call.spec.normalizer.weights(logits, logits > -torch.inf, {})
-    sink = call.sink[:, :, rows, None].to(logits.dtype)
-    total = torch.logaddexp(logits.logsumexp(-1, keepdim=True), sink)
-    return (logits - total).exp()

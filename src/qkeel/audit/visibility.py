@@ -14,13 +14,13 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from qkeel.audit.maps import blocks_of_weights, captured_calls
 from qkeel.audit.sees import Documents
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import arguments, tensors
 from qkeel.heads.site import Sites
 from qkeel.patching.forward import unwrapped
 from qkeel.sites.find import site_label
+from qkeel.sites.weights import blocks_of_weights, captured_calls
 
 LEAST_WEIGHT = 1e-3  # of a row on keys it should not see, under which nothing is said
 # Names under which models take the documents of a packed batch, and its padding.

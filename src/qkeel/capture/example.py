@@ -11,7 +11,6 @@ import operator
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import FunctionType, ModuleType
 from typing import Any, final
 
 import numpy as np
@@ -21,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every
 
 from qkeel.capture.calls import fewest_keys
+from qkeel.capture.contents import CONTAINERS, ObjectContents
+from qkeel.capture.user_hooks import hooks_held_back
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
 from qkeel.heads.site import AttentionSite, Description, HeadSlice, QKProduct, Reading
 from qkeel.patching.autograd import version_of
@@ -49,6 +50,9 @@ from qkeel.spec.call import make_call
 # The module that is currently running, tracked by forward hooks during a probe or a sampled forward pass.
 
 
+Caller = tuple[str, str, int]  # the name of a module, of the module that called it, and the number of that call
+
+
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class ModuleCall:
     """A running call of a module. `inputs` holds its tensor arguments, which are kept only on request.
@@ -56,7 +60,8 @@ class ModuleCall:
     `batch` is the first size of its first tensor argument, `calls` the number of attention calls it has made so far,
     `indexes` the number of times it has chosen keys, and `pads` whether it has padded a dimension of a tensor with
     zeros. `captured` counts the attention calls that were reported inside it, those of its submodules included. `given`
-    is what it was called with, if inputs are kept.
+    is what it was called with, if inputs are kept. `caller` says from where the module was called, if callers are told
+    apart, and `children` counts the calls that it has made, by the name of the module.
     """
 
     name: str
@@ -67,6 +72,8 @@ class ModuleCall:
     calls: int = 0
     captured: int = 0
     given: GivenArguments | None = None
+    caller: Caller | None = None
+    children: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     indexes: int = 0
     pads: bool = False
 
@@ -87,50 +94,6 @@ class ModuleCall:
         separate module."""
         mine = {id(f) for f in self.line()}
         return next((f for f in other.line() if id(f) in mine), self)
-
-
-class ObjectContents:
-    """The contents of the Python objects among some values: lists, dicts, sets and the attributes of plain objects,
-    such as a cache of keys that a pass fills.
-
-    Tensors are kept as they are, not copied. Modules, classes and functions are left out.
-    """
-
-    def __init__(self, values: object) -> None:
-        self._contents: list[tuple[Any, Any]] = []
-        known: set[int] = set()
-        waiting = [values]
-        while waiting and len(known) < _MOST_OBJECTS:
-            x = waiting.pop()
-            if isinstance(x, _WITHOUT_CONTENTS) or id(x) in known:
-                continue
-            known.add(id(x))
-            if type(x) in _CONTAINERS:
-                self._contents.append((x, copy.copy(x)))
-            if isinstance(x, (list, tuple, set, collections.deque)):
-                waiting += x
-            elif isinstance(x, Mapping):
-                waiting += x.values()
-            elif isinstance(attributes := getattr(x, "__dict__", None), dict):
-                self._contents.append((attributes, dict(attributes)))
-                waiting += attributes.values()
-
-    def restore(self) -> None:
-        """Gives the objects the contents that they had."""
-        for x, contents in self._contents:
-            if isinstance(x, dict):
-                if [*map(id, x), *map(id, x.values())] != [*map(id, contents), *map(id, contents.values())]:
-                    x.clear()
-                    x.update(contents)
-            elif [*map(id, x)] != [*map(id, contents)]:
-                x.clear()
-                x.update(contents) if isinstance(x, set) else x.extend(contents)
-
-
-_MOST_OBJECTS = 1000
-_DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
-_CONTAINERS = (list, set, collections.deque, *_DICTS)
-_WITHOUT_CONTENTS = (Tensor, nn.Module, type, FunctionType, ModuleType, str, int, float, torch.dtype, torch.device)
 
 
 class GivenArguments:
@@ -195,6 +158,8 @@ class ModuleStack:
         self._names = {id(module): name for name, module in named.items()}
         self._modules = [*named.values()]
         self.called: collections.Counter[int] = collections.Counter()  # calls by the id of the module
+        # Other names of modules, by caller; None if callers are not told apart.
+        self.by_caller: Mapping[Caller, str] | None = {} if keep_inputs else None
         self._keep = keep_inputs
         self._guard = guard
         self.root = ModuleCall(name="", module=model, parent=None)
@@ -231,8 +196,14 @@ class ModuleStack:
                 batch = x.shape[0]
                 break
         self.called[id(module)] += 1
+        name, caller = self._names[id(module)], None
+        if self.by_caller is not None:
+            caller = (name, self.top.name, self.top.children[name])
+            self.top.children[name] += 1
+            name = self.by_caller.get(caller, name)
         self.top = ModuleCall(
-            name=self._names[id(module)],
+            name=name,
+            caller=caller,
             module=module,
             parent=self.top,
             batch=batch,
@@ -425,7 +396,7 @@ Undo = Callable[[], None]
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[Undo]:
     """A context that restores what a forward pass changes: random generators, buffers, attributes and requires_grad
-    flags.
+    flags, and in which the user's hooks that return nothing don't run.
 
     The context yields a function that restores this state, for use between two passes.
     """
@@ -433,6 +404,7 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
     parameters = parameters_in(modules)
     devices = sorted({p.device.index or 0 for p in parameters if p.device.type == "cuda"})
     with ExitStack() as undo:
+        undo.enter_context(hooks_held_back(model))
         streams = undo.enter_context(ExitStack())
         streams.enter_context(same_random_streams(devices))
         torchs_own = vars(nn.Module()).keys()  # such as hooks and parameters, which sharded models exchange in a pass
@@ -485,7 +457,7 @@ def _keep(module: nn.Module, torchs_own: Collection[str]) -> Iterator[Callable[[
             values()
 
     yield restore
-    kept = [(x, x.copy()) for x in own if type(x) in _CONTAINERS]
+    kept = [(x, x.copy()) for x in own if type(x) in CONTAINERS]
     streams = [(g, g.get_state()) for g in own if isinstance(g, torch.Generator)]
 
     def restore_contents() -> None:

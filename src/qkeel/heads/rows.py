@@ -122,6 +122,18 @@ def _same(one: QKProduct, other: QKProduct) -> bool:
     return all(a.parameter == b.parameter and a.same(b) for a, b in pairs)
 
 
+def weights_behind(
+    products: Sequence[tuple[Tensor | None, Tensor | None]], frame: ModuleCall, names: dict[int, str]
+) -> frozenset[tuple[str, str]] | None:
+    """The nearest weights behind the queries and keys of products, each as the side and the name; None if unknown."""
+    sides = [(x, what) for pair in products for x, what in zip(pair, "qk") if x is not None]
+    try:
+        walks = [(what, _walk_back(x, frame, names, what, depth=1)) for x, what in sides]
+    except UnknownRowsError:
+        return None
+    return frozenset((what, p.parameter) for what, walk_back in walks for p in walk_back.nearest) or None
+
+
 def normed_on_the_way(
     products: Sequence[tuple[Tensor | None, Tensor | None]], frame: ModuleCall, names: dict[int, str]
 ) -> bool:

@@ -297,6 +297,8 @@ class AttentionSite:
     unscaled: str = ""
     visible: VisibleType = "full"
     origin: KeyOrigin = "tokens"
+    #: if its module is also called with other weights: the calls of the module with this site's weights
+    callers: tuple[tuple[str, str, int], ...] = ()
     chooses: bool = False  #: whether its scores choose keys and are not the input of a softmax
 
     @property

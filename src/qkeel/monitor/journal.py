@@ -100,10 +100,18 @@ class Recorder:
             self._trained = [*self._trained[-1:], sample]
             self.recording.append(sample.numbers, sample.heads)
             for alarm in self.log.update(dataclasses.replace(self.recording.history, types=sample.types)):
-                if self._leads():
-                    known = any(other.remedy == alarm.remedy for other in self.log.alarms if other.step < alarm.step)
-                    caution(alarm.line if known else str(alarm), AlarmWarning)
-                self._each(lambda sink, alarm=alarm: sink.alarm(alarm))
+                self._tell_alarm(alarm)
+
+    def add_alarm(self, alarm: Alarm) -> None:
+        """Raises an alarm that no rule has raised."""
+        self.log.alarms.append(alarm)
+        self._tell_alarm(alarm)
+
+    def _tell_alarm(self, alarm: Alarm) -> None:
+        if self._leads():
+            known = any(other.remedy == alarm.remedy for other in self.log.alarms if other.step < alarm.step)
+            caution(alarm.line if known else str(alarm), AlarmWarning)
+        self._each(lambda sink: sink.alarm(alarm))
 
     def _tell_types(self, step: int) -> None:
         """Reports to the sinks which layers have a type that differs from their description."""

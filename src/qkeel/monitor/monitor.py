@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self, final
@@ -32,9 +33,10 @@ from qkeel.monitor.measure import (
     WatchedSites,
     wanted,
 )
+from qkeel.monitor.nan_origin import NanOrigin
 from qkeel.monitor.processes import Handshake, ProcessGroup
 from qkeel.monitor.record import Sample, about, coverage, sample_html, sample_line, sample_table
-from qkeel.monitor.rules import Alarm, Rule
+from qkeel.monitor.rules import Alarm, Rule, Severity
 from qkeel.monitor.sinks import Sink
 from qkeel.monitor.token_classes import Classes, PassTokens, QueryMaskSource
 from qkeel.patching.forward import owners, unwrapped
@@ -405,6 +407,7 @@ class Monitor(Handle):
         else:
             before, after = (functools.partial(self._guard, f) for f in (self._before_step, self._after_step))
             self._hooks = StepHooks(before, after, optimizer)
+        self._origin: NanOrigin | None = None
         super().__init__(functools.partial(self._guard, self._finish), state=self._state, load=self._load_state)
 
     @property
@@ -484,6 +487,24 @@ class Monitor(Handle):
     def event(self, event: Mapping[str, object]) -> None:
         """Sends an event to the sinks, after the first sample; see `Sink.event`."""
         self._journal.event(event)
+
+    def trace_nan(self, optimizers: Sequence[Optimizer]) -> None:
+        """Names the origin of the first gradient that is not finite by an alarm; see `watch(nan=True)`."""
+        self._origin = NanOrigin(self.model, optimizers, self._add_origin)
+
+    def _add_origin(self, sentence: str) -> None:
+        alarm = Alarm(
+            rule="nan_origin",
+            severity=Severity.CRITICAL,
+            step=self._steps.done,
+            value=math.nan,
+            meaning=sentence,
+            trend="",
+            remedy="repair it and go on from a checkpoint before this step, after which every weight is NaN",
+            source="the pass made again, every module's output and gradient looked at",
+            cause="numbers that are not finite",
+        )
+        self._journal.add_alarm(alarm)
 
     @property
     def passes(self) -> int:
@@ -623,6 +644,8 @@ class Monitor(Handle):
             self._guard(self._hooks.remove)  # again, in case the first removal happened in the middle of a step
         if self._end.hooks is not None:
             self._guard(self._end.hooks.remove)
+        if self._origin is not None:
+            self._origin.remove()
 
     def _state(self) -> State:
         """The number of steps done, the last measured step, the last learning rate (-1 if there is none), the records

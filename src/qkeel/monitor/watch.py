@@ -43,6 +43,7 @@ def watch(
     planned: PlannedRates | None = None,
     sites: object = None,
     layout: Layout | None = None,
+    nan: bool = False,
 ) -> Monitor:
     """Watches the attention of a model, per layer and head, without changing a single bit of what the model computes.
 
@@ -102,6 +103,10 @@ def watch(
             split; for several models, one result for each, as a list or a dict by name. If None, the sites are found in
             the first measured pass.
         layout: this process's position in the parallel layout, if torch's own wrappers do not reveal it.
+        nan: whether to name what made the first NaN or infinity: a module, a row, the data, the loss, the backward of a
+            module. Before each optimizer step one flag is read, for which the host waits for the device, and the
+            step's batches stay in memory until then; only a step whose gradients are not finite is made again. For a
+            single model whose weights are not sharded.
 
     Returns:
         The Monitor, with `read()`, `table()`, `alarms`, `close()` and `remove()`, which is also a context manager. With
@@ -146,7 +151,12 @@ def watch(
         )
     if any(map(watched, models.values())):
         raise AlreadyAppliedError("this model is already watched; remove() the first monitor, or use that one")
-    return Monitor(
+    if nan and (optimizer is None or "" not in models or any(map(dist.is_split, models[""].parameters()))):
+        raise RefusedError(
+            "expected an optimizer and one model whose weights are not sharded with nan=True, because the step's pass "
+            "is made again on this process; leave out nan=True, or train one process until the NaN appears"
+        )
+    monitor = Monitor(
         models,
         _first(optimizer, [*models.values()]),
         every=cadence(every),
@@ -164,6 +174,9 @@ def watch(
         sites=sites_of_each(sites, models),
         layout=layout,
     )
+    if nan:
+        monitor.trace_nan(_inner_optimizers(optimizer))
+    return monitor
 
 
 def _several(given: object, kinds: tuple[type[K], ...], what: str) -> tuple[K, ...]:
@@ -189,16 +202,22 @@ def _sinks(given: Sink | str | Path) -> tuple[Sink, ...]:
     return found
 
 
-def _first(optimizer: object, models: Sequence[nn.Module]) -> torch.optim.Optimizer | None:
-    """Returns the first optimizer, whose step hooks run: the one inside the wrapper that accelerate adds."""
-    weights = {id(p) for model in models for p in model.parameters()}
+def _inner_optimizers(optimizer: object) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers whose step hooks run: those inside the wrapper that accelerate adds."""
     optimizers = []
     for entry in listed(optimizer):
         inner = vars(entry).get("optimizer")
         optimizers.append(inner if isinstance(inner, torch.optim.Optimizer) else entry)
+    return optimizers
+
+
+def _first(optimizer: object, models: Sequence[nn.Module]) -> torch.optim.Optimizer | None:
+    """Returns the first optimizer, which counts the steps."""
+    weights = {id(p) for model in models for p in model.parameters()}
+    for entry in listed(optimizer):
         if not any(id(p) in weights for group in entry.param_groups for p in group["params"]):
             raise InvalidValueError(
                 "the optimizer does not contain any of the model's parameters; pass the optimizer that trains this "
                 "model, created from model.parameters()"
             )
-    return optimizers[0] if optimizers else None
+    return next(iter(_inner_optimizers(optimizer)), None)

@@ -150,6 +150,7 @@ def _renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite
     return dataclasses.replace(
         site,
         name=inside(site.name),
+        callers=tuple((inside(module), inside(caller), number) for module, caller, number in site.callers),
         terms=tuple(QKProduct(query=named(term.query), key=named(term.key)) for term in site.terms),
         query_gains=named(site.query_gains),
         key_gains=named(site.key_gains),

@@ -36,6 +36,7 @@ from qkeel.patching.modes import (
     recomputing,
 )
 from qkeel.patching.roles import PassRole, Phase, inside_checkpoint
+from qkeel.sites.trace import names_by_caller
 from qkeel.spec import AttentionCall
 
 MeasurePlain = Callable[[Tensor, Tensor, float, bool], Found | None]
@@ -495,7 +496,8 @@ class _ForwardPass:
             observer = self._observer(name)
             module.observers.append(observer)
             around.callback(module.observers.remove, observer)
-        only_in = self.tap.places() if self.kept is None else None
+        by_caller = names_by_caller(self.tap.sites)
+        only_in = self.tap.places() if self.kept is None and by_caller is None else None
         if only_in == {} and (own or self.tap.own_alone):
             return
         self.watcher = interceptor = CaptureMode(
@@ -507,6 +509,7 @@ class _ForwardPass:
             layouts=self.tap.known.layouts,
             only_in=only_in,
         )
+        interceptor.stack.by_caller = by_caller
         interceptor.maxima = self.tap.measure is find_maxima  # no other result of a call is read
         interceptor.key_heads = self.tap.known.key_heads
         if self.tap.known.indexers and self.kept is None:

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from qkeel import dist
 from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, fewest_keys, key_heads
 from qkeel.capture.eager import is_projected, reached
-from qkeel.capture.example import ModuleCall, ShortExample, Undo, copied, first_row, shorter, undisturbed
+from qkeel.capture.example import Caller, ModuleCall, ShortExample, Undo, copied, first_row, shorter, undisturbed
 from qkeel.capture.intercept import SDPA_ALONE, CapturedCall, CaptureMode
 from qkeel.capture.visible_sets import KeyOrigin, VisibleSets, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
 from qkeel.heads.norms import seen_gains
-from qkeel.heads.rows import UnknownRowsError, normed_on_the_way, side, sum_terms
+from qkeel.heads.rows import UnknownRowsError, normed_on_the_way, side, sum_terms, weights_behind
 from qkeel.heads.site import (
     INDEX,
     AttentionSite,
@@ -54,7 +54,7 @@ from qkeel.patching.modes import (
     unguarded,
 )
 from qkeel.sites.run import check_devices, forward, spread, whole_weights
-from qkeel.sites.verify import RecordedCall, Rerun, Verification, VisibleLogits
+from qkeel.sites.verify import RecordedCall, Rerun, Verification, VisibleLogits, products_of_call
 from qkeel.spec import AttentionCall
 
 _LOG = logging.getLogger(__name__)
@@ -287,7 +287,7 @@ def _traced(
     watcher = reading.watcher
     if not reading.sites and expected:
         raise NoAttentionError(unseen(model, watcher))
-    sites = _typed([reading.sites[name] for name in reading.order if name in reading.sites], reading.visible)
+    sites = reading.typed_sites()
     groups = grouped([call.captured for call in reading.order.values()])
     calls = {group[0].name: [reading.order[captured.name] for captured in group] for group in groups}
     least = {name: _least(c.captured.call) for name, (c, *_) in calls.items()}
@@ -354,6 +354,7 @@ def _same_calls(
     layouts = {site.name: site.layout for site in sites if site.layout is not None}
     watcher = CaptureMode(model, note, layouts=layouts)
     watcher.key_heads = {s.name: (s.n_heads, s.n_kv_heads) for s in sites if s.key_heads is None}
+    watcher.stack.by_caller = names_by_caller(sites)
     forward(model, watcher, copied(args), copied(kwargs), graph=False)
     undo()
     same = {str(m) for m in watcher.missed} == {str(m) for m in sites.missed}
@@ -442,8 +443,32 @@ class _Reading:
         self.order: dict[str, RecordedCall] = {}  # the first call for each name
         self.visible: dict[str, VisibleSets] = {}
         self._waiting: list[CapturedCall] = []
+        # For each call by its first name: the sets of weights with which it was made, and the names of their sites.
+        self._weights: dict[str, dict[frozenset[tuple[str, str]] | None, str]] = {}
+        self._callers: dict[str, list[Caller]] = {}  # by the name of a site whose module is called with several sets
+
+    def _named_by_caller(self, captured: CapturedCall) -> CapturedCall:
+        """The call, under another name if its module was called with other weights before."""
+        frame, name = captured.frame, captured.name
+        by_weights = self._weights.setdefault(name, {})
+        weights = weights_behind(products_of_call(captured.call), frame, self._names)
+        if not by_weights:
+            by_weights[weights] = name
+            return captured
+        if weights is None or None in by_weights or frame.caller is None:
+            return captured
+        if weights not in by_weights:
+            # Named by the module that owns the projections, and the one that is called.
+            new = f"{_common_module([parameter for _, parameter in weights])}#{frame.name}"
+            by_weights[weights] = f"{new}{len(by_weights) + 1}" if new in self.order else new
+        site = by_weights[weights]
+        if site == name:
+            return captured
+        self._callers.setdefault(site, []).append(frame.caller)
+        return dataclasses.replace(captured, frame=dataclasses.replace(frame, name=site), ordinal=0)
 
     def _note(self, captured: CapturedCall) -> None:
+        captured = self._named_by_caller(captured)
         line = captured.frame.line()
         positions = {id(frame): frame.captured for frame in line}
         for frame in line:
@@ -473,7 +498,19 @@ class _Reading:
     def _read_site(self, calls: list[CapturedCall]) -> None:
         with unrounded(scored(calls[0])):
             site = _site(calls, self._names, self._wanted)
+        if _parts_share_weights(site, calls[0].frame, self._parameters):
+            why = "one weight is applied to several parts of its input, so heads that share it cannot be counted"
+            site = dataclasses.replace(site, terms=(), why=why)
+        if site.name in self._callers:
+            owner = self.watcher.stack.root.module.get_submodule(site.name.partition("#")[0])
+            site = dataclasses.replace(site, module=owner)
         self.sites[site.name] = self._with_origin(site, calls)
+
+    def typed_sites(self) -> list[AttentionSite]:
+        """The sites in the order of their calls, with the types of their layers and the calls of shared modules."""
+        found = [self.sites[name] for name in self.order if name in self.sites]
+        typed = _typed(found, self.visible)
+        return [dataclasses.replace(site, callers=tuple(self._callers.get(site.name, ()))) for site in typed]
 
     def run(self) -> None:
         """Runs the pass."""
@@ -555,6 +592,33 @@ def _failed(model: nn.Module, error: Exception) -> InvalidValueError:
 def _guard(model: nn.Module) -> Guarded:
     """The guard for reading a pass; if other processes take part, an error is raised only after the pass."""
     return DeferredError() if spread(model) else unguarded
+
+
+def _parts_share_weights(site: AttentionSite, frame: ModuleCall, parameters: Mapping[str, nn.Parameter]) -> bool:
+    """True if scores without a dimension of heads have several dimensions of batches, and the query's weight is as wide
+    as a part of the module's input: then one of these dimensions may hold heads that share all weights."""
+    if not site.terms or site.layout is None or site.n_heads > 1 or site.layout.groups.count("b") < 2:
+        return False
+    weight = parameters[site.terms[0].query[0].parameter]
+    width = weight.flatten(1).shape[1 - site.terms[0].query[0].axis]
+    widths = [x.shape[-1] for x in frame.inputs if x.is_floating_point() and x.ndim > 2]
+    return any(n > width and n % width == 0 for n in widths)
+
+
+def names_by_caller(sites: Sequence[AttentionSite]) -> dict[Caller, str] | None:
+    """The names of sites by the calls of modules that several sites share, or None if there are none."""
+    return {caller: site.name for site in sites for caller in site.callers} or None
+
+
+def _common_module(parameters: Sequence[str]) -> str:
+    """The name of the innermost module that holds all of these parameters."""
+    paths = [name.split(".")[:-1] for name in parameters]
+    common = []
+    for names in zip(*paths):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return ".".join(common)
 
 
 def grouped(firsts: Sequence[CapturedCall]) -> Iterator[list[CapturedCall]]:

@@ -1,0 +1,366 @@
+"""What made the first NaN or infinity of a training run: the passes of that step are made again and looked at.
+
+A NaN spreads to everything after it, so the layer that a record shows first is an heir. Before each optimizer step one
+flag is read: whether the gradients are finite. Where they are not, the arguments of the step's passes, their random
+states and the gradients at their outputs are still there, and the passes are made again, forward and backward.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from qkeel.capture.calls import ScoresCall, Seen
+from qkeel.capture.example import ForwardArguments, copied, mapped, tensors, undisturbed
+from qkeel.errors import QkeelError
+from qkeel.handle import Handle
+from qkeel.patching.forward import ForwardPasses, extra_pass
+from qkeel.patching.modes import FaultGuard
+from qkeel.sites.weights import blocks_of_weights, captured_calls
+
+PASSES = 32  # of one step that are kept; of more, such as 100 micro-batches, the last ones
+_OFF = "looking for the origin of a NaN failed and is off: {}. Training goes on"
+
+# Modules whose buffers every training pass changes, beneath what versions show.
+_RUNNING = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+@final
+class KeptPass:
+    """What is needed to make a pass again, and the gradients that reached its outputs."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.args, self.kwargs = mapped((tuple(args), dict(kwargs)), _detached)
+        self.output_grads: dict[int, Tensor] = {}
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._device = device if torch.amp.is_autocast_available(device.type) else torch.device("cpu")
+        self._autocast = torch.is_autocast_enabled(self._device.type), torch.get_autocast_dtype(self._device.type)
+        self._streams = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        self._device_stream = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._buffers = [
+            (buffer, buffer.detach().clone())
+            for module in model.modules()
+            if isinstance(module, _RUNNING)
+            for buffer in module.buffers(recurse=False)
+        ]
+
+    @contextmanager
+    def restored(self, model: nn.Module) -> Iterator[None]:
+        """A context with the random states, running statistics and autocast of the pass; all are put back after it."""
+        enabled, dtype = self._autocast
+        cast = torch.autocast(self._device.type, dtype=dtype, enabled=enabled)
+        eager = torch.compiler.set_stance("force_eager")
+        with extra_pass(self), undisturbed(model), eager, torch.inference_mode(False), torch.enable_grad(), cast:
+            torch.set_rng_state(self._streams[0])
+            random.setstate(self._streams[1])
+            np.random.set_state(self._streams[2])
+            if self._device_stream is not None:
+                torch.cuda.set_rng_state(self._device_stream, self._device)
+            with torch.no_grad():
+                for buffer, value in self._buffers:
+                    buffer.copy_(value)
+            yield
+
+
+@final
+class NanOrigin(Handle):
+    """Watches the optimizer steps of a model and names the origin of the first gradient that is not finite.
+
+    The flag before each optimizer step waits for the device once. Until the step, the arguments of its passes and the
+    gradients at their outputs stay in memory.
+
+    Args:
+        model: the model that is trained.
+        optimizers: its optimizers.
+        report: called once, with a sentence.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> optimizer, sentences = torch.optim.SGD(model.parameters()), []
+    >>> with NanOrigin(model, [optimizer], sentences.append):
+    ...     model(torch.tensor([[1.0, torch.nan]])).sum().backward()
+    ...     optimizer.step()
+    >>> sentences
+    ['NaN began in the data: argument 0 at [0, 1]']
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], report: Callable[[str], None]
+    ) -> None:
+        self.guard = FaultGuard(_OFF)
+        self._report = report
+        self._passes: collections.deque[KeptPass] = collections.deque(maxlen=PASSES)
+        self._running: KeptPass | None = None
+        self._forwards = ForwardPasses(model, self._before, self._after, guard=self.guard, owner=self)
+        self._model = self._forwards.inner
+        hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
+        super().__init__(functools.partial(self._detach, hooks))
+        self.guard.off += [self.remove]
+
+    def _detach(self, hooks: Sequence[Any]) -> None:
+        self._forwards.remove()
+        self._passes.clear()
+        for hook in hooks:
+            hook.remove()
+
+    def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool) -> None:
+        self._running = KeptPass(self._model, args, kwargs) if torch.is_grad_enabled() else None
+
+    def _after(self, output: object, failed: bool) -> None:
+        kept, self._running = self._running, None
+        if kept is None or failed:
+            return
+        for i, x in enumerate(tensors_of(output)):
+            if x.requires_grad:
+                x.register_hook(functools.partial(self._keep_grad, kept, i))
+
+    def _keep_grad(self, kept: KeptPass, i: int, grad: Tensor) -> None:
+        if not self.active:
+            return
+        if not kept.output_grads:
+            self._passes.append(kept)
+        grad = grad.detach()
+        kept.output_grads[i] = kept.output_grads[i] + grad if i in kept.output_grads else grad
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if self.active:
+            self.guard(self._check, optimizer)
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        infinite = vars(optimizer).get("found_inf")  # GradScaler calls a fused optimizer even for a step that it skips
+        if isinstance(infinite, Tensor) and bool(infinite.any()):
+            self._passes.clear()
+            return
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if _all_finite(grads):
+            # Another optimizer may still step on these passes, but its gradients come from the same backward.
+            self._passes.clear()
+            return
+        sentence = find_origin(self._model, self._passes)
+        self.remove()
+        self._report(sentence)
+
+
+def find_origin(model: nn.Module, passes: Sequence[KeptPass]) -> str:
+    """Makes passes again, in order, and says what in them is the first that is not finite."""
+    for name, parameter in model.named_parameters():
+        if not _is_finite(parameter):
+            return f"NaN began in a weight: {name} is not finite before the step"
+    for kept in passes:
+        sentence = _origin_in_arguments(kept) or _origin_in_pass(model, kept)
+        if sentence:
+            return sentence
+    return (
+        "gradients are not finite, and nothing in the step's passes is when they are made again: look at what changes "
+        "gradients after backward, such as clipping, a hook or the reduction over processes"
+    )
+
+
+def _origin_in_arguments(kept: KeptPass) -> str:
+    for name, value in [*enumerate(kept.args), *kept.kwargs.items()]:
+        for x in tensors(value):
+            if not _is_finite(x):
+                return f"NaN began in the data: argument {name!r} at {_first_place(x)}"
+    return ""
+
+
+def _origin_in_pass(model: nn.Module, kept: KeptPass) -> str:
+    """Runs a pass forward, and backward from the gradients at its outputs, and names the first module that made a
+    number that is not finite from numbers that are."""
+    looks = _Looks(model)
+    with kept.restored(model), ExitStack() as undo:
+        looks.attach(undo)
+        output = model(*copied(kept.args), **copied(kept.kwargs))
+        origin = looks.forward_origin()
+        if origin is not None:
+            name, place, scalar = origin
+            if name == "" and scalar:
+                return "NaN began in the loss, which the model computes from finite outputs"
+            child = looks.last_child(name)
+            after = (
+                f"between the output of {child}, which is finite, and its own" if child else "its output is the first"
+            )
+            detail = _attention_detail(model, kept, name) or f"{after}, at {place}"
+            return f"NaN began in {name or type(model).__name__}: {detail}"
+        outputs = list(tensors_of(output))
+        for grad in kept.output_grads.values():
+            if not _is_finite(grad):
+                return (
+                    f"NaN began in the loss: the model's output is finite, and the gradient at it is not, at "
+                    f"{_first_place(grad)}"
+                )
+        heads = [(outputs[i], grad) for i, grad in kept.output_grads.items() if i < len(outputs)]
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        torch.autograd.grad(
+            [x for x, _ in heads], parameters, [grad for _, grad in heads], allow_unused=True, retain_graph=False
+        )
+        name = looks.backward_origin()
+        if name is None:
+            return ""
+        return (
+            f"NaN began in the backward of {name or type(model).__name__}: its output and the gradient at it are "
+            "finite, the gradient at its input is not"
+        )
+
+
+@final
+class _Looks:
+    """Looks at what modules receive and return, in the order in which their calls end, and at the gradients there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = dict(model.named_modules())
+        self._bad_forward: tuple[str, str, bool] | None = None
+        self._grads_finite: dict[tuple[str, int, str], bool] = {}
+        self._ended: list[tuple[str, int]] = []
+
+    def attach(self, undo: ExitStack) -> None:
+        """Puts hooks on all modules until `undo` is closed."""
+        self._undo = undo
+        for name, module in self._modules.items():
+            if not isinstance(module, torch.jit.ScriptModule):
+                hook = module.register_forward_hook(functools.partial(self._look, name), with_kwargs=True)
+                undo.callback(hook.remove)
+
+    def _look(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        if self._bad_forward is not None:
+            return
+        inputs, outputs = list(tensors((args, kwargs))), list(tensors_of(output))
+        for x in outputs:
+            if _is_bad(x) and not any(map(_is_bad, inputs)):
+                self._bad_forward = name, _first_place(x), x.ndim == 0
+                return
+        number = len(self._ended)
+        self._ended.append((name, number))
+        for side, values in (("input", inputs), ("output", outputs)):
+            for x in values:
+                if x.requires_grad and not x.is_leaf:
+                    x.register_hook(functools.partial(self._look_at_grad, (name, number, side)))
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad:
+                # The hook of a weight that several modules share sees one gradient of each.
+                hook = parameter.register_hook(functools.partial(self._look_at_grad, (name, number, "input")))
+                self._undo.callback(hook.remove)
+
+    def _look_at_grad(self, key: tuple[str, int, str], grad: Tensor) -> None:
+        self._grads_finite[key] = self._grads_finite.get(key, True) and _is_finite(grad)
+
+    def forward_origin(self) -> tuple[str, str, bool] | None:
+        """The module, the place in its output and whether that is a scalar, of the first output that is not finite."""
+        return self._bad_forward
+
+    def last_child(self, name: str) -> str:
+        """The module inside another that ended last with a finite output, or ""."""
+        inside = [child for child, _ in self._ended if child.startswith(f"{name}." if name else "")]
+        return inside[-1] if inside else ""
+
+    def backward_origin(self) -> str | None:
+        """The module whose backward made the first gradient that is not finite: the last and innermost one whose
+        gradient at the output is finite and whose gradient at the input or a weight is not."""
+        for name, number in reversed(self._ended):
+            after = self._grads_finite.get((name, number, "output"), True)
+            before = self._grads_finite.get((name, number, "input"), True)
+            inside = any(
+                other.startswith(f"{name}." if name else "")
+                and other != name
+                and not self._grads_finite.get((other, earlier, "input"), True)
+                and self._grads_finite.get((other, earlier, "output"), True)
+                for other, earlier in self._ended
+            )
+            if after and not before and not inside:
+                return name
+        return None
+
+
+def _attention_detail(model: nn.Module, kept: KeptPass, name: str) -> str:
+    """What in a module's attention is not finite: a query without a key, or logits beyond the number format."""
+    try:
+        with torch.no_grad():
+            calls = captured_calls(model, ForwardArguments(kept.args, kept.kwargs))
+    except QkeelError:
+        return ""
+    for layer, site in calls.items():
+        if layer != name and not layer.startswith(f"{name}." if name else "") and not layer.startswith(f"{name}#"):
+            continue
+        overflow = _overflow(site)
+        if overflow:
+            return overflow if layer == name else f"in {layer}, {overflow}"
+        for rows, weights in blocks_of_weights(site):
+            sums = weights.sum(-1)
+            empty = ((sums == 0) | sums.isnan()).any(1)
+            if bool(empty.any()):
+                sample, row = divmod(int(empty.flatten().int().argmax()), empty.shape[1])
+                where = "" if layer == name else f" in {layer}"
+                query = rows.start + row
+                return f"sample {sample}, query {query} sees no key{where}, and a softmax over nothing is NaN"
+    return ""
+
+
+def _overflow(site: Sequence[Seen]) -> str:
+    """Says that logits are infinite although queries and keys are finite."""
+    for call in site:
+        q, k = call.q, call.k
+        if q is None or k is None or not (_is_finite(q) and _is_finite(k)):
+            continue
+        logits = call.logits if isinstance(call, ScoresCall) else None
+        if logits is not None and bool((logits.isnan() | (logits == torch.inf)).any()):
+            largest = float(q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max())
+            kind = str(logits.dtype).removeprefix("torch.")
+            return f"its logits overflow {kind}, with |q| |k| up to {largest:,.3g}"
+    return ""
+
+
+def tensors_of(value: object) -> Iterator[Tensor]:
+    """The tensors of an output in a fixed order, those of dataclasses and mappings too."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for x in value.values():
+            yield from tensors_of(x)
+    elif isinstance(value, (tuple, list)):
+        for x in value:
+            yield from tensors_of(x)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from tensors_of(getattr(value, name))
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _all_finite(grads: Sequence[Tensor]) -> bool:
+    """Whether all gradients are finite, with one wait for the device."""
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in local]
+    if not dense:
+        return True
+    norms = torch._foreach_norm(dense, torch.inf)
+    flags = torch.stack([norm.to(norms[0].device).isfinite() for norm in norms])
+    return bool(flags.all())
+
+
+def _is_finite(x: Tensor) -> bool:
+    local = x.to_local() if isinstance(x, DTensor) else x
+    return not local.is_floating_point() or bool(local.isfinite().all())
+
+
+def _is_bad(x: Tensor) -> bool:
+    """Whether a tensor has a NaN or +infinity; -infinity is what masks are made of."""
+    local = x.to_local() if isinstance(x, DTensor) else x
+    if not local.is_floating_point():
+        return False
+    return bool((local.isnan() | (local == torch.inf)).any())
+
+
+def _first_place(x: Tensor) -> list[int]:
+    """The indices of the first entry that is not finite."""
+    bad = ~(x.to_local() if isinstance(x, DTensor) else x).isfinite()
+    return [int(i) for i in bad.nonzero()[0]] if bool(bad.any()) else []

@@ -1,0 +1,224 @@
+"""The origin of the first NaN is named, and never one of its heirs: planted in twelve ways, at drawn places."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qkeel import watch
+from qkeel.errors import AlarmWarning, RefusedError
+from qkeel.monitor.nan_origin import NanOrigin
+
+WIDTH, HEADS, LAYERS, VOCABULARY = 16, 2, 4, 11
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.hurt, self.fused = "", False
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        if self.hurt == "empty rows":
+            mask = mask.repeat(len(x), 1, 1, 1)
+            mask[0, :, 3] = False
+        if self.hurt == "overflow":
+            q, k = q * 1e25, k * 1e25
+        if self.fused and not self.hurt:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            y = (q @ k.mT / 8**0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.hurt = nn.Parameter(torch.ones(WIDTH)), ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.hurt == "norm":
+            x = x * torch.tensor([0.0] + [1.0] * (x.shape[1] - 1))[:, None]  # 0 / 0 at the first token
+            return self.gain * x / x.norm(dim=-1, keepdim=True)
+        return self.gain * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.hurt = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH), ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.up(x))
+        if self.hurt == "mlp":
+            y = y * torch.log(torch.zeros(()))
+        if self.hurt == "division":
+            y = y / (y - y)
+        if self.hurt == "gradients":
+            y = y + (y - y.detach()).abs().sqrt()  # 0, with a derivative of infinity times 0
+        return self.down(y)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attention, self.norm2, self.mlp = RMSNorm(), Attention(), RMSNorm(), MLP()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x), mask)
+        return x + self.mlp(self.norm2(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([Block() for _ in range(LAYERS)])
+        self.dropout, self.head = nn.Dropout(0.1), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor, scale: Tensor) -> Tensor:
+        x = self.dropout(self.embed(tokens) * scale)
+        mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x)
+
+
+def plant(model: Model, kind: str, place: int) -> str:
+    """Plants an origin and returns what a sentence has to name."""
+    block = model.blocks[place]
+    if kind in ("empty rows", "overflow"):
+        block.attention.hurt = kind
+        return (
+            f"blocks.{place}.attention: sample 0, query 3" if kind == "empty rows" else f"blocks.{place}.attention: its"
+        )
+    if kind == "norm":
+        block.norm2.hurt = kind
+        return f"blocks.{place}.norm2"
+    if kind in ("mlp", "division", "gradients"):
+        block.mlp.hurt = kind
+        return f"backward of blocks.{place}.mlp" if kind == "gradients" else f"in blocks.{place}.mlp"
+    if kind in ("weight of q", "weight of v", "weight of o"):
+        name = kind[-1]
+        with torch.no_grad():
+            getattr(block.attention, name).weight[1, 2] = torch.nan
+        return f"weight: blocks.{place}.attention.{name}.weight"
+    if kind == "embedding":
+        with torch.no_grad():
+            model.embed.weight[:, 2] = torch.inf
+        return "weight: embed.weight"
+    return {"data": "the data", "loss": "in the loss"}[kind]
+
+
+KINDS = [
+    *("empty rows", "overflow", "weight of q", "weight of v", "weight of o", "embedding", "mlp", "norm", "division"),
+    *("data", "loss", "gradients"),
+]
+
+
+def step(model: Model, optimizer: torch.optim.Optimizer, draw: random.Random, hurt: str, passes: int) -> None:
+    bad = draw.randrange(passes)
+    for i in range(passes):
+        tokens, scale = torch.randint(VOCABULARY, (2, 7)), torch.ones(2, 7, 1)
+        if hurt == "data" and i == bad:
+            scale[1, 2] = torch.nan
+        with torch.no_grad():
+            model(tokens, torch.ones(2, 7, 1))  # a pass that is not trained
+        logits = model(tokens, scale)
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        if hurt == "loss" and i == bad:
+            loss = loss / (loss - loss)
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_planted_origin_is_named(kind: str, seed: int) -> None:
+    draw = random.Random(f"{kind} {seed}")
+    torch.manual_seed(seed)
+    model, sentences = Model().train(), list[str]()
+    for block in model.blocks:
+        block.attention.fused = draw.random() < 0.5
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    passes = draw.randint(1, 3)
+    with NanOrigin(model, [optimizer], sentences.append) as origin:
+        step(model, optimizer, draw, "", passes)
+        assert not sentences
+        named = plant(model, kind, draw.randrange(LAYERS))
+        step(model, optimizer, draw, kind, passes)
+        assert not origin.active  # after the first, everything is NaN
+    assert origin.guard.error is None
+    assert len(sentences) == 1
+    assert named in sentences[0]
+
+
+def trained(make: Callable[[nn.Module, torch.optim.Optimizer], object]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Model(), nn.Flatten(0, 1), nn.BatchNorm1d(VOCABULARY))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    losses, inner = [], model[0]
+    with make(model, optimizer):  # type: ignore[attr-defined]
+        for _ in range(3):
+            tokens = torch.randint(VOCABULARY, (2, 7))
+            logits = model[2](model[1](inner(tokens, torch.ones(2, 7, 1))))
+            loss = F.cross_entropy(logits, tokens.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+    return losses
+
+
+def test_training_has_the_same_bits() -> None:
+    from contextlib import nullcontext
+
+    plain = trained(lambda model, optimizer: nullcontext())
+    watched = trained(lambda model, optimizer: NanOrigin(model[0], [optimizer], lambda _: None))
+    assert all(torch.equal(x, y) for x, y in zip(plain, watched, strict=True))
+
+
+def test_a_model_with_batch_statistics_and_dropout_is_made_again_as_it_was() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+    optimizer, sentences = torch.optim.SGD(model.parameters(), 0.1), list[str]()
+    with NanOrigin(model, [optimizer], sentences.append):
+        output = model(torch.randn(6, 4))
+        mean = model[1].running_mean.clone()
+        (output.sum() * torch.inf).backward()
+        optimizer.step()
+    assert torch.equal(model[1].running_mean, mean)
+    assert "in the loss" in sentences[0]
+
+
+def test_it_is_taken_off_without_a_trace() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    NanOrigin(model, [optimizer], lambda _: None).remove()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_watch_raises_the_origin_as_an_alarm() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with watch(model, optimizer, nan=True, rules=[]) as monitor:
+        step(model, optimizer, random.Random(0), "", 1)
+        model.blocks[2].mlp.hurt = "mlp"
+        with pytest.warns(AlarmWarning, match=r"blocks\.2\.mlp"):
+            step(model, optimizer, random.Random(0), "", 1)
+    assert [alarm.rule for alarm in monitor.alarms] == ["nan_origin"]
+    assert not model._forward_hooks
+
+
+def test_without_an_optimizer_it_is_refused() -> None:
+    with pytest.raises(RefusedError, match="optimizer"):
+        watch(Model(), nan=True)

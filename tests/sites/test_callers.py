@@ -1,0 +1,156 @@
+"""A site is a caller: a module that is called with several sets of weights makes a site for each of them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qkeel import apply, find_sites
+from qkeel.sites import Tap
+
+C, D = 16, 8
+
+
+class Core(nn.Module):
+    """softmax(q kᵀ) v, which notes the largest logit of each call and head in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: list[Tensor] = []
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        z = q @ k.mT / q.shape[-1] ** 0.5
+        self.largest.append((q.detach().double() @ k.detach().double().mT / q.shape[-1] ** 0.5).amax((0, -2, -1)))
+        return z.softmax(-1) @ v
+
+
+def split(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (-1, D)).transpose(1, 2)
+
+
+class Weights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(C, C, bias=False) for _ in range(3))
+
+    def forward(self, core: Core, x: Tensor, memory: Tensor) -> Tensor:
+        joined = core(split(self.q(x)), split(self.k(memory)), split(self.v(memory))).transpose(1, 2).flatten(2)
+        return x + joined
+
+
+class Block(nn.Module):
+    def __init__(self, core: Core) -> None:
+        super().__init__()
+        self.weights, self.core = Weights(), core
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.weights(self.core, x, memory)
+
+
+class Program(nn.Module):
+    """Sets of weights that call one core in a drawn order; some are called again, some from a block of their own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        drawn = random.Random(seed)
+        torch.manual_seed(seed)
+        self.core = Core()
+        n = drawn.randint(2, 4)
+        self.parts = nn.ModuleList(Block(self.core) if drawn.random() < 0.5 else Weights() for _ in range(n))
+        order = [*range(n), *drawn.choices(range(n), k=drawn.randint(0, 2))]
+        drawn.shuffle(order)
+        self.order = order
+        self.crossed = [drawn.random() < 0.3 for _ in order]
+        with torch.no_grad():
+            for part in self.parts:
+                part.get_parameter("weights.q.weight" if isinstance(part, Block) else "q.weight").mul_(
+                    drawn.uniform(1.0, 6.0)
+                )
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = x.flip(1)
+        for number, crossed in zip(self.order, self.crossed, strict=True):
+            part, source = self.parts[number], memory if crossed else x
+            x = part(x, source) if isinstance(part, Block) else part(self.core, x, source)
+        return x
+
+    def largest_by_weights(self, x: Tensor) -> dict[str, Tensor]:
+        """The largest logit [h] of each set of weights, by the name of the query's weight."""
+        self.core.largest.clear()
+        self(x)
+        maxima: dict[str, Tensor] = {}
+        for number, largest in zip(self.order, self.core.largest, strict=True):
+            inner = "weights." if isinstance(self.parts[number], Block) else ""
+            name = f"parts.{number}.{inner}q.weight"
+            maxima[name] = torch.maximum(maxima[name], largest) if name in maxima else largest
+        return maxima
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_each_set_of_weights_is_a_site_with_its_own_statistics(seed: int) -> None:
+    model = Program(seed)
+    x = torch.randn(2, 5, C, generator=torch.Generator().manual_seed(seed))
+    sites = find_sites(model, x)
+    queries = {site.name: site.query[-1].parameter for site in sites}
+    assert sorted(queries.values()) == sorted(model.largest_by_weights(x))
+    assert all(site.verified and site.n_heads == C // D for site in sites)
+    assert len(queries) == len(sites) == len(model.parts)
+    with torch.no_grad(), Tap(model, sites=sites) as tap:
+        model(x)
+        read = tap.read()
+    for name, largest in model.largest_by_weights(x).items():
+        (site,) = [site for site, query in queries.items() if query == name]
+        torch.testing.assert_close(read[site].max_logit.double(), largest, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_clip_bounds_every_caller(seed: int) -> None:
+    model = Program(seed)
+    x = torch.randn(2, 5, C, generator=torch.Generator().manual_seed(seed))
+    before = model.largest_by_weights(x)
+    threshold = float(torch.stack([*before.values()]).max()) / 4
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with apply(model, f"qk_clip:threshold={threshold}", optimizer, batch=x):
+        model(x).sum().backward()
+        first = {n: p.detach().clone() for n, p in model.named_parameters()}
+        optimizer.step()
+    for name, largest in before.items():
+        moved = not torch.equal(first[name], model.get_parameter(name))
+        assert moved == bool((largest > threshold * 1.001).any())
+
+
+def test_sites_are_named_by_the_module_that_owns_the_projections() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.core = Core()
+            self.blocks = nn.ModuleList(Block(self.core) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in (*self.blocks, self.blocks[1]):
+                x = block(x, x)
+            return x
+
+    model = Model()
+    sites = find_sites(model, torch.randn(2, 5, C))
+    assert [site.name for site in sites] == ["core", "blocks.1.weights#core", "blocks.2.weights#core"]
+    assert [site.module for site in sites[1:]] == [model.blocks[1].weights, model.blocks[2].weights]
+
+
+def test_one_weight_for_parts_of_the_input_is_told() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.unflatten(-1, (-1, D))
+            z = torch.einsum("nqhd,nkhd->nhqk", self.q(y), self.k(y))
+            return torch.einsum("nhqk,nkhd->nqhd", z.softmax(3), self.v(y)).flatten(2)
+
+    (site,) = find_sites(Shared(), torch.randn(2, 5, 4 * D))
+    assert not site.verified
+    assert "heads that share it" in site.why

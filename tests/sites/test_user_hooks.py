@@ -1,0 +1,181 @@
+"""Passes that qkeel makes leave the user's hooks, and what forward stores outside the model, alone."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.capture.user_hooks import returns_nothing
+
+CALLS: list[int] = []
+OUTPUTS: dict[int, Tensor] = {}
+NUMBER = 0
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS.append(len(x))
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Store:
+    """A plain object with a list, a running mean and a counter."""
+
+    def __init__(self) -> None:
+        self.items: list[Tensor] = []
+        self.mean, self.counts = torch.zeros(16), collections.Counter[str]()
+
+    def keep(self, module: nn.Module, args: object, output: Tensor) -> None:
+        self.items.append(output)
+
+    def __call__(self, module: nn.Module, args: object, output: Tensor) -> None:
+        self.mean.lerp_(output.detach().mean((0, 1)), 0.1)
+
+
+def in_globals(module: nn.Module, args: object, output: Tensor) -> None:
+    global NUMBER
+    NUMBER += 1
+    OUTPUTS[len(OUTPUTS)] = output
+
+
+class Hooks:
+    """The kinds of hooks, and what they have stored."""
+
+    def __init__(self) -> None:
+        self.store, self.features, self.number = Store(), list[Tensor](), lambda: 0
+        features, store, count = self.features, self.store, 0
+
+        def counting(module: nn.Module, args: object, output: Tensor) -> None:
+            nonlocal count
+            count += 1
+
+        def returning(module: nn.Module, args: object, output: Tensor) -> Tensor:
+            features.append(output)
+            return output * 1.0
+
+        def before(module: nn.Module, args: object) -> None:
+            store.counts["before"] += 1
+
+        self.number = lambda: count
+        self.after: list[Callable[..., object]] = [
+            lambda module, args, output: features.append(output),
+            lambda module, args, output: store.items.append(output.mean()),
+            counting,
+            returning,
+            store.keep,
+            store,
+            in_globals,
+        ]
+        self.before = before
+
+    def state(self) -> tuple[object, ...]:
+        store = self.store
+        lengths = len(self.features), len(store.items), len(OUTPUTS), len(CALLS)
+        return (*lengths, self.number(), NUMBER, store.mean.tolist(), dict(store.counts))
+
+
+def drawn(seed: int) -> tuple[nn.Module, Hooks]:
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    model, hooks = nn.Sequential(*(Layer() for _ in range(choose.randint(1, 3)))), Hooks()
+    for module in model.modules():
+        if not isinstance(module, nn.Linear) or choose.random() < 0.3:
+            for hook in choose.sample(hooks.after, choose.randint(1, 4)):
+                if hook not in (hooks.store,) or not isinstance(module, nn.Linear):
+                    module.register_forward_hook(hook)
+            if choose.random() < 0.5:
+                module.register_forward_pre_hook(hooks.before)
+    return model, hooks
+
+
+SEARCHES: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "find_sites": lambda model, x: qkeel.find_sites(model, x),
+    "check": lambda model, x: qkeel.check(model, x),
+    "explain": lambda model, x: qkeel.explain(model, x),
+    "apply": lambda model, x: qkeel.apply(
+        model, "qk_clip", torch.optim.SGD(model.parameters(), lr=0.0), batch=x
+    ).remove(),
+}
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_search_leaves_what_hooks_and_forward_store(seed: int, search: str) -> None:
+    model, hooks = drawn(seed)
+    x = torch.randn(2, 5, 16)
+    model(x)
+    before, out = hooks.state(), model(x)
+    again = hooks.state()
+    SEARCHES[search](model, x)
+    assert hooks.state() == again
+    assert before != again
+    assert torch.equal(model(x), out)
+    after = hooks.state()
+    lengths = [(a, b, c) for a, b, c in zip(before[:6], again[:6], after[:6], strict=True)]
+    assert all(c - b == b - a for a, b, c in lengths)  # type: ignore[operator]
+
+
+def returns_number(module: nn.Module, args: object, output: Tensor) -> object:
+    CALLS.append(1)
+    return abs(output)
+
+
+def returns_in_one_branch(module: nn.Module, args: object, output: Tensor) -> object:
+    if module.training:
+        return None
+    return output
+
+
+def returns_early(module: nn.Module, args: object, output: Tensor) -> None:
+    if module.training:
+        return
+    CALLS.append(1)
+
+
+@pytest.mark.parametrize(
+    ("hook", "expected"),
+    [
+        (lambda module, args, output: CALLS.append(1), True),
+        (lambda module, args, output: OUTPUTS.update({1: output.detach()}), True),
+        (lambda module, args, output: OUTPUTS.setdefault(1, []).append(output), True),
+        (lambda module, args, output: None, True),
+        (lambda module, args, output: output * 2, False),
+        (lambda module, args, output: output.clone(), False),
+        (lambda module, args, output: (CALLS.append(1), output)[1], False),
+        (returns_early, True),
+        (returns_number, False),
+        (returns_in_one_branch, False),
+    ],
+)
+def test_hooks_that_return_nothing_are_known_by_their_code(hook: Callable[..., object], expected: bool) -> None:
+    assert returns_nothing(hook) is expected
+
+
+def test_a_hook_that_changes_the_output_runs_in_the_search() -> None:
+    model = nn.Sequential(Layer(), Layer())
+    runs: list[int] = []
+
+    def wider(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        runs.append(1)
+        assert len(runs) < 100
+        return output.repeat(1, 2, 1)
+
+    lengths: list[int] = []
+    model[1].qkv.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]) or args)
+    model[0].register_forward_hook(wider)
+    qkeel.find_sites(model, torch.randn(2, 5, 16))
+    assert (runs, lengths) == ([], [])  # put back
+    model(torch.randn(2, 5, 16))
+    assert (len(runs), lengths) == (1, [10])
