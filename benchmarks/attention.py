@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from benchmarks.measure import Bench, BenchRow, Case, Cases, between, take_turns
 from benchmarks.native import Shape
-from qkeel.kernels import compiled_attention as operator
+from qkeel.kernels.attention import compiled as operator
 
 # batch, tokens, query heads, key heads, head_dim
 SHAPES: list[Shape] = [

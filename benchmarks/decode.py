@@ -17,8 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import qkeel
 from benchmarks.measure import Bench, Case, Cases, by_native
-from qkeel.kernels import compiled_attention as decode
-from qkeel.kernels.encode import encoded
+from qkeel.kernels.decoding import compiled as decode
+from qkeel.kernels.norm_rope.encode import encoded
 from qkeel.nn import MLA, Attention, KVCache, LatentCache, LatentSizes
 from qkeel.nn.mla import attend_latents
 from qkeel.spec import AttentionSpec, NoNorm, RMSNorm, Rope

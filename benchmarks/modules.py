@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import qkeel
 from benchmarks.measure import Bench, Case, Cases, between, by_native
-from qkeel.kernels import compiled_attention as native
+from qkeel.kernels.attention import compiled as native
 
 FULL = {"dim": 512, "heads": 8, "batch": 4, "length": 512}
 TOY = {"dim": 64, "heads": 1, "batch": 1, "length": 16}

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from benchmarks.measure import Bench, Case, Cases
 from qkeel.functional.rope import rope_frequencies, rope_table
 from qkeel.kernels import native
-from qkeel.kernels.native.operators import norm_rope
+from qkeel.kernels.native.operators import OPS
+from qkeel.kernels.norm_rope.operator import norm_rope
 
 # batch, tokens, query heads, key heads, head_dim
 SHAPES = [(4, 256, 8, 8, 64), (4, 1024, 8, 8, 64), (4, 2048, 8, 8, 64), (4, 1024, 16, 4, 128)]
@@ -26,7 +27,9 @@ Pass = Callable[[Tensor, Tensor], Tensor]
 Own = Callable[[Tensor, Tensor, tuple[Tensor, Tensor]], Tensor]  # x, gain, and cos and sin
 Shape = tuple[int, int, int, int, int]
 To = tuple[str, torch.dtype]
-COMPILED: dict[str, Own] = {"qkeel, compiled C++": lambda x, gain, table: norm_rope(x, gain, table, 1, 1e-6, False)}
+COMPILED: dict[str, Own] = {
+    "qkeel, compiled C++": lambda x, gain, table: norm_rope(OPS, x, gain, table, 1, 1e-6, False)
+}
 
 
 class Passes:

@@ -14,11 +14,11 @@ from torch.nn.functional import scaled_dot_product_attention
 import qkeel
 from benchmarks.measure import Bench, Case, Cases, by_native, restored
 from qkeel.functional.class_statistics import TokenClasses
-from qkeel.kernels.native import logit_pass
-from qkeel.kernels.statistics import attend_with_logsumexp, bracket, logit_change, logit_maxima, logit_stats
+from qkeel.kernels.logits import compiled as logit_pass
+from qkeel.kernels.statistics import logit_change, logit_stats, max_stats
 from qkeel.spec.call import make_call
 
-BASE, BRACKET = "SDPA forward + backward", "bracket from the logsumexp"
+BASE = "SDPA forward + backward"
 SPEC = qkeel.AttentionSpec()
 
 
@@ -73,15 +73,13 @@ def cases_with_attention(shape: Shape) -> Cases:
     return {
         BASE: lambda: plain(q, k, v, gradient),
         "qkeel, no statistics": ours(False),
-        "qkeel, bracket from the logsumexp": ours("bracket"),
-        "qkeel, certified maximum": ours("max"),
-        "qkeel, entropy + certified maximum": ours("entropy"),
+        "qkeel, exact maximum": ours("max"),
         "qkeel, exact LogitStats, O(T) memory": ours(True),
         "SDPA + the full matrix (maximum, entropy)": with_full_matrix,
         "alone: exact LogitStats": lambda: logit_stats(call),
         "alone: exact LogitStats, by two classes in blocks": lambda: logit_stats(by_class[0]),
         "alone: exact LogitStats, by two classes anywhere": lambda: logit_stats(by_class[1]),
-        "alone: maxima only": lambda: logit_maxima(call),
+        "alone: maxima only": lambda: max_stats(call),
         "alone: change of logits": lambda: logit_change(call, moved),
     }
 
@@ -91,16 +89,12 @@ def cases_alone(shape: Shape) -> Cases:
     (b, _, t, _), (q, k, v, gradient, _) = shape, inputs(shape)
     call = make_call(SPEC, q, k, v)
     padded = make_call(SPEC, q, k, v, mask=torch.arange(t)[None] >= torch.arange(b)[:, None])
-    pair = attend_with_logsumexp(call)
-    assert pair is not None
     compiled = restored("QKEEL_NATIVE", logit_pass.ready, "1")
     cases: Cases = {BASE: lambda: plain(q, k, v, gradient)}
-    cases[BRACKET] = by_native("1", lambda: bracket(call, pair[1], "bracket"))
     for name, act in {
-        "certified maximum": lambda: bracket(call, pair[1], "max"),
         "exact LogitStats": lambda: logit_stats(call),
         "exact LogitStats under a padding mask": lambda: logit_stats(padded),
-        "maxima only": lambda: logit_maxima(call),
+        "maxima only": lambda: max_stats(call),
     }.items():
         if compiled:
             cases[f"{name}, C++"] = by_native("1", act)
@@ -114,8 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
     for shape in (
         [(1, 2, 40, 16)] if bench.toy else [(4, 8, 512, 64), (2, 8, 2048, 64), (1, 32, 1024, 64), (1, 16, 1024, 128)]
     ):
-        rows = bench.table(f"statistics alone, batch heads tokens dim = {shape}, causal, float32", cases_alone(shape))
-        print(f"  {BRACKET}: {100 * next(row.ratio for row in rows if row.name == BRACKET):.3f} %")
+        bench.table(f"statistics alone, batch heads tokens dim = {shape}, causal, float32", cases_alone(shape))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch import nn
 import qkeel
 from benchmarks.measure import Bench, Case
 from qkeel.integrations import register_attention
-from qkeel.kernels import compiled_attention
+from qkeel.kernels.attention import compiled as compiled_attention
 
 _SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 512}
 _HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}

@@ -19,7 +19,7 @@ from benchmarks.measure import Bench, Cases, take_turns
 from benchmarks.modules import Bare
 from qkeel import find_sites
 from qkeel.handle import Handle
-from qkeel.kernels.compiled_attention import ready
+from qkeel.kernels.attention.compiled import ready
 from qkeel.kernels.statistics import logit_stats, stats_of_rows
 from qkeel.monitor import Adaptive, Every
 from qkeel.nn import Attention, Decoder, DecoderConfig
@@ -96,9 +96,6 @@ def step_cases(size: Size, *, compiled: bool) -> Cases:
         "full statistics every 10th": trained(size, Every(10), compiled=compiled),
         "removed monitor": trained(size, Every(10), compiled=compiled, remove=True),
     }
-    if not compiled:
-        adaptive = Adaptive(least=NEVER, most=NEVER)
-        cases["a bracket every step (Adaptive)"] = trained(size, adaptive, compiled=False)
     return cases
 
 

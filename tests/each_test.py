@@ -31,7 +31,16 @@ checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float
 # Where formulas are tested themselves each call is checked; elsewhere, at a tenth of the time, in every fourth test.
 # Compile tests run in processes of their own, which do not load this file.
 # Not what the operators are given to refuse.
-KERNELS = ("choose", "compiled_attention", "contract", "encode", "statistics", "torch_kernels")
+KERNELS = (
+    "attention",
+    "choose",
+    "contract",
+    "decoding",
+    "logits.compiled",
+    "logits.gpu",
+    "norm_rope.encode",
+    "statistics",
+)
 ALWAYS = {"functional", "golden", "nn", "parity", "spec"}
 CHECKED = ["qkeel.functional", "qkeel.report", *(f"qkeel.kernels.{name}" for name in KERNELS)]
 install_import_hook(CHECKED, "each_test.checked")

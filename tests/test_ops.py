@@ -69,9 +69,9 @@ def test_dropout_drops_weights_and_keeps_the_mean(impl: str) -> None:
 def test_dropout_is_repeated_by_the_same_seed_in_forward_and_recomputed_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from qkeel.kernels import torch_kernels
+    from qkeel.kernels.attention import chunked
 
-    monkeypatch.setattr(torch_kernels, "BLOCK", 40)  # several blocks, so that backward recomputes them
+    monkeypatch.setattr(chunked, "BLOCK", 40)  # several blocks, so that backward recomputes them
     q = Q[:1].double().requires_grad_()
 
     def gradient() -> torch.Tensor:

@@ -33,7 +33,7 @@ TESTS = ("pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", ".", "--confcutdir
 TESTS += ("-n", str(min(8, os.cpu_count() or 1))) if importlib.util.find_spec("xdist") else ()
 TOY = ("--toy", "--device", "cpu")
 NORM = "norm and rotation"
-ONE_LAUNCH = "qkeel, Triton, q and k in one launch"
+AT_ONCE = "qkeel, Triton, q and k at once"
 INTERPRETER = "cpu-interpreter"  # in the place of a device's name: no goal is a GPU's there
 
 
@@ -73,8 +73,8 @@ class Goal:
 
 
 GOALS = (
-    Goal("norm + RoPE forward, of a copy", "norm and rotation", "norm and rotation, forward;", ONE_LAUNCH, 1 / 0.85),
-    Goal("with backward, of five passes", "norm and rotation", "norm and rotation, forward +", ONE_LAUNCH, 1.35),
+    Goal("norm + RoPE forward, of a copy", "norm and rotation", "norm and rotation, forward;", AT_ONCE, 1 / 0.85),
+    Goal("with backward, of five passes", "norm and rotation", "norm and rotation, forward +", AT_ONCE, 1.35),
     Goal("maximum and entropy, of attention", "statistics", "statistics;", "statistics alone, Triton", 0.05),
     *(
         Goal(f"entropy of 1/{rate} of the rows, of attention", "statistics", "statistics;", case, 0.03)

@@ -24,18 +24,18 @@ from benchmarks.native import Own, Passes, pass_cases
 from benchmarks.on_gpu.machine import DEVICE, Clock, write
 from benchmarks.steps import clip_cases, optimizer_cases
 from qkeel.functional.rope import rope_frequencies, rope_table
-from qkeel.kernels import contract
-from qkeel.kernels.statistics import attend_with_logsumexp, bracket
-from qkeel.kernels.torch_kernels import Flex
-from qkeel.kernels.triton import available, norm_rope, row_fields
-from qkeel.kernels.triton import norm_rope as norm_rope_two
-from qkeel.kernels.triton import statistics as row_kernels
-from qkeel.kernels.triton import statistics as sampled_kernels
+from qkeel.kernels.attention.flex import Flex
+from qkeel.kernels.attention.logsumexp import fused_with_logsumexp
+from qkeel.kernels.logits import triton_extremes as extremes
+from qkeel.kernels.logits import triton_row_fields as row_fields
+from qkeel.kernels.native import triton as available
+from qkeel.kernels.norm_rope.operator import norm_rope, norm_rope_two
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import make_call
 
-ATTENTION, BOTH = "attention forward", "attention forward and backward"
-ONE_LAUNCH = "qkeel, Triton, q and k in one launch"
+ATTENTION = "attention forward"
+AT_ONCE = "qkeel, Triton, q and k at once"
+TRITON = torch.ops.qkeel_triton
 PARTS = ("norm", "statistics", "weights")
 
 
@@ -58,14 +58,14 @@ TOY = Sizes(tokens=6, heads=2, key_heads=1, head_dim=16, layers=2, dim=16, dtype
 def norm_rope_passes(sizes: Sizes, device: str, compiled: bool) -> Passes:
     """RMS norm with a gain per dimension and RoPE, q and k as Triton keeps what backward needs, or makes it again."""
     own: dict[str, Own] = {
-        "qkeel, Triton": lambda x, gain, table: norm_rope.norm_rope(x, gain, table, 1, 1e-6, True),
-        "qkeel, Triton, x made again": lambda x, gain, table: norm_rope.norm_rope(x, gain, table, 1, 1e-6, False),
+        "qkeel, Triton": lambda x, gain, table: norm_rope(TRITON, x, gain, table, 1, 1e-6, True),
+        "qkeel, Triton, x made again": lambda x, gain, table: norm_rope(TRITON, x, gain, table, 1, 1e-6, False),
     }
     shape = (1, sizes.tokens, sizes.heads, sizes.key_heads, sizes.head_dim)
     return Passes(shape, compiled, own, (device, sizes.dtype))
 
 
-def in_one_launch(passes: Passes, sizes: Sizes, back: bool) -> Callable[[], object]:
+def at_once(passes: Passes, sizes: Sizes, back: bool) -> Callable[[], object]:
     """q and k together, and the way back."""
     q, k = (x.detach().requires_grad_() for x in passes.x)
     gains = passes.gain.clone().requires_grad_(), passes.gain.clone().requires_grad_()
@@ -74,70 +74,27 @@ def in_one_launch(passes: Passes, sizes: Sizes, back: bool) -> Callable[[], obje
 
     def call() -> object:
         with torch.set_grad_enabled(back):
-            out = norm_rope_two.norm_rope_two(q, k, gains, table, (1, 1), 1e-6, (True, True))
+            out = norm_rope_two(TRITON, q, k, gains, table, (1, 1), 1e-6, (True, True))
         return torch.autograd.grad(out, (q, k, *gains), passes.above) if back else out
 
     return call
 
 
-def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, Cases]:
-    """Returns statistics next to attention forward; the bracket from the logsumexp next to forward and backward."""
+def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> Cases:
+    """Returns statistics next to attention forward."""
     shapes = [(1, n, sizes.tokens, sizes.head_dim) for n in (sizes.heads, sizes.key_heads, sizes.key_heads)]
-    q, k, v = (torch.randn(s, device=device, dtype=sizes.dtype, requires_grad=True) for s in shapes)
-    bare = [x.detach() for x in (q, k, v)]
-    call, scale = make_call(AttentionSpec(), *bare), sizes.head_dim**-0.5
-    tracked = make_call(AttentionSpec(), q, k, v)
-    above = torch.randn_like(q)
-
-    def attend() -> object:
-        return F.scaled_dot_product_attention(*bare, is_causal=True, enable_gqa=True)
-
-    def with_lse() -> object:
-        pair = attend_with_logsumexp(call)
-        return None if pair is None else bracket(call, pair[1], "bracket")
-
-    def certified() -> object:
-        pair = attend_with_logsumexp(call)
-        return None if pair is None else bracket(call, pair[1], "max")
-
-    def largest() -> object:
-        pair = attend_with_logsumexp(call)
-        if pair is None:
-            return None
-        bars = contract.lse_bounds(call, pair[1])[0]
-        return sampled_kernels.extremes(*bare[:2], scale, causal=True, known=(pair[1], bars))
-
-    def train() -> object:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return torch.autograd.grad(out, (q, k, v), above)
-
-    def train_with_lse() -> object:
-        pair = attend_with_logsumexp(tracked)
-        if pair is None:
-            return None
-        return torch.autograd.grad(pair[0], (q, k, v), above), bracket(call, pair[1], "bracket")
-
-    forward: Cases = {
-        ATTENTION: attend,
-        "the same, bracket from its logsumexp": with_lse,
-        "the same, certified maximum": certified,
-        "statistics alone, Triton": lambda: row_kernels.row_statistics(*bare[:2], scale, causal=True),
-        "all statistics alone, Triton": lambda: row_fields.row_fields(*bare[:2], scale, 10.0, causal=True),
-        "largest and smallest logit alone": lambda: sampled_kernels.extremes(*bare[:2], scale, causal=True),
-        **{f"entropy of 1/{rate} of the rows alone": sampled_entropy(bare[:2], scale, rate) for rate in (16, 32)},
-        "the same, largest logit from its logsumexp": largest,
-        "extremes and entropy of 1/32, without a logsumexp": lambda: contract.sampled_numbers(call, 32),
+    q, k, v = (torch.randn(shape, device=device, dtype=sizes.dtype) for shape in shapes)
+    call, scale = make_call(AttentionSpec(), q, k, v), sizes.head_dim**-0.5
+    cases: Cases = {
+        ATTENTION: lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        "the same, with its logsumexp": lambda: fused_with_logsumexp(q, k, v, True, scale),
+        "all statistics alone, Triton": lambda: row_fields.row_fields(q, k, scale, 10.0, causal=True),
+        "largest and smallest logit alone": lambda: extremes.extremes(q, k, scale, causal=True),
     }
     if compiled:
-        forward["FlexAttention"] = lambda: Flex()(call)
-        forward["FlexAttention, maxima and logsumexp"] = lambda: Flex().with_maxima(call)
-    return forward, {BOTH: train, "the same, bracket from its logsumexp": train_with_lse}
-
-
-def sampled_entropy(qk: Sequence[torch.Tensor], scale: float, rate: int) -> Callable[[], object]:
-    """The pass over one of so many rows."""
-    strata = max(1, qk[0].shape[2] // (2 * rate))
-    return lambda: row_kernels.rows_of(qk[0], qk[1], scale, causal=True, sample=(strata, 0))
+        cases["FlexAttention"] = lambda: Flex()(call)
+        cases["FlexAttention, maxima and logsumexp"] = lambda: Flex().with_maxima(call)
+    return cases
 
 
 def found(bench: Bench, sizes: Sizes, device: str, part: str) -> dict[str, Cases]:
@@ -148,12 +105,11 @@ def found(bench: Bench, sizes: Sizes, device: str, part: str) -> dict[str, Cases
         passes = norm_rope_passes(sizes, device, bench.compiled)
         kinds = zip(pass_cases(passes).items(), (False, True))
         return {
-            f"norm and rotation, {kind}; {shape}": {**cases, ONE_LAUNCH: in_one_launch(passes, sizes, back)}
+            f"norm and rotation, {kind}; {shape}": {**cases, AT_ONCE: at_once(passes, sizes, back)}
             for (kind, cases), back in kinds
         }
     if part == "statistics":
-        forward, both = statistics_cases(sizes, device, bench.compiled)
-        return {f"statistics; {shape}": forward, f"logsumexp only; {shape}": both}
+        return {f"statistics; {shape}": statistics_cases(sizes, device, bench.compiled)}
     return {
         f"optimizer step; {model}": optimizer_cases(*size, device),
         f"qk_clip next to the step; {model}": clip_cases(*size, device),

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from qkeel.functional.statistics import KernelRows, LogitBracket, LogitStats
+from qkeel.functional.statistics import LogitStats
+from qkeel.kernels.attention.compiled import Native
+from qkeel.kernels.attention.flex import Flex
 from qkeel.kernels.choose import KERNELS as KERNELS
 from qkeel.kernels.choose import choose
-from qkeel.kernels.compiled_attention import Native
 from qkeel.kernels.contract import average
-from qkeel.kernels.statistics import (
-    StatsLevel,
-    attend_with_logsumexp,
-    bracket,
-    exact_bracket,
-    logit_stats,
-    no_logsumexp,
-)
-from qkeel.kernels.torch_kernels import Flex, Sdpa
-from qkeel.options import lookup
+from qkeel.kernels.statistics import extreme_stats, logit_stats, max_stats, stats_of_rows
+from qkeel.options import check_known
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall, CuSeqlens, band_call, make_call
 from qkeel.spec.slot import AttentionMask, KeyPositions, Keys, Logits, Outputs, Params, Queries, QueryPositions, Values
-
-# The values of `stats` other than True.
-PRICES: dict[str, StatsLevel] = {price: price for price in get_args(StatsLevel)}
 
 
 @overload
@@ -62,25 +52,8 @@ def attention(
     cu_seqlens: CuSeqlens | None = ...,
     dropout: float = ...,
     impl: str = ...,
-    stats: Literal[True],
+    stats: Literal[True, "max"],
 ) -> tuple[Outputs, LogitStats]: ...
-@overload
-def attention(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    *,
-    spec: AttentionSpec,
-    params: Params | None = ...,
-    causal: bool = ...,
-    mask: AttentionMask | None = ...,
-    pos_q: QueryPositions | None = ...,
-    pos_k: KeyPositions | None = ...,
-    cu_seqlens: CuSeqlens | None = ...,
-    dropout: float = ...,
-    impl: str = ...,
-    stats: StatsLevel,
-) -> tuple[Outputs, LogitBracket]: ...
 def attention(
     q: Queries,
     k: Keys,
@@ -95,15 +68,15 @@ def attention(
     cu_seqlens: CuSeqlens | None = None,
     dropout: float = 0.0,
     impl: str = "auto",
-    stats: bool | StatsLevel = False,
-) -> Outputs | tuple[Outputs, LogitStats] | tuple[Outputs, LogitBracket]:
+    stats: bool | Literal["max"] = False,
+) -> Outputs | tuple[Outputs, LogitStats]:
     """Computes the attention that `spec` describes for raw (unnormed, unrotated) q, k, v; see `spec.explain()` for the
     formula.
 
     >>> from qkeel.spec import preset
     >>> q = torch.ones(1, 2, 3, 4)
-    >>> out, found = attention(q, q, q, spec=preset("baseline"), stats=True)
-    >>> found.max_logit.tolist()
+    >>> out, statistics = attention(q, q, q, spec=preset("baseline"), stats=True)
+    >>> statistics.max_logit.tolist()
     [2.0, 2.0]
 
     Args:
@@ -118,15 +91,13 @@ def attention(
             and its positions start at 0.
         dropout: the probability of dropping a weight. Statistics are computed before dropout.
         impl: "auto", or the name of a kernel, which refuses calls that it cannot compute exactly.
-        stats: True also returns LogitStats, which are exact, detached, and computed without a T×T matrix. Other values
-            return a LogitBracket. "bracket": bounds on the largest logit, at no cost if the kernel returns the
-            logsumexp. "max": also the certified maximum, for most heads with logits above 12 to 20. "entropy": also the
-            entropy. "entropy:sample=16" or 32, on a GPU: exact maxima, and the entropy of every 16th or 32nd row with
-            its error. If no logsumexp is available, exact values are computed in a separate pass, and LogitBracket.note
-            says why.
+        stats: True also returns LogitStats, which are exact, detached, and computed without a T×T matrix. "max": only
+            the exact largest logit of each head (`max_logit`), at less than half the cost; the compiled CPU kernel
+            gives it in its own pass, with capped_max_logit, entropy, entropy_min and n_queries. Other fields are then
+            neutral, with n_pairs 0.
 
     Returns:
-        out [b h t d'] in q's dtype; with `stats`, (out, LogitStats) or (out, LogitBracket).
+        out [b h t d'] in q's dtype; with `stats`, (out, LogitStats).
 
     Raises:
         ShapeError, InvalidTypeError, InvalidValueError, UnknownNameError: invalid input. RefusedError: see `impl`.
@@ -134,35 +105,27 @@ def attention(
     call = make_call(spec, q, k, v, params=params, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k, dropout=dropout)
     call = band_call(call, cu_seqlens=cu_seqlens)
     if isinstance(stats, str):
-        return _bracketed(call, impl, lookup("statistics", PRICES, stats))
+        check_known("statistics", stats, ["max"])
+        return _with_maxima(call, impl)
     out = choose(call, impl)(call)
     return (out, logit_stats(call)) if stats else out
 
 
-def _bracketed(call: AttentionCall, impl: str, price: StatsLevel) -> tuple[Tensor, LogitBracket]:
+def _with_maxima(call: AttentionCall, impl: str) -> tuple[Tensor, LogitStats]:
+    """Returns the output and the largest logits, from the kernel's own pass where it computes them."""
     kernel = choose(call, impl)
     if isinstance(kernel, Native):
-        return kernel.bracketed(call)
-    if isinstance(kernel, Flex) and price in ("bracket", "max") and call.spec.cap.limit is None:
+        out, rows = kernel.with_rows(call)
+        return out, stats_of_rows(call, rows)
+    if isinstance(kernel, Flex) and call.spec.cap.limit is None:
         out, _, largest = kernel.with_maxima(call)
-        return out, LogitBracket.exact(largest.amax((0, 2)), None)
-    pair = attend_with_logsumexp(call) if isinstance(kernel, Sdpa) else None
-    if pair is not None:
-        return pair[0], bracket(call, pair[1], price)
-    why = no_logsumexp(call) if isinstance(kernel, Sdpa) else "the kernel for this call returns no logsumexp"
-    return kernel(call), exact_bracket(call, why, price)
+        return out, extreme_stats(largest)
+    return kernel(call), max_stats(call)
 
 
 def run(call: AttentionCall, impl: str = "auto") -> Outputs:
     """Runs a checked call with the kernel of the given name."""
     return choose(call, impl)(call)
-
-
-def run_with_rows(call: AttentionCall, impl: str = "auto") -> tuple[Outputs, KernelRows] | None:
-    """Like `run`, but also returns the row statistics that the kernel computes in its pass; returns None, without
-    running the kernel, if it does not compute any."""
-    kernel = choose(call, impl)
-    return kernel.with_rows(call) if isinstance(kernel, Native) else None
 
 
 def run_with_weights(call: AttentionCall) -> tuple[Outputs, Logits]:

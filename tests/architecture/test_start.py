@@ -135,7 +135,7 @@ print(seen)
 import qkeel.integrations
 print([name for name in TRACKERS if name in sys.modules])
 spec, q = preset("qwen3"), torch.randn(1, 2, 3, 8)
-attention(q, q, q, spec=spec, params=spec.init_params(2, 2, 8), stats="entropy")
+attention(q, q, q, spec=spec, params=spec.init_params(2, 2, 8), stats="max")
 print("triton" in sys.modules)
 """
 

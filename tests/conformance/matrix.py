@@ -158,8 +158,9 @@ def kernel_refusal(name: str, kernel: str) -> str:
     # Whether there is a compiler or a GPU here is no matter of the preset; decoding is for calls without a gradient.
     with (
         torch.no_grad(),
-        patch("qkeel.kernels.compiled_attention.ready", return_value=True),
-        patch("qkeel.kernels.torch_kernels._DEVICE", "cpu"),
+        patch("qkeel.kernels.attention.compiled.ready", return_value=True),
+        patch("qkeel.kernels.decoding.compiled.ready", return_value=True),
+        patch("qkeel.kernels.attention.flex._DEVICE", "cpu"),
     ):
         refusal = KERNELS[kernel].supports(make_call(spec, q, k, k, params=spec.init_params(2, 2, 8)))
     return str(refusal) if refusal else ""

@@ -10,7 +10,7 @@ from tests.quick import one_in
 from qkeel import preset
 from qkeel.functional.statistics import merge
 from qkeel.kernels import statistics
-from qkeel.kernels.statistics import logit_maxima, logit_stats
+from qkeel.kernels.statistics import logit_stats, max_stats
 from qkeel.ops import run
 from qkeel.spec.call import make_call, with_query_mask
 
@@ -51,9 +51,9 @@ def test_masked_halves_of_the_rows_merge_to_the_whole() -> None:
 def test_maxima_alone_are_those_of_the_full_statistics(name: str) -> None:
     for case, call in calls(SPECS[name], torch.float32, share(name, 2), seed=13):
         for c in (call, with_query_mask(call, torch.rand(call.query_shape) < 0.5)):
-            full, (top, low) = logit_stats(c), logit_maxima(c)
-            assert torch.equal(top, full.max_logit), case
-            assert torch.equal(low, full.min_logit), case
+            full, largest = logit_stats(c), max_stats(c)
+            assert torch.equal(largest.max_logit, full.max_logit), case
+            assert torch.equal(largest.min_logit, full.min_logit), case
 
 
 @pytest.mark.parametrize("threshold", one_in([1.5, -1.0, 0.0, 100.0], 2))

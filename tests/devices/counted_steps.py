@@ -23,6 +23,7 @@ import qkeel
 from qkeel.capture.readers import sdpa_arguments
 from qkeel.functional.statistics import ROW_FIELDS
 from qkeel.kernels import statistics
+from qkeel.kernels.attention import logsumexp
 from qkeel.patching.modes import flash_on_cpu
 from qkeel.spec import AttentionCall
 
@@ -37,7 +38,7 @@ class Fused(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         given = sdpa_arguments(args, kwargs or {})
         q, k, v = (given[name] for name in ("query", "key", "value"))
-        pair = statistics.fused_with_logsumexp(q, k, v, bool(given["is_causal"]), given["scale"])
+        pair = logsumexp.fused_with_logsumexp(q, k, v, bool(given["is_causal"]), given["scale"])
         assert pair is not None
         return pair[0]
 
@@ -83,8 +84,8 @@ def counted(layers: int) -> dict[str, dict[str, object]]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    statistics.kernel_choice = lambda *_, **how: SDPBackend.FLASH_ATTENTION.value
-    statistics._FUSED = {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))}
+    logsumexp.kernel_choice = lambda *_, **how: SDPBackend.FLASH_ATTENTION.value
+    logsumexp._FUSED = {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))}
     with Accelerator():
         steps = {layers: counted(layers) for layers in LAYERS}
     print(json.dumps(steps, default=Counter))

@@ -17,7 +17,7 @@ import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.functional import class_statistics, statistics
 from qkeel.functional.class_statistics import ClassStats, Merge
-from qkeel.functional.statistics import TENSORS, LogitBracket, LogitStats, merge
+from qkeel.functional.statistics import TENSORS, LogitStats, merge
 
 from .properties import few, randn, seeds
 
@@ -159,13 +159,6 @@ def test_a_head_is_not_finite_where_a_logit_or_the_entropy_is_not_and_what_was_n
         LogitStats.empty(len(rows), 1, top), max_logit=top, min_logit=low, entropy=entropy, n_pairs=pairs
     )
     assert stats.non_finite.tolist() == expected.tolist()
-    bracket = LogitBracket.exact(top, entropy, "why")
-    assert bracket.certified is not None
-    assert bracket.certified.tolist() == top.isfinite().tolist()
-    assert (bracket.lower is top, bracket.upper is top, bracket.entropy is entropy, bracket.note) == (
-        *[True] * 3,
-        "why",
-    )
 
 
 def classes_of(heads: int, groups: int, names: tuple[str, ...] = ("text", "image")) -> ClassStats:
@@ -206,14 +199,6 @@ def test_classes_of_tokens_are_whole_numbers_from_minus_1_to_the_last() -> None:
     for kind in (torch.float32, torch.complex64):
         with pytest.raises(InvalidTypeError, match=f"as whole numbers, got {kind}"):
             class_statistics.check_classes(torch.zeros(1, 2, dtype=kind), 3)
-
-
-def test_a_bracket_gives_the_largest_logit_where_it_is_certified() -> None:
-    both = torch.tensor([2.0, 5.0]), torch.tensor([3.0, 5.0])
-    bracket = LogitBracket(lower=both[0], upper=both[1], certified=torch.tensor([False, True]))
-    assert bracket.max_logit.isnan().tolist() == [True, False]
-    assert bracket.max_logit[1] == 5.0
-    assert LogitBracket(lower=both[0], upper=both[1]).max_logit.isnan().all()
 
 
 def test_many_statistics_merge_as_two_by_two() -> None:

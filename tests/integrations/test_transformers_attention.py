@@ -23,8 +23,8 @@ import qkeel
 from qkeel.errors import RefusedError
 from qkeel.integrations import register_attention
 from qkeel.integrations.huggingface import attend
-from qkeel.kernels import compiled_attention
-from qkeel.kernels.compiled_attention import Native
+from qkeel.kernels.attention import compiled as compiled_attention
+from qkeel.kernels.attention.compiled import Native
 
 NO_DROPOUT = {"gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}  # with it torch attends
 FEW = (
@@ -131,7 +131,7 @@ def test_a_model_is_watched_as_with_sdpa_and_its_numbers_cost_no_pass(
             passes = []
             with monkeypatch.context() as patched, qkeel.watch(model, optimizer, stats=stats) as monitor:
                 if stats == "entropy" and implementation == "qkeel" and compiled_attention.ready():
-                    patched.setattr("qkeel.monitor.measure.find", passes.append)
+                    patched.setattr("qkeel.monitor.call_statistics.find", passes.append)
                 for _ in range(2):
                     loss = out(model, x).square().mean()
                     loss.backward()

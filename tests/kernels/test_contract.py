@@ -9,7 +9,7 @@ from tests.each_row import each_row
 
 from qkeel import preset, reference
 from qkeel.kernels.contract import average, row_blocks
-from qkeel.kernels.encode import folded
+from qkeel.kernels.norm_rope.encode import folded
 from qkeel.spec import PRESETS, AttentionSpec, NoCap
 from qkeel.spec.call import make_call
 

@@ -18,9 +18,9 @@ from tests.quick import one_in
 from torch import Tensor
 
 import qkeel
-from qkeel.kernels import encode
-from qkeel.kernels.native import operators
-from qkeel.kernels.triton import available
+from qkeel.kernels.native import triton as available
+from qkeel.kernels.norm_rope import encode
+from qkeel.kernels.norm_rope.operator import INTERLEAVED, norm_rope
 from qkeel.spec import PRESETS, AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, YaRN
 from qkeel.spec.norm import NoNorm, Norm
 from qkeel.spec.rope import NoPosition, Position
@@ -43,7 +43,7 @@ POSITIONS: list[Position] = [
     Rope(rotary=0.25, pairing="half_reversed"),
     Rope(stretch=YaRN(factor=8, train_length=64)),
 ]
-INTERLEAVED = [Rope(pairing="interleaved"), Rope(pairing="interleaved", rotary=0.5)]
+PAIRED = [Rope(pairing="interleaved"), Rope(pairing="interleaved", rotary=0.5)]
 LENGTHS = [1, 7, 64, 129, 512]
 SIZES = [64, 8, 128, 24, 40]
 CPU = torch.device("cpu")
@@ -53,50 +53,34 @@ Encode = Callable[..., "tuple[Tensor, Tensor] | None"]
 
 @dataclasses.dataclass
 class Door:
-    """A way to the operators: its launches, the raw operator, and whether x is kept for backward (None: as usual)."""
+    """A way to the operators: the namespace of its backend, and whether x is kept for backward (None: as usual)."""
 
     name: str
-    operator: Callable[..., Tensor]
-    launches: list[str]
+    operators: Any
     keeps: bool | None
 
 
-def _marked(*names: str) -> list[Any]:
-    """Kernels for q or k alone run in `make slow` where those for both at once run in `make test`."""
-    alone = "both at once" in names
-    return [pytest.param(name, marks=pytest.mark.slow) if alone and name == "triton" else name for name in names]
-
-
-@pytest.fixture(params=_marked("native", "triton", "both at once"))
+@pytest.fixture(params=["native", "triton"])
 def door(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Door:
     if request.param == "native":
         request.getfixturevalue("library")
-        return Door("native", operators.norm_rope, [], None)
+        return Door("native", torch.ops.qkeel_native, None)
     request.getfixturevalue("_triton")
     assert available.loaded()
-    from qkeel.kernels.triton import norm_rope
-
-    made = Door(request.param, norm_rope.norm_rope, [], None)
-
-    def seen(name: str, run: Any) -> Any:
-        return lambda *how, **step: (made.launches.append(name), run(*how, **step))[1]
-
+    made = Door("triton", torch.ops.qkeel_triton, None)
     keeps = encode._keeps
     monkeypatch.setattr(encode, "_keeps", lambda x, gain: keeps(x, gain) if made.keeps is None else made.keeps)
-    monkeypatch.setattr(encode, "operator_for", lambda device: seen("one", norm_rope.norm_rope))
-    both = seen("two", norm_rope.norm_rope_two) if request.param == "both at once" else None
-    monkeypatch.setattr(encode, "both_operator", lambda device: both)
+    monkeypatch.setattr(encode, "operators_for", lambda device: made.operators)
     # What decides on a CPU whether x is kept is compiled.
     made.keeps = False
     return made
 
 
 def of_doors(*names: str) -> Any:
-    return pytest.mark.parametrize("door", _marked(*names), indirect=True)
+    return pytest.mark.parametrize("door", names, indirect=True)
 
 
-in_triton, together = of_doors("triton", "both at once"), of_doors("both at once")
-compiled, one_by_one = of_doors("native"), of_doors("native", "triton")
+in_triton, compiled = of_doors("triton"), of_doors("native")
 
 
 def given(norm: Norm, position: Position, t: int, d: int, dtype: torch.dtype, layout: str = "heads apart") -> Given:
@@ -156,11 +140,6 @@ def fused(case: Given, pos: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return out
 
 
-def mixed(norm: Norm) -> bool:
-    """One of q and k is normed and the other is not: no launch does both."""
-    return len(norm.sides) == 1
-
-
 @compiled
 @pytest.mark.parametrize("norm", one_in(NORMS, 2), ids=repr)
 def test_every_norm_gain_length_and_layout(norm: Norm, door: Door) -> None:
@@ -180,31 +159,31 @@ def test_every_norm_gain_and_layout_in_triton(norm: Norm, door: Door) -> None:
         check(given(norm, place(turn, norm), t, SIZES[turn % 5], dtype, list(LAYOUTS)[turn % 5]), f"{turn}, {keep}")
 
 
-@together
+@in_triton
 @pytest.mark.slow
 @pytest.mark.usefixtures("_poisoned")
 @pytest.mark.parametrize("norm", NORMS, ids=repr)
-def test_one_launch_has_the_bits_of_two_and_interleaved_pairs_the_numbers_of_the_definition(
-    norm: Norm, door: Door
-) -> None:
+def test_interleaved_pairs_have_the_numbers_of_the_definition(norm: Norm, door: Door) -> None:
     turn = NORMS.index(norm)
-    for position, dtype in ((place(turn, norm), DTYPES[2 * (turn % 2)]), (INTERLEAVED[turn % 2], torch.float32)):
+    for position, dtype in ((place(turn, norm), DTYPES[2 * (turn % 2)]), (PAIRED[turn % 2], torch.float32)):
         door.keeps = True
         case = given(norm, position, (1, 7)[turn % 2], (24, 64)[turn % 2], dtype, list(LAYOUTS)[turn % 5])
         check(case, repr(position))
-        if isinstance(position, NoPosition):
-            continue
-        leaves = [x.detach().requires_grad_() for x in case[1:3]]
-        found = []
-        for apart in (False, True):
-            door.launches.clear()
-            pos = torch.arange(leaves[0].shape[2])[None]
-            out = encode.fused(case[0], *leaves, pos, pos.clone() if apart else pos, case[3])
-            assert out is not None
-            assert door.launches == (["one", "one"] if apart or mixed(norm) else ["two"])
-            loss = sum(((i + 1.3) * x.float()).cos().sum() for i, x in enumerate(out))
-            found.append([*out, *torch.autograd.grad(loss, leaves)])
-        assert all(map(torch.equal, *found)), position
+
+
+@pytest.mark.parametrize("norm", one_in(NORMS, 4), ids=repr)
+def test_q_and_k_at_once_have_the_bits_of_one_after_the_other(norm: Norm, door: Door) -> None:
+    door.keeps = True
+    spec, q, k, params = given(norm, Rope(), 5, 24, torch.float32)
+    found = []
+    for apart in (False, True):
+        leaves = [x.detach().requires_grad_() for x in (q, k)]
+        pos = torch.arange(5)[None]
+        out = encode.fused(spec, *leaves, pos, pos.clone() if apart else pos, params)
+        assert out is not None
+        loss = sum(((i + 1.3) * x).cos().sum() for i, x in enumerate(out))
+        found.append([*out, *torch.autograd.grad(loss, leaves)])
+    assert all(map(torch.equal, *found))
 
 
 WIDE: list[Norm] = [kind(over="layer", gain=gain) for kind in (RMSNorm, LayerNorm) for gain in ("none", "head_dim")]
@@ -215,7 +194,7 @@ WIDE += [RMSNorm(over="layer", gain="one_plus_dim"), L2Norm(over="layer", gain="
 @pytest.mark.slow
 @pytest.mark.usefixtures("_poisoned")
 def test_a_norm_over_all_heads_of_a_token_is_that_of_the_definition(door: Door) -> None:
-    positions = [Rope(), INTERLEAVED[0], NoPosition(), INTERLEAVED[1]]
+    positions = [Rope(), PAIRED[0], NoPosition(), PAIRED[1]]
     for turn, norm in enumerate(WIDE):
         dtype = DTYPES[turn % 3]
         door.keeps = turn % 2 == 0 or dtype != torch.float32
@@ -261,11 +240,6 @@ def test_a_row_of_nan_is_nan_under_every_norm_and_no_other(door: Door) -> None:
         out = fused(case)
         assert out[0].isfinite().all()
         assert out[1].isnan().sum() == out[1][0, 1, 2].isnan().sum() == 16
-    assert set(door.launches) <= {"two" if door.name == "both at once" else "one"}
-    door.launches.clear()
-    if door.name != "native":  # keys of another dtype take a launch of their own
-        fused((case[0], case[1], case[2].half(), case[3]))
-        assert door.launches == ["one", "one"]
 
 
 def test_positions_of_each_sequence_are_its_own(door: Door) -> None:
@@ -289,15 +263,14 @@ def test_every_number_is_written(door: Door) -> None:
         assert all(x.isfinite().all() for x in found)
 
 
-@one_by_one
 def test_rows_by_hand(door: Door) -> None:
     x = torch.tensor([3.0, 4.0] + [0.0] * 6).view(1, 1, 1, 8)
-    y = door.operator(x, torch.tensor(2.0), None, 1, 0.0, False)
+    y = norm_rope(door.operators, x, torch.tensor(2.0), None, 1, 0.0, False)
     torch.testing.assert_close(y.flatten()[:2], torch.tensor([3.3941126, 4.5254834]))  # 2 · x / √(25 / 8)
     x = torch.full((1, 1, 2, 8), 0.25)  # under the smallest length the gradient is that of a division by it
     x[0, 0, 1] = 0.0
     x.requires_grad_()
-    y = door.operator(x, None, None, 2, 4.0, False)
+    y = norm_rope(door.operators, x, None, None, 2, 4.0, False)
     (grad,) = torch.autograd.grad(y[..., 0].sum(), x)
     assert y.flatten().tolist() == [0.0625] * 8 + [0.0] * 8
     assert grad.flatten().tolist() == [0.25] + [0.0] * 7 + [0.25] + [0.0] * 7
@@ -328,16 +301,13 @@ def test_torch_accepts_the_operators_of_triton(door: Door) -> None:
     gains = [torch.rand(16).add(0.5).requires_grad_() for _ in "qk"]
     table = torch.rand(1, 1, 2, 8), torch.rand(1, 1, 2, 8)
     plain = [a.detach() for a in (x, y, *gains)]
-    out, inverse = ops.norm_rope(plain[0], plain[2], *table, 2, 1e-6, 1, False)
-    *two, first, second = ops.norm_rope_two(*plain, *table, 1, 1, 1e-6, 1, True, True, True)
+    out, inverse = ops.norm_rope(plain[0], plain[2], *table, 2, 1e-6, False)
     for name, args in (
-        ("norm_rope", (x, gains[0], *table, 1, 1e-6, 1, False)),
-        ("norm_rope", (x, None, *table, 0, 0.0, 2, False)),
-        ("norm_rope_alone", (plain[0], plain[2], *table, 1, 1e-6, 1)),
-        ("norm_rope_backward", (torch.randn_like(out), out, inverse, plain[2], *table, 2, 1e-6, 1, False)),
-        ("norm_rope_two", (x, y, *gains, *table, 1, 1, 1e-6, 1, True, False, True)),
-        ("norm_rope_two", (x, y, None, None, *table, 0, 0, 0.0, 2, False, False, True)),
-        ("norm_rope_two_backward", (*two, *plain[:2], first, second, *plain[2:], *table, 1, 1, 1e-6, 1, True, True)),
+        ("norm_rope", (x, gains[0], *table, 1, 1e-6, False)),
+        ("norm_rope", (x, None, *table, INTERLEAVED, 0.0, False)),
+        ("norm_rope_backward", (torch.randn_like(out), out, inverse, plain[2], *table, 2, 1e-6, False)),
+        ("norm_rope_two", (*plain, *table, 1, 1, 1e-6)),
+        ("norm_rope_two", (*plain[:2], None, None, *table, INTERLEAVED, INTERLEAVED, 0.0)),
     ):
         torch.library.opcheck(getattr(ops, name).default, args)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.capture.example import arguments
-from qkeel.monitor.measure import LogitChanges
+from qkeel.monitor.logit_changes import LogitChanges
 from qkeel.sites.tap import Tap
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel import find_sites
-from qkeel.monitor.measure import Means
+from qkeel.monitor.pass_values import Means
 from qkeel.monitor.token_classes import HiddenNorms
 from qkeel.monitor.weight_norms import WeightNorms
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig

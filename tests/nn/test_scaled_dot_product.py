@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.kernels import compiled_attention
-from qkeel.kernels.compiled_attention import Native
+from qkeel.kernels.attention import compiled as compiled_attention
+from qkeel.kernels.attention.compiled import Native
 from qkeel.nn import functional_attention
 
 MASK = torch.rand(2, 1, 13, 13) < 0.6

@@ -16,7 +16,7 @@ def test_the_wheel_holds_code_typing_marker_licence_and_chart_library(wheel: Pat
     assert any(n.endswith("plot.min.js") for n in names)
     assert any("LICENSE" in n for n in names)
     assert "qkeel/py.typed" in names
-    assert {"qkeel/kernels/native/source/norm_rope.cpp", "qkeel/kernels/native/source/rows.h"} <= set(names)
+    assert {"qkeel/kernels/norm_rope/norm_rope.cpp", "qkeel/kernels/native/source/rows.h"} <= set(names)
     entry_points = next(n for n in names if n.endswith("entry_points.txt"))
     assert "qkeel = qkeel.__main__:main" in zipfile.ZipFile(wheel).read(entry_points).decode()
     assert not any(n.startswith(("tests/", "benchmarks/", "docs/")) for n in names)

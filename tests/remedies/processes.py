@@ -39,7 +39,6 @@ from qkeel.errors import QkeelError, RefusedError
 from qkeel.handle import Handle
 from qkeel.monitor.monitor import Monitor
 from qkeel.nn import Decoder, DecoderConfig
-from qkeel.remedies.apply import Asked, AtNextPass
 from qkeel.remedies.head_weights import HeadWeights
 from qkeel.remedies.lalr import LALR
 
@@ -446,30 +445,6 @@ def misuses() -> None:
         misuse("fsdp2", act, on=1)
 
 
-def a_state_that_one_process_lacks() -> None:
-    """A remedy loses its state on every process if the weights of one were changed before another optimizer."""
-    model, first = own("ddp")
-    one = AtNextPass(model, "lalr:tau=0.5", first, Asked())
-    for _ in range(3):
-        own_step(model, first)
-    state = one.state()
-    one.remove()
-    assert state
-    second = adamw(model)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        other = AtNextPass(model, "lalr:tau=0.5", second, Asked(), before={} if dist.rank() else state)
-        own_step(model, second)
-    assert any(
-        "starts again from its initial state, because weights were changed on some processes" in str(w.message)
-        for w in said
-    )
-    assert not any(torch.equal(value, state[name]) for name, value in other.state().items())
-    own_step(model, second)
-    other.remove()
-    alike(weights(model), "a state that one process lacks")
-
-
 def some_misuses() -> None:
     """Two of them on sharded weights, for the quick suite."""
     for act in (thresholds_differ, weights_are_not_finite):
@@ -542,7 +517,6 @@ FUNCTIONS: tuple[Callable[[], None], ...] = (
     watched_clip,
     misuses,
     some_misuses,
-    a_state_that_one_process_lacks,
     refused_before_anything,
     heads_that_fully_shard_cuts,
     stages_under_fully_shard,

@@ -11,7 +11,6 @@ import torch
 from tests.each_row import each_row
 from tests.quick import quick
 from torch import nn
-from torch.nn.utils import parametrizations
 
 import qkeel
 from qkeel.errors import (
@@ -58,16 +57,6 @@ def apply(*args: Any, **options: Any) -> Handle:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-@pytest.mark.parametrize("name", quick(REMEDIES, lambda name: name in (*MECHANISMS, "qkv_norm", "dropout")))
-def test_remedies_train_under_every_block_layout(name: str) -> None:
-    for order in ("pre",) if name in ("swin_norm", "peri_norm") else ("pre", "post", "swin", "peri"):
-        model = decoder(norm_order=order, n_kv_heads=2)
-        optimizer = adamw(model)
-        with apply(model, name, optimizer):
-            train(model, optimizer, 2)
-        assert all(p.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", sorted({name for pair in CONFLICTS for name in pair}))
@@ -224,22 +213,6 @@ def test_weights_without_values_are_refused() -> None:
     model = decoder().to("meta")
     with pytest.raises(RefusedError, match="on the meta device; give it values before lalr is applied"):
         apply(model, "lalr", adamw(model))
-
-
-@pytest.mark.parametrize("name", ["lalr", "qk_clip"])
-def test_weights_made_by_a_parametrisation_are_refused(name: str) -> None:
-    model = decoder()
-    parametrizations.spectral_norm(model.blocks[0].attention.q_proj)
-    with pytest.raises(RefusedError, match=f"{name} at blocks.0.attention: the weight on the logit path"):
-        apply(model, name, adamw(model))
-
-
-@pytest.mark.parametrize("name", ["qk_lr", "softcap"])
-def test_a_weight_that_hooks_make_from_others_is_named(name: str) -> None:
-    model = decoder()
-    parametrizations.weight_norm(model.blocks[0].attention.q_proj)
-    with pytest.raises(RefusedError, match=r"no parameter 'blocks.0.attention.q_proj.parametrizations"):
-        apply(model, name, adamw(model))
 
 
 def test_a_remedy_of_ones_own_needs_no_table() -> None:

@@ -58,7 +58,7 @@ def test_a_clip_scales_gains_and_offsets_by_the_root_and_gives_exactly_the_thres
     assert top > 4
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     with qkeel.apply(module, "qk_clip:threshold=2", optimizer):
-        module(x)
+        module(x).sum().backward()
         optimizer.step()
     assert largest(module, x) == pytest.approx(2.0, rel=1e-12)
     for name, p in module.named_parameters():

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from qkeel.remedies.head_groups import logit_shares
+from qkeel.remedies.logit_factors import logit_factors
 from qkeel.sites import AttentionSite, HeadSlice, QKProduct
 from qkeel.spec import AttentionSpec
 
@@ -42,7 +42,7 @@ def site(
 
 def factors(one: AttentionSite, gamma: Tensor, by_group: bool) -> dict[str, Tensor]:
     """What each weight is multiplied by, per query head."""
-    shares = logit_shares(one, by_group=by_group)
+    shares = logit_factors(one, by_group=by_group)
     assert shares is not None
     found = {}
     for share in shares:
@@ -93,19 +93,19 @@ def test_products_that_no_powers_suit_have_none() -> None:
         (site((KEYS, ONE)), True),  # the key's γ on a weight that heads share
         (site((KEYS, ONE)), False),  # roots on weights of one and of two heads
     ):
-        assert logit_shares(made, by_group=by_group) is None
+        assert logit_factors(made, by_group=by_group) is None
 
 
 def test_the_same_rows_of_one_parameter_are_one_weight_and_others_are_not() -> None:
     again, above = weight("q", H), weight("q", H, first=8)
     for query, names in (((Q, again), ["q", "k", "k2"]), ((Q, above), ["q", "k", "q", "k2"])):
-        shares = logit_shares(site((query[0], K), (query[1], K2), groups=H), by_group=False)
+        shares = logit_factors(site((query[0], K), (query[1], K2), groups=H), by_group=False)
         assert shares is not None
         assert sorted(s.weight.parameter for s in shares) == sorted(names)
         assert all(share.root for share in shares)
     # Products that have no weight in common do not know of each other.
     for terms in itertools.permutations([(Q, K), (Q2, KEYS)]):
-        shares = logit_shares(site(*terms), by_group=True)
+        shares = logit_factors(site(*terms), by_group=True)
         assert shares is not None
         roots = {share.weight.parameter: share.heads.tolist() for share in shares}
         assert roots == {

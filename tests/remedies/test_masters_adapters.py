@@ -15,6 +15,7 @@ from qkeel.remedies import head_weights
 
 from .families import FAMILIES, batch, run
 from .models import gradients
+from .models import trained as reached
 from .test_qk_clip_families import louder, maxima
 
 LAYERS = FAMILIES["llama"].layers()
@@ -89,7 +90,7 @@ def test_qk_clip_scales_copies_in_the_groups_with_the_weights(groups: str) -> No
     before, (top, *_) = {n: p.detach().clone() for n, p in own.copies.items()}, maxima(model, x).values()
     threshold = float(top[0]) / 2
     with qkeel.apply(model, f"qk_clip:threshold={threshold},groups={groups}", own.optimizer, batch=x):
-        run(model, x)
+        reached(run(model, x))
         own.step({n: torch.zeros_like(p) for n, p in model.named_parameters()})
     part = LAYERS[0].q[0]
     ratio = own.copies[part.name][:8] / before[part.name][:8]
@@ -159,7 +160,7 @@ def test_a_clip_of_adapted_weights_is_exact_where_the_base_may_be_scaled(family:
     site, was = next(iter(top.items()))
     threshold = float(was[0]) / 3
     with qkeel.apply(model, f"qk_clip:threshold={threshold},frozen=scale", optimizer, batch=x):
-        run(model, x)
+        reached(run(model, x))
         optimizer.step()
     now = maxima(model, x)[site]  # the first layer's: its input is the same
     assert torch.allclose(now, was.clamp(max=threshold), rtol=1e-6)

@@ -85,6 +85,7 @@ def test_the_mode_notices_a_read() -> None:
 
 
 @pytest.mark.parametrize("remedy", REMEDIES)
-def test_the_number_of_operators_grows_neither_with_heads_nor_with_weights(remedy: str) -> None:
+def test_a_weight_costs_a_few_operators_a_step_and_a_head_none(remedy: str) -> None:
     few, many = (steps(remedy, layers) - steps("none", layers) for layers in (2, 6))
-    assert 0 < few == many <= 40  # views counted too
+    assert few > 0
+    assert (many - few) / (4 * 2) <= 16  # of each of two weights, views counted too

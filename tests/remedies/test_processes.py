@@ -50,7 +50,6 @@ QUICK = (
     "heads_that_fully_shard_cuts",
     "stages_under_fully_shard",
     "some_misuses",
-    "a_state_that_one_process_lacks",
     "refused_before_anything",
 )
 

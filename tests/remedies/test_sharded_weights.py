@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from qkeel.errors import RefusedError
 from qkeel.functional.bounds import spectral_norm
-from qkeel.remedies.head_groups import frobenius_norm, head_views
+from qkeel.remedies.head_rows import frobenius_norm, head_views
 from qkeel.remedies.head_weights import SplitNorms, check_plain_rows, check_whole, has_plain_rows
 from qkeel.sites import HeadSlice
 

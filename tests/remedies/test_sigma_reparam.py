@@ -164,6 +164,18 @@ def test_a_whole_model_that_checkpointing_repeats_iterates_once() -> None:
         assert torch.equal(right, expected)
 
 
+def test_a_layer_that_is_called_without_the_model_iterates_itself_and_not_in_the_model() -> None:
+    alone, within, x = changed(), changed(), torch.ones(2, 6, dtype=torch.float64)
+    alone.eval()
+    alone.linear(x)
+    assert all(map(torch.equal, rights(alone), rights(changed())))
+    alone.train()
+    alone.linear(x)
+    within(x)
+    assert torch.equal(rights(alone)[-1], rights(within)[-1])
+    assert not torch.equal(rights(alone)[-1], rights(changed())[-1])
+
+
 def test_a_compiled_forward_iterates_in_one_graph() -> None:
     model, x = changed(), torch.ones(2, 6, dtype=torch.float64)
     before = rights(model)

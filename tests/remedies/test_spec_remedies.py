@@ -14,8 +14,8 @@ from qkeel import reference
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.nn import MLA, Attention
 from qkeel.nn.mla import LatentSizes
+from qkeel.remedies.added_parameters import join
 from qkeel.remedies.change_norm import KINDS
-from qkeel.remedies.head_steps import join
 from qkeel.spec import AttentionSpec, L2Norm, Learned, LogN, Rope, Softcap, Sqrt
 
 from .models import D_MODEL, assert_same, attention, decoder, loss, snapshot, tokens, train

@@ -256,35 +256,50 @@ def test_a_step_that_a_scaler_skips_changes_nothing_on_a_foreign_model(remedy: s
 # Training that goes on without steps of the optimizer that a remedy was applied with.
 
 
-def passes(model: nn.Module, count: int) -> None:
-    for _ in range(count):
-        model(ids())
-
-
 def warned(record: pytest.WarningsRecorder) -> list[str]:
-    return [str(w.message) for w in record if "had no effect" in str(w.message)]
+    return [str(w.message) for w in record if "has no effect" in str(w.message)]
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, batches_a_step: int = 1) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for _ in range(batches_a_step):
+            model(ids()).square().mean().backward()
+        optimizer.step()
 
 
 @every_remedy
-def test_a_hundred_training_passes_without_a_step_are_warned_about_once(
-    remedy: str, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_steps_of_another_optimizer_are_warned_about_once(remedy: str, recwarn: pytest.WarningsRecorder) -> None:
     model = decoder()
-    optimizer = adamw(model)
+    optimizer, other = adamw(model), adamw(model)
     handle = qkeel.apply(model, remedy, optimizer)
-    passes(model, 99)
-    optimizer.step()
+    trained(model, optimizer, 2, batches_a_step=120)
+    trained(model, other, 2)
     with torch.no_grad():
-        passes(model, 10)
-    passes(model.eval(), 10)
-    passes(model.train(), 99)
+        for _ in range(200):
+            model(ids())
+    trained(model, optimizer, 2)
     assert not warned(recwarn)
-    passes(model, 150)
+    trained(model, other, 5)
     (message,) = warned(recwarn)
-    assert "its optimizer (AdamW) took no step" in message
+    assert "AdamW" in message
     handle.remove()
     assert not model._forward_hooks
     assert not optimizer._optimizer_step_post_hooks
+
+
+def test_weights_that_change_while_gradients_accumulate_are_no_steps_of_another_optimizer(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    model = decoder()
+    optimizer = adamw(model)
+    with qkeel.apply(model, "lalr", optimizer):
+        for _ in range(20):
+            model(ids()).square().mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.99)
+    assert not warned(recwarn)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -297,7 +312,31 @@ def test_a_remedy_that_ended_with_its_optimizer_is_warned_about_unless_it_was_ap
     optimizer = adamw(model)
     if again:
         qkeel.apply(model, "lalr", optimizer)
-    for _ in range(101):
-        model(ids())
-        optimizer.step()
+    trained(model, optimizer, 5)
     assert len(warned(recwarn)) == 1 - again
+
+
+@every_remedy
+def test_weights_that_are_replaced_after_apply_are_warned_about(remedy: str, recwarn: pytest.WarningsRecorder) -> None:
+    model = decoder()
+    optimizer = adamw(model)
+    qkeel.apply(model, remedy, optimizer)
+    trained(model, optimizer, 1)
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()})
+    trained(model, optimizer, 1)
+    assert not warned(recwarn)
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+    trained(model, optimizer, 2)
+    assert len(warned(recwarn)) == 1
+
+
+@pytest.mark.parametrize("remedy", ["lalr", "qk_lr"])
+def test_a_model_that_is_cast_to_half_precision_after_apply_is_refused_in_the_step(remedy: str) -> None:
+    model = decoder()
+    optimizer = adamw(model)
+    qkeel.apply(model, remedy, optimizer)
+    trained(model, optimizer, 1)
+    model.to(torch.bfloat16)
+    optimizer.zero_grad()
+    with pytest.raises(RefusedError, match="bfloat16"):
+        trained(model, optimizer, 1)

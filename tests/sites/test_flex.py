@@ -316,7 +316,7 @@ ASKED = [None, AuxRequest(lse=True), AuxRequest(max_scores=True), AuxRequest()]
 def test_maxima_and_bounds_come_from_the_call_itself_and_the_caller_gets_what_it_asked_for(
     case: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logit_statistics, "find_extremes", lambda call: pytest.fail("a pass of its own"))
+    monkeypatch.setattr(logit_statistics, "max_stats", lambda call: pytest.fail("a pass of its own"))
     score_mod, block_mask = CASES[case]
     q, k, v = parts(case)
     tops, _, _ = oracle(case, q, k)
@@ -368,8 +368,8 @@ def test_qk_clip_needs_no_pass_of_its_own_where_flex_attention_returns_maxima(
     from torch._dynamo.utils import counters
 
     passes: list[object] = []
-    inner = logit_statistics.find_extremes
-    monkeypatch.setattr(logit_statistics, "find_extremes", lambda call: (passes.append(call), inner(call))[1])
+    inner = logit_statistics.max_stats
+    monkeypatch.setattr(logit_statistics, "max_stats", lambda call: (passes.append(call), inner(call))[1])
     x, mask = torch.randn(B, T, H * D, generator=torch.Generator().manual_seed(0)), masked(causal)
 
     def trained(without: list[str]) -> tuple[list[Tensor], int]:

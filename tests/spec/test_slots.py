@@ -20,7 +20,7 @@ from qkeel import attention, preset, reference
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RefusedError, ShapeError, UnknownNameError
 from qkeel.functional import rope as f
 from qkeel.functional.rope import rope_frequencies
-from qkeel.kernels import encode
+from qkeel.kernels.norm_rope import encode
 from qkeel.spec import (
     NTK,
     PI,

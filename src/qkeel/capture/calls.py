@@ -25,22 +25,13 @@ from qkeel.functional.statistics import (
     logit_rows,
     merge,
     no_product_rows,
-    of_key_heads,
     product_rows,
+    reduce_rows,
     softmax_rows,
 )
-from qkeel.kernels.statistics import (
-    BLOCK,
-    Found,
-    FoundRows,
-    FoundStats,
-    find_extremes,
-    find_rows,
-    only_extremes,
-    row_logsumexp,
-)
+from qkeel.kernels.statistics import BLOCK, logit_stats, max_stats, only_extremes, row_logsumexp
 from qkeel.metrics import ALARM_THRESHOLD
-from qkeel.patching.modes import in_vmap, without_gradients
+from qkeel.patching.modes import in_vmap
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import fields_of, make_call
 from qkeel.spec.slot import PerRow
@@ -417,11 +408,6 @@ def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitS
     Statistics that need q or k (norms, angles, qk_frobenius) are not measured if these are unknown; n_keys or
     n_products is then 0.
     """
-    return find_score_rows(call, threshold).with_others(())
-
-
-def find_score_rows(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> FoundRows:
-    """Finds the rows that `scores_stats` reduces. Gradients and autocast must be off already."""
     kind = wide(call.logits.dtype)
     q, k = (None if x is None else x.to(kind) for x in (call.q, call.k))
     q_norm, k_norm = (None if x is None else x.norm(dim=-1) for x in (q, k))
@@ -444,7 +430,7 @@ def find_score_rows(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> Fou
         parts.append(RowStats(**angle, **found, **weights))
     rows = parts[0] if len(parts) == 1 else RowStats.cat(parts)
     sinks = int(call.sink is not None)
-    return FoundRows(rows, call.query_mask, q_norm, k_norm, _keys_seen(call), call.classes, sinks=sinks)
+    return reduce_rows(rows, call.query_mask, q_norm, k_norm, _keys_seen(call), call.classes, sinks)
 
 
 @torch.no_grad()
@@ -570,36 +556,23 @@ def cat_heads(parts: list[LogitStats]) -> LogitStats:
 # The per-head statistics of captured attention calls, for one call or for a pass.
 
 Seen = AttentionCall | ScoresCall
-WAITING = 1 << 22  # elements of calls that wait to be reduced together: 16 MB in float32
 
 
+@torch.no_grad()
 def statistics(call: Seen, threshold: float = ALARM_THRESHOLD) -> LogitStats:
     """The exact statistics of a captured call, computed in the call's precision even under autocast."""
-    with torch.no_grad():
-        return find(call, threshold).with_others(())
+    with torch.autocast(_device(call), enabled=False):
+        return scores_stats(call, threshold) if isinstance(call, ScoresCall) else logit_stats(call, threshold)
 
 
-def find(call: Seen, threshold: float = ALARM_THRESHOLD) -> Found:
-    """Finds the values that `statistics` reduces."""
-    with torch.no_grad(), torch.autocast(_device(call), enabled=False):
-        return find_score_rows(call, threshold) if isinstance(call, ScoresCall) else find_rows(call, threshold)
-
-
+@torch.no_grad()
 def maxima(call: Seen) -> LogitStats:
     """Like `statistics`, but with max_logit and min_logit only and neutral values in the other fields, at less than
     half the cost. If flex_attention returned the largest logits, only these are read, in a single operation."""
-    with torch.no_grad():
-        return find_maxima(call).with_others(())
-
-
-def find_maxima(call: Seen) -> Found:
-    """Finds the values that `maxima` reduces."""
-    with torch.no_grad(), torch.autocast(_device(call), enabled=False):
+    with torch.autocast(_device(call), enabled=False):
         if isinstance(call, FlexCall) and call.largest is not None and call.query_mask is None:
-            return FoundStats(only_extremes(call.largest.amax((0, 2))))
-        if isinstance(call, ScoresCall):
-            return FoundStats(only_extremes(*scores_maxima(call)))
-        return find_extremes(call)
+            return only_extremes(call.largest.amax((0, 2)))
+        return only_extremes(*scores_maxima(call)) if isinstance(call, ScoresCall) else max_stats(call)
 
 
 def _device(call: Seen) -> str:
@@ -608,84 +581,38 @@ def _device(call: Seen) -> str:
 
 @final
 class SiteStatistics:
-    """Collects what was found about calls by site, and which names are single heads of one site.
-
-    A reduction over the rows of one layer takes as many operations as one over those of all layers, so the findings of
-    similar calls wait until the pass ends or until they hold too much memory.
-    """
+    """Collects the statistics of calls by site, and records which names are single heads of one site."""
 
     def __init__(self) -> None:
-        self.heads: dict[str, list[str]] = {}  # names of single heads, by the name of their site
+        self.heads: dict[str, list[str]] = {}
         self._stats: dict[str, LogitStats] = {}
-        self._waiting: dict[str, Found] = {}
-        self._size = 0
 
-    def add(self, name: str, new: Found | LogitStats, part_of: str | None) -> None:
-        """Adds the findings of a call; `part_of` names the site if the call is one of that site's heads."""
-        findings = new if isinstance(new, Found) else FoundStats(new)
-        if name in self._waiting:  # a layer that is called more than once, with other shapes perhaps
-            self._reduce()
-        self._waiting[name] = findings
-        self._size += findings.size
-        if self._size > WAITING:
-            self._reduce()
+    def add(self, name: str, stats: LogitStats, part_of: str | None) -> None:
+        """Adds the statistics of a call; `part_of` names the site if the call is one of that site's heads."""
+        self._stats[name] = merge(self._stats[name], stats) if name in self._stats else stats
         if part_of is not None and name not in self.heads.setdefault(part_of, []):
             self.heads[part_of].append(name)
 
-    @without_gradients
-    def _reduce(self) -> None:
-        """Reduces the findings that have not been reduced yet."""
-        if self._waiting and in_vmap():
+    def __bool__(self) -> bool:
+        return bool(self._stats)
+
+    def update(self, other: SiteStatistics) -> None:
+        """Adds the statistics of another pass."""
+        if other._stats and in_vmap():
             raise InvalidValueError(
                 "attention inside torch.func.vmap cannot be measured: tensors created there are invalid outside; "
                 "watch a pass without vmap"
             )
-        groups: dict[tuple[object, ...], list[str]] = {}
-        for name, findings in self._waiting.items():
-            groups.setdefault(findings.alike or (name,), []).append(name)
-        new: dict[str, LogitStats] = {}
-        for names in groups.values():
-            alike = [self._waiting[name] for name in names]
-            new |= zip(names, _split(alike[0].with_others(alike[1:]), [findings.heads for findings in alike]))
-        for name in self._waiting:
-            self._stats[name] = merge(self._stats[name], new[name]) if name in self._stats else new[name]
-        self._waiting, self._size = {}, 0
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting or self._stats)
-
-    def reduced(self) -> SiteStatistics:
-        """Returns itself, with all findings reduced to statistics, so that no rows of a pass are kept."""
-        self._reduce()
-        return self
-
-    def update(self, other: SiteStatistics) -> None:
-        """Adds the statistics of another pass."""
-        other._reduce()
-        self._reduce()
         for name, stats in other._stats.items():
-            self._stats[name] = merge(self._stats[name], stats) if name in self._stats else stats
-        for whole, parts in other.heads.items():
-            heads = self.heads.setdefault(whole, [])
-            heads += [part for part in parts if part not in heads]
+            self.add(name, stats, None)
+        for site, heads in other.heads.items():
+            known_heads = self.heads.setdefault(site, [])
+            known_heads += [head for head in heads if head not in known_heads]
 
     def joined(self) -> dict[str, LogitStats]:
         """The statistics of each site, with heads that were computed one by one joined into a single site."""
-        self._reduce()
-        stats = dict(self._stats)
-        for name, parts in self.heads.items():
-            whole = cat_heads([stats.pop(part) for part in parts])
-            stats[name if name not in stats else parts[0]] = whole
-        return stats
-
-
-def _split(joint: LogitStats, heads: Sequence[tuple[int, int]]) -> list[LogitStats]:
-    """The statistics of each of several sites, which have these numbers of query and key heads, out of the statistics
-    of all their heads."""
-    if len(heads) == 1:
-        return [joint]
-    of_queries, of_keys = zip(*heads)
-    fields = {}
-    for name, x in joint.tensors().items():
-        fields[name] = x.split_with_sizes(of_keys if of_key_heads(name) else of_queries)
-    return [LogitStats(**{name: parts[i] for name, parts in fields.items()}) for i in range(len(heads))]  # type: ignore[arg-type]
+        sites = dict(self._stats)
+        for name, heads in self.heads.items():
+            site = cat_heads([sites.pop(head) for head in heads])
+            sites[name if name not in sites else heads[0]] = site
+        return sites

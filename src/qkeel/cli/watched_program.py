@@ -31,7 +31,7 @@ from qkeel.autopilot import Autopilot
 from qkeel.autopilot import attach as attach_autopilot
 from qkeel.cli.commands import FAILED, INTERRUPTED, OK, USAGE
 from qkeel.errors import AlarmWarning, DataError, InvalidValueError, NoAttentionError, QkeelError, QkeelWarning, caution
-from qkeel.handle import Handle, State, compose
+from qkeel.handle import Handle, compose
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.monitor import Alarm, Cadence, RunDirectorySink, Sample, Severity, Sink, sample_table
 from qkeel.monitor.monitor import Monitor, watched
@@ -476,7 +476,7 @@ class _WatchedModel:
 @final
 class _Remedied:
     """The remedies of --apply on one model. Remedies that change its forward pass stay for the lifetime of the model;
-    remedies on optimizer steps move, with their state, to the optimizer that begins a new phase of training.
+    remedies on optimizer steps are applied anew to the optimizer that begins a new phase of training.
     """
 
     def __init__(
@@ -502,21 +502,17 @@ class _Remedied:
     def begin_phase(
         self, optimizer: Optimizer, refused: Callable[[QkeelError], None], write: Callable[[str], None]
     ) -> None:
-        """Continues with the optimizer of the next phase; `write` receives a line about the state of the remedies, and
-        one about parameters that the remedies added and this optimizer does not train.
-
-        If weights were changed in place since the last step, as by `load_state_dict`, the state is not theirs."""
+        """Applies the remedies on steps anew to the optimizer of the next phase; `write` receives a line about their
+        state, and one about parameters that the remedies added and this optimizer does not train."""
         if self._steps is not None:
-            before, unchanged = self._steps.state(), self._steps.unchanged
+            had_state = bool(self._steps.state())
             self._steps.remove()
-            self._steps = steps = self._at_next_pass(self._on_steps, optimizer, refused, before if unchanged else {})
+            self._steps = steps = self._at_next_pass(self._on_steps, optimizer, refused)
             if steps is not None:
                 for other in disjoint(self._optimizers, optimizer):
                     steps.or_with(other)
-            if before:
-                new = f"the new {type(optimizer).__name__}"
-                again = f"starts again from its initial state on {new}, because weights were changed"
-                write(f"{self._on_steps} {f'keeps its state on {new}' if unchanged else again}")
+            if had_state:
+                write(f"{self._on_steps} starts again from its initial state on the new {type(optimizer).__name__}")
         self._optimizers.append(weakref.ref(optimizer))
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         model = self._model()
@@ -529,17 +525,12 @@ class _Remedied:
             )
 
     def _at_next_pass(
-        self,
-        spec: str,
-        optimizer: Optimizer,
-        refused: Callable[[QkeelError], None],
-        before: State | None = None,
+        self, spec: str, optimizer: Optimizer, refused: Callable[[QkeelError], None]
     ) -> AtNextPass | None:
         model = self._model()
         if not spec or model is None:
             return None
-        follows = spec == self._on_steps
-        return AtNextPass(model, spec, optimizer, Asked(partial=True), refused=refused, before=before, follows=follows)
+        return AtNextPass(model, spec, optimizer, Asked(partial=True), refused=refused)
 
 
 def disjoint(earlier: Sequence[weakref.ref[Optimizer]], new: Optimizer) -> list[Optimizer]:

@@ -148,8 +148,8 @@ def squared_eigenvalue(
     """
     m = a if b is None else a @ b
     size = _trace(m)
-    one = m / size[..., None, None]
-    x = one.reshape(-1, *m.shape[-2:])
+    scaled = m / size[..., None, None]
+    x = scaled.reshape(-1, *m.shape[-2:])
     for i in range(squarings):
         if i % 4:
             x = x @ x
@@ -157,7 +157,7 @@ def squared_eigenvalue(
             x = x / _trace(x)[:, None, None] if i else x
             x = torch.baddbmm(x, x, x, beta=0, alpha=x.shape[-1])  # (√d x)²
     x = x.view_as(m)
-    mean = (x * one.mT).sum((-2, -1)) / _trace(x)
+    mean = (x * scaled.mT).sum((-2, -1)) / _trace(x)
     return torch.fmax(size * mean, 0 * m.sum((-2, -1)))  # 0 / 0 of a zero matrix becomes 0
 
 
@@ -370,26 +370,26 @@ def change_factors(q: Tensor, k: Tensor, q_new: Tensor, k_new: Tensor) -> tuple[
     return torch.cat([q_new - q, q], dim=-1), torch.cat([k_new, k_new - k], dim=-1)
 
 
-def change_rows(change: Tensor, seen: VisibleKeys) -> dict[str, Tensor]:
+def change_rows(change: Tensor, visible_keys: VisibleKeys) -> dict[str, Tensor]:
     """Returns, for each query row of blanked changes, the root of the sum of squares, the sum and the maximum of the
     magnitudes, and the number of visible pairs."""
     b, h, r, _ = change.shape
     norm = torch.linalg.vector_norm(change, dim=-1)
     size = change.abs_()
-    count = seen.counts(r, change.device).expand(b, h, r)
+    count = visible_keys.counts(r, change.device).expand(b, h, r)
     return {"norm": norm, "total": size.sum(-1), "most": size.amax(-1), "n": count}
 
 
-def no_change_rows(like: Tensor) -> dict[str, Tensor]:
+def no_change_rows(template: Tensor) -> dict[str, Tensor]:
     """Returns the result of `change_rows` for rows that see no key, one row for each entry of `like` [b h r]."""
-    zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
+    zeros, none = torch.zeros_like(template), torch.zeros_like(template, dtype=torch.int64)
     return {"norm": zeros, "total": zeros, "most": zeros, "n": none}
 
 
 def reduce_changes(parts: list[dict[str, Tensor]], counted: Bool[Tensor, "b t"] | None) -> LogitChange:
     """Reduces the rows of all parts to one change per head; rows are counted if they see a key and are not masked
     out."""
-    rows = {name: torch.cat([part[name] for part in parts], dim=2) for name in parts[0]}
+    rows = {name: torch.cat([block[name] for block in parts], dim=2) for name in parts[0]}
     out = rows["n"] == 0 if counted is None else (rows["n"] == 0) | ~counted[:, None]
     norm, total, most = (rows[name].masked_fill(out, 0.0) for name in ("norm", "total", "most"))
     n_pairs = rows["n"].masked_fill(out, 0).sum((0, 2))

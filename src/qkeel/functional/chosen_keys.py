@@ -30,7 +30,7 @@ def dense_divergence(z: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs)
 
 
 def index_divergence(
-    scores: Float[Tensor, "b 1 r s"], z: Float[Tensor, "b h r s"], seen: Bool[Tensor, "b 1 r s"]
+    scores: Float[Tensor, "b 1 r s"], z: Float[Tensor, "b h r s"], visible: Bool[Tensor, "b 1 r s"]
 ) -> Float[Tensor, "b 1 r"]:
     """Returns Σ_s p_s ln(p_s / q_s), where q is the softmax of an indexer's scores and p is dense attention averaged
     over heads.
@@ -42,6 +42,6 @@ def index_divergence(
 
     Source: DeepSeek-V3.2 (2025), which trains indexers on this loss while attention is still dense.
     """
-    p = z.masked_fill(~seen, -torch.inf).softmax(-1).mean(1, keepdim=True)
-    logs = scores.masked_fill(~seen, -torch.inf).log_softmax(-1)
-    return -(torch.special.entr(p) + p * logs.masked_fill(~seen, 0.0)).sum(-1)
+    p = z.masked_fill(~visible, -torch.inf).softmax(-1).mean(1, keepdim=True)
+    logs = scores.masked_fill(~visible, -torch.inf).log_softmax(-1)
+    return -(torch.special.entr(p) + p * logs.masked_fill(~visible, 0.0)).sum(-1)

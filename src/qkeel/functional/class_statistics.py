@@ -61,15 +61,15 @@ def tensors(stats: DataclassInstance) -> dict[str, Tensor]:
 
 
 def _merged(parts: Sequence[Mapping[str, Tensor]], name: str, rule: Merge) -> Tensor:
-    values = [part[name] for part in parts]
+    values = [stats[name] for stats in parts]
     if rule.how == "mean" and len(parts) == 2:
-        mine, other = (part[rule.count] for part in parts)
+        first, second = (stats[rule.count] for stats in parts)
         # In the mean's dtype, since dividing integers would give float32.
-        share = other.to(values[0].dtype) / (mine + other).clamp_min(1)
+        share = second.to(values[0].dtype) / (first + second).clamp_min(1)
         return torch.lerp(values[0], values[1], share if share.ndim == values[0].ndim else share[..., None])
     every = {name: torch.stack(values)}
     if rule.count:
-        every[rule.count] = torch.stack([part[rule.count] for part in parts])
+        every[rule.count] = torch.stack([stats[rule.count] for stats in parts])
     return merged_rows(every, name, rule)
 
 
@@ -111,7 +111,10 @@ def class_maxima(
     """Returns the row maxima of lowered logits over the keys of each class, or -inf where `n_of`, the number of such
     keys that a row sees, is 0."""
     lowest = torch.finfo(z.dtype).min / 4
-    tops = [(z + ((1 - one) * lowest)[:, None, None]).amax(-1) for one in members.unbind(-1)]
+    tops = []
+    for members_of_class in members.unbind(-1):
+        hidden = ((1 - members_of_class) * lowest)[:, None, None]
+        tops.append((z + hidden).amax(-1))
     return torch.stack(tops, -1).masked_fill(n_of == 0, -torch.inf)
 
 
@@ -194,11 +197,12 @@ def merge_classes(a: ClassStats | None, b: ClassStats | None) -> ClassStats | No
 
 def joined_classes(parts: Sequence[ClassStats | None]) -> ClassStats | None:
     """Concatenates the statistics of one-head calls into the statistics of one site; None if any part is None."""
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
+    classes = [stats for stats in parts if stats is not None]
+    if len(classes) < len(parts):
         return None
-    each = [tensors(part) for part in known]
-    return ClassStats(names=known[0].names, **{name: torch.cat([part[name] for part in each]) for name in TENSORS})
+    by_call = [tensors(stats) for stats in classes]
+    fields = {name: torch.cat([stats[name] for stats in by_call]) for name in TENSORS}
+    return ClassStats(names=classes[0].names, **fields)
 
 
 def norm_ratio(norms: Float[Tensor, "*h c"], counts: Int[Tensor, "*h c"]) -> Float[Tensor, "*h"]:
@@ -211,9 +215,9 @@ def norm_ratio(norms: Float[Tensor, "*h c"], counts: Int[Tensor, "*h c"]) -> Flo
         >>> norm_ratio(torch.tensor([[2.0, 6.0, 0.0]]), torch.tensor([[5, 1, 0]]))
         tensor([3.])
     """
-    seen = counts > 0
-    ratio = norms.masked_fill(~seen, -torch.inf).amax(-1) / norms.masked_fill(~seen, torch.inf).amin(-1)
-    return ratio.masked_fill(seen.sum(-1) < 2, torch.nan)
+    is_counted = counts > 0
+    ratio = norms.masked_fill(~is_counted, -torch.inf).amax(-1) / norms.masked_fill(~is_counted, torch.inf).amin(-1)
+    return ratio.masked_fill(is_counted.sum(-1) < 2, torch.nan)
 
 
 def one_hot(classes: Int[Tensor, "*n"], n: int) -> Bool[Tensor, "*n c"]:
@@ -255,25 +259,30 @@ def class_stats(
     def total(x: Tensor) -> Tensor:
         return torch.einsum("bhta,bhtc->hac", weigh, x.masked_fill(~over[..., None], 0.0))
 
-    tops = [top.masked_fill(~one[..., None], -torch.inf).amax((0, 2)) for one in of.unbind(-1)]
+    tops = []
+    pairs = []
+    for rows_of_class in of.unbind(-1):
+        outside = ~rows_of_class[..., None]
+        tops.append(top.masked_fill(outside, -torch.inf).amax((0, 2)))
+        pairs.append(n_of.long().masked_fill(outside, 0).sum((0, 2)))
     return {
         "max_logit": torch.stack(tops, 1),
         "mass": total(mass.masked_fill(n_of == 0, 0.0)) / count.clamp_min(1)[..., None],
         "uniform_mass": total(share.to(mass.dtype)) / count.clamp_min(1)[..., None],
         "n_queries": count,
-        "n_pairs": torch.stack([n_of.long().masked_fill(~one[..., None], 0).sum((0, 2)) for one in of.unbind(-1)], 1),
+        "n_pairs": torch.stack(pairs, 1),
     }
 
 
 def class_norms(
-    of: Bool[Tensor, "#b n c"], norm: Float[Tensor, "b h n"] | None, over: Bool[Tensor, "b h n"], like: Tensor
+    of: Bool[Tensor, "#b n c"], norm: Float[Tensor, "b h n"] | None, over: Bool[Tensor, "b h n"], template: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the mean norm, largest norm and number [h c] of the counted tokens of each class; 0 if the norms are
     unknown."""
     picked = of[:, None] & over[..., None]
     if norm is None:
         none = picked.sum((0, 2)) * 0
-        return none.to(like.dtype), none.to(like.dtype), none
-    each = norm[..., None].masked_fill(~picked, 0.0)
+        return none.to(template.dtype), none.to(template.dtype), none
+    by_class = norm[..., None].masked_fill(~picked, 0.0)
     count = picked.sum((0, 2))
-    return each.sum((0, 2)) / count.clamp_min(1), each.amax((0, 2)), count
+    return by_class.sum((0, 2)) / count.clamp_min(1), by_class.amax((0, 2)), count

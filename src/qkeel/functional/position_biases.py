@@ -31,8 +31,8 @@ def alibi_slopes(n_heads: int) -> Float[Tensor, " h"]:
         return [2 ** (-8 * h / n) for h in range(1, n + 1)]
 
     lower = 2 ** int(math.log2(n_heads))
-    more = slopes(2 * lower)[::2][: n_heads - lower]
-    return torch.tensor(slopes(lower) + more, dtype=torch.float64, device="cpu")
+    between = slopes(2 * lower)[::2][: n_heads - lower]
+    return torch.tensor(slopes(lower) + between, dtype=torch.float64, device="cpu")
 
 
 def kerple_log(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:

@@ -96,11 +96,11 @@ def rotate(
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
     """Rotates with standard operators, which support every kind of derivative."""
     half = cos.shape[-1]
-    (a, b), rest = _pairs(x, half, pairing), x[..., 2 * half :]
+    (a, b), unrotated = _pairs(x, half, pairing), x[..., 2 * half :]
     a, b = a * cos - b * sin, b * cos + a * sin
     if pairing == "interleaved":
-        return torch.cat([torch.stack([a, b], -1).flatten(-2), rest], -1)
-    return torch.cat([a, b, rest] if pairing == "half" else [b, a, rest], -1)
+        return torch.cat([torch.stack([a, b], -1).flatten(-2), unrotated], -1)
+    return torch.cat([a, b, unrotated] if pairing == "half" else [b, a, unrotated], -1)
 
 
 class _Rotate(torch.autograd.Function):
@@ -148,8 +148,12 @@ def _pairs(x: Tensor, half: int, pairing: Pairing) -> tuple[Tensor, Tensor]:
 
 def _widened(cos: Tensor, width: int, pairing: Pairing) -> Tensor:
     """Returns the cosine for every dimension, which is that of its pair, or 1 if the dimension is not rotated."""
-    both = cos.repeat_interleave(2, dim=-1) if pairing == "interleaved" else torch.cat([cos, cos], dim=-1)
-    return F.pad(both, (0, width - both.shape[-1]), value=1.0) if width > both.shape[-1] else both
+    by_dimension = cos.repeat_interleave(2, dim=-1) if pairing == "interleaved" else torch.cat([cos, cos], dim=-1)
+    return (
+        F.pad(by_dimension, (0, width - by_dimension.shape[-1]), value=1.0)
+        if width > by_dimension.shape[-1]
+        else by_dimension
+    )
 
 
 # RoPE frequencies for contexts longer than in training: every published way to slow the rotation.

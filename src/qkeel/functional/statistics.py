@@ -158,11 +158,11 @@ def merge(a: LogitStats, *others: LogitStats) -> LogitStats:
     if not others:
         return a
     parts = [tensors(a), *map(tensors, others)]
-    sampled = [part for part in parts if "entropy_error" in part]
+    sampled = [block for block in parts if "entropy_error" in block]
     error = sampled[0]["entropy_error"] if sampled else None
     if len(sampled) > 1:
         error = merged(sampled, {"entropy_error": _ERROR})["entropy_error"]
-    classes = functools.reduce(merge_classes, [one.classes for one in others], a.classes)
+    classes = functools.reduce(merge_classes, [stats.classes for stats in others], a.classes)
     return LogitStats(**merged(parts, MERGES), classes=classes, entropy_error=error)
 
 
@@ -177,40 +177,6 @@ def merge_stacked(every: Mapping[str, Tensor]) -> LogitStats:
 
 
 _ERROR = Merge("mean", count="n_queries")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LogitBracket:
-    """Bounds on the largest logit per head, from the row logsumexps that an attention kernel returns anyway.
-
-    `lower <= max_logit <= upper`. `entropy`, if requested, tightens the lower bound from lse - ln n to lse - H, so the
-    bounds meet exactly when attention collapses. `entropy_error` is half the width of a 95 % interval if the entropy
-    comes from a sample of rows, otherwise None. `certified` marks heads whose `lower` is the exact maximum; a head with
-    a NaN or infinite logit is never certified. `max_logit` is the maximum where it is certified. `note` says what was
-    computed and why, if the bounds needed a separate pass.
-    """
-
-    lower: PerHead
-    upper: PerHead
-    entropy: PerHead | None = None
-    entropy_error: PerHead | None = None
-    certified: Tensor | None = None
-    note: str = ""
-
-    @property
-    def max_logit(self) -> PerHead:
-        """The largest logit of each head where it is certified, or NaN where only the two bounds are known."""
-        known = torch.zeros_like(self.lower, dtype=torch.bool) if self.certified is None else self.certified
-        return self.lower.masked_fill(~known, torch.nan)
-
-    @classmethod
-    def exact(
-        cls, top: PerHead, entropy: PerHead | None, note: str = "", entropy_error: PerHead | None = None
-    ) -> LogitBracket:
-        """Returns bounds that both equal an exact maximum."""
-        return cls(
-            lower=top, upper=top, entropy=entropy, entropy_error=entropy_error, certified=top.isfinite(), note=note
-        )
 
 
 # Row logsumexps, and the gate of a learned sink.
@@ -310,8 +276,8 @@ class VisibleKeys:
         """Returns the number of keys that each row sees, [b|1 h|1 rows]."""
         if self.visible is None:
             return torch.full((1, 1, rows), self.n, device=device)
-        some = self.visible.expand(*self.visible.shape[:2], rows, self.n - self.start)
-        return some.sum(-1) + self.start
+        partly_visible = self.visible.expand(*self.visible.shape[:2], rows, self.n - self.start)
+        return partly_visible.sum(-1) + self.start
 
     def counts_of(self, members: Tensor) -> Tensor:
         """Returns how many keys of each class each row sees, [b h|1 rows|1 c], given the members [b|1 n c]."""
@@ -360,47 +326,51 @@ class RowStats:
     class_keys: PerRowAndClass | None = None  #: visible keys of each class
 
     @classmethod
-    def nothing(cls, like: PerRow, members: Members | None = None) -> RowStats:
+    def nothing(cls, template: PerRow, members: Members | None = None) -> RowStats:
         """Returns the statistics of rows that see no key, one row for each entry of `like`."""
-        zeros = torch.zeros_like(like)
-        split = None if members is None else like.new_zeros(*like.shape, members.shape[-1])
+        zeros = torch.zeros_like(template)
+        split = None if members is None else template.new_zeros(*template.shape, members.shape[-1])
         fields = {f.name: split if f.name.startswith("class") else zeros for f in dataclasses.fields(cls)}
-        return cls(**{**fields, "n_keys": torch.zeros_like(like, dtype=torch.int64)})  # type: ignore[arg-type]
+        return cls(**{**fields, "n_keys": torch.zeros_like(template, dtype=torch.int64)})  # type: ignore[arg-type]
 
     @classmethod
     def cat(cls, parts: list[RowStats], dim: int = 2) -> RowStats:
         """Concatenates rows or, with dim=1, the heads of several calls."""
-        each = [tensors(part) for part in parts]
-        return cls(**{name: torch.cat([part[name] for part in each], dim=dim) for name in each[0]})
+        tensors_of_blocks = [tensors(block) for block in parts]
+        return cls(
+            **{name: torch.cat([block[name] for block in tensors_of_blocks], dim=dim) for name in tensors_of_blocks[0]}
+        )
 
 
-def extreme_logits(z: Tensor, seen: VisibleKeys, counted: Bool[Tensor, "b r"] | None) -> tuple[Tensor, Tensor]:
+def extreme_logits(z: Tensor, visible_keys: VisibleKeys, counted: Bool[Tensor, "b r"] | None) -> tuple[Tensor, Tensor]:
     """Returns the largest and smallest logit [h] of blanked z [b h r n] over counted rows; leaves z lowered."""
-    over = seen.counts(z.shape[2], z.device) > 0
+    over = visible_keys.counts(z.shape[2], z.device) > 0
     if counted is not None:
         over = over & counted[:, None]
-    low = seen.least(z).masked_fill(~over, torch.inf).amin((0, 2))
-    return seen.lower_(z).amax(-1).masked_fill(~over, -torch.inf).amax((0, 2)), low
+    low = visible_keys.least(z).masked_fill(~over, torch.inf).amin((0, 2))
+    return visible_keys.lower_(z).amax(-1).masked_fill(~over, -torch.inf).amax((0, 2)), low
 
 
-def logit_rows(z: Tensor, seen: VisibleKeys, threshold: float, members: Members | None = None) -> dict[str, Tensor]:
+def logit_rows(
+    z: Tensor, visible_keys: VisibleKeys, threshold: float, members: Members | None = None
+) -> dict[str, Tensor]:
     """Returns extrema, totals and counts of blanked logits z [b h rows n] before the cap; leaves z lowered."""
     b, h, r, _ = z.shape
-    found = {"total": z.sum(-1), "min_logit": seen.least(z)}
-    top = seen.lower_(z).amax(-1)
+    found = {"total": z.sum(-1), "min_logit": visible_keys.least(z)}
+    top = visible_keys.lower_(z).amax(-1)
     # Comparing every logit costs as much as the exponential and finds nothing if no row maximum is above. Only on a CPU
     # can that be checked without waiting for the device.
     over = z.device.type != "cpu" or bool((top > threshold).any())
     above = (z > threshold).sum(-1).to(z.dtype) if over else torch.zeros_like(top)
     if members is not None:
         of_block = members[:, : z.shape[-1]]
-        found["class_keys"] = seen.counts_of(of_block).expand(b, h, r, -1)
+        found["class_keys"] = visible_keys.counts_of(of_block).expand(b, h, r, -1)
         found["class_max"] = class_maxima(z, of_block, found["class_keys"])
-    return {**found, "max_logit": top, "above": above, "n_keys": seen.counts(r, z.device).expand(b, h, r)}
+    return {**found, "max_logit": top, "above": above, "n_keys": visible_keys.counts(r, z.device).expand(b, h, r)}
 
 
 def softmax_rows(
-    z: Tensor, seen: VisibleKeys, members: Members | None = None, sink: Tensor | None = None
+    z: Tensor, visible_keys: VisibleKeys, members: Members | None = None, sink: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Returns the largest capped logit, entropy, first weight and class weights of softmax(z); overwrites lowered z.
 
@@ -416,7 +386,7 @@ def softmax_rows(
     p = z.exp()
     mass = p.sum(-1)
     split = {} if members is None else {"class_mass": by_class(p, members) / mass[..., None]}
-    first = seen.first(p) / mass
+    first = visible_keys.first(p) / mass
     entropy = (mass.log() - p.mul_(z).sum(-1) / mass).clamp_min_(0)
     if sink is not None:
         entropy, first = with_sink(entropy, first, top[..., 0] + mass.log(), sink.to(z.dtype))
@@ -429,24 +399,26 @@ def by_class(weights: Tensor, members: Members) -> PerRowAndClass:
     return (weights.flatten(1, 2) @ values).view(*weights.shape[:3], -1)
 
 
-def product_rows(products: Tensor, unit: float, q_norm: PerRow, k_norm: Tensor, seen: VisibleKeys) -> dict[str, Tensor]:
+def product_rows(
+    products: Tensor, unit: float, q_norm: PerRow, k_norm: Tensor, visible_keys: VisibleKeys
+) -> dict[str, Tensor]:
     """Returns statistics of the products q·k and their cosines, from blanked `products` = unit · q·k [b h rows n] and
     the norms [b h rows] and [b g n]."""
     g, h = k_norm.shape[1], products.shape[1]
     cosines = products * _inverse(k_norm).repeat_interleave(h // g, dim=1)[:, :, None]
     along = _inverse(q_norm) / unit
-    n = seen.counts(products.shape[2], products.device).expand(q_norm.shape)
+    n = visible_keys.counts(products.shape[2], products.device).expand(q_norm.shape)
     total = cosines.sum(-1) * along
     return {
         "product_norm": torch.linalg.vector_norm(products, dim=-1) / unit,
         "cos_total": total.clamp(-n, n),  # rounding may give a cosine of 1 + 1e-7
-        "cos_max": (seen.lower_(cosines).amax(-1) * along).clamp_(-1, 1),
+        "cos_max": (visible_keys.lower_(cosines).amax(-1) * along).clamp_(-1, 1),
     }
 
 
-def no_product_rows(like: Tensor) -> dict[str, Tensor]:
+def no_product_rows(template: Tensor) -> dict[str, Tensor]:
     """Returns the fields of `product_rows` if q and k are unknown; `like` is [b h rows]."""
-    return dict.fromkeys(("product_norm", "cos_total", "cos_max"), torch.zeros_like(like))
+    return dict.fromkeys(("product_norm", "cos_total", "cos_max"), torch.zeros_like(template))
 
 
 def _inverse(norm: Tensor) -> Tensor:
@@ -608,16 +580,16 @@ def _split(
     )
 
 
-def _keys(norm: Tensor | None, seen: Tensor | None, like: Tensor) -> dict[str, Tensor]:
+def _keys(norm: Tensor | None, visible_keys: Tensor | None, template: Tensor) -> dict[str, Tensor]:
     """Returns the mean and largest norm of the seen keys, and their number. `seen` is None if every key is seen; the
     norms are then known."""
     if norm is None:
-        assert seen is not None
-        norm, seen = like.new_zeros(seen.shape), torch.zeros_like(seen)
-    seen = torch.ones_like(norm, dtype=torch.bool) if seen is None else seen
+        assert visible_keys is not None
+        norm, visible_keys = template.new_zeros(visible_keys.shape), torch.zeros_like(visible_keys)
+    visible_keys = torch.ones_like(norm, dtype=torch.bool) if visible_keys is None else visible_keys
     if not norm.shape[2]:  # amax needs a key, so pad with one that nobody sees
-        norm, seen = (torch.nn.functional.pad(x, (0, 1)) for x in (norm, seen))
-    norm = norm.masked_fill(~seen, 0.0)
-    count = seen.sum((0, 2))
+        norm, visible_keys = (torch.nn.functional.pad(x, (0, 1)) for x in (norm, visible_keys))
+    norm = norm.masked_fill(~visible_keys, 0.0)
+    count = visible_keys.sum((0, 2))
     total = norm.sum(0).sum(-1)
     return {"key_norm": total / count.clamp_min(1), "key_norm_max": norm.amax((0, 2)), "n_keys": count}

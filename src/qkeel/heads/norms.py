@@ -20,7 +20,7 @@ from qkeel.spec.norm import Norm as SpecNorm
 
 # MOVES and the operations that add values. Both preserve norms, or stretch them by a factor that a probe shows.
 _SUMS = ("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0")
-_CASTS = ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Expand", "ToCopy", "Clone", "AddBackward0")
+_CASTS = ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Expand", "ToCopy", "Clone", "AddBackward")
 _ROOTS = ("Rsqrt", "Sqrt", "Pow", "Reciprocal", "ClampMin", "ClampBackward", *_CASTS)
 _FUSED: dict[str, Kind] = {"NativeLayerNormBackward0": "layer", "FusedRmsNormBackward0": "rms"}
 _LENGTHS = ("LinalgVectorNorm", "NormBackward", "SumBackward1")

@@ -354,8 +354,11 @@ class AttentionSite:
 
     @property
     def reparametrised(self) -> bool:
-        """True if a weight on a logit path is computed from another (spectral or weight norm, sigma_reparam)."""
-        return any("parametrizations." in s.parameter for s in (*self.query, *self.key))
+        """True if a weight on a logit path is computed from another (spectral or weight norm, pruning, sigma_reparam).
+
+        Parametrizations of torch and its older hooks are recognised by the names of what they store."""
+        names = [s.parameter for s in (*self.query, *self.key)]
+        return any("parametrizations." in name or name.endswith(("_orig", "_v")) for name in names)
 
 
 def _unique(slices: Iterable[HeadSlice]) -> list[HeadSlice]:

@@ -11,9 +11,13 @@ from typing import final
 import torch
 
 from qkeel.errors import RefusedError
-from qkeel.kernels.compiled_attention import Decode, Native
+from qkeel.kernels.attention.chunked import Chunked
+from qkeel.kernels.attention.compiled import Native
+from qkeel.kernels.attention.flex import Flex
+from qkeel.kernels.attention.sdpa import Sdpa
+from qkeel.kernels.attention.windowed import Windowed
 from qkeel.kernels.contract import Kernel, Refusal
-from qkeel.kernels.torch_kernels import Chunked, Flex, Sdpa, Windowed
+from qkeel.kernels.decoding.compiled import Decode
 from qkeel.options import lookup
 from qkeel.patching.modes import constant_when_compiled
 from qkeel.spec.call import AttentionCall

@@ -39,7 +39,7 @@ from qkeel.lab.checkpoint import (
 from qkeel.lab.claims import Claim
 from qkeel.lab.config import RunConfig
 from qkeel.lab.tasks import Examples, Task
-from qkeel.monitor.measure import change_between, frozen
+from qkeel.monitor.logit_changes import change_between, frozen
 from qkeel.options import Json
 from qkeel.patching.modes import is_compiled
 from qkeel.records import STEP_FIELDS, HeadRecorder, RunDirectory, append_line, write_json, write_text

@@ -21,24 +21,19 @@ from qkeel.handle import Handle, State, under
 from qkeel.heads.site import AttentionSite, Sites, UnrecognizedAttention
 from qkeel.monitor.alarms import fitted, rules_for
 from qkeel.monitor.cadence import Cadence, MeasuredSteps
+from qkeel.monitor.call_statistics import CallStatistics, SettingSeen, wanted
 from qkeel.monitor.gather import Measurement, Stats, merged, on_host
 from qkeel.monitor.history import History, PlannedRates
 from qkeel.monitor.journal import PendingResults, Recorder
-from qkeel.monitor.measure import (
-    CallStatistics,
-    LogitChanges,
-    SettingSeen,
-    StepNumbers,
-    WatchedModels,
-    WatchedSites,
-    wanted,
-)
+from qkeel.monitor.logit_changes import LogitChanges
+from qkeel.monitor.measure import StepNumbers, WatchedModels
 from qkeel.monitor.nan_origin import NanOrigin
 from qkeel.monitor.processes import Handshake, ProcessGroup
 from qkeel.monitor.record import Sample, about, coverage, sample_html, sample_line, sample_table
 from qkeel.monitor.rules import Alarm, Rule, Severity
 from qkeel.monitor.sinks import Sink
 from qkeel.monitor.token_classes import Classes, PassTokens, QueryMaskSource
+from qkeel.monitor.watched_sites import WatchedSites
 from qkeel.patching.forward import owners, unwrapped
 from qkeel.patching.modes import FaultGuard, joined
 from qkeel.patching.optimizers import StepHooks, stepping, steps_taken
@@ -383,7 +378,7 @@ class Monitor(Handle):
         self._end = TrainingEnd(self._steps, self._models, self._group, self._step_end, optimizer, guard=self._guard)
         for name, one in model.items():
             calls = CallStatistics(PassTokens(query_mask.get(name), classes.get(name)), setting, main)
-            due, rows = functools.partial(self._steps.due, name), None if main is True else calls.maxima
+            due, rows = functools.partial(self._steps.due, name), None if main is True else calls.of_rows
             tap = Tap(
                 one,
                 due=due,

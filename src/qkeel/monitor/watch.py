@@ -15,8 +15,8 @@ from qkeel.deprecation import accepts_earlier_calls
 from qkeel.distributed.layout import Layout
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.monitor.cadence import Cadence, cadence
+from qkeel.monitor.call_statistics import wanted
 from qkeel.monitor.history import PlannedRates
-from qkeel.monitor.measure import wanted
 from qkeel.monitor.monitor import Monitor, watched
 from qkeel.monitor.rules import Rule
 from qkeel.monitor.sinks import RunDirectorySink, Sink

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, ShapeError, caution, check, check_known
 from qkeel.functional.statistics import KernelRows, LogitStats
+from qkeel.kernels.attention.compiled import Native
 from qkeel.kernels.choose import KERNELS, choose
-from qkeel.kernels.compiled_attention import Native
-from qkeel.kernels.encode import encoded
+from qkeel.kernels.norm_rope.encode import encoded
 from qkeel.kernels.statistics import logit_stats
 from qkeel.options import lookup
 from qkeel.patching.modes import hooks_before

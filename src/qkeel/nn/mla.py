@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from qkeel.errors import InvalidTypeError, RefusedError, check
 from qkeel.functional.norms import wide
-from qkeel.kernels.compiled_attention import latents
 from qkeel.kernels.contract import Refusal, average, row_blocks
-from qkeel.kernels.encode import encoded
+from qkeel.kernels.decoding.compiled import latents
+from qkeel.kernels.norm_rope.encode import encoded
 from qkeel.nn.attention import LatentCache, SpecModule, check_input
 from qkeel.spec import AttentionSpec, Rope
 from qkeel.spec.call import AttentionCall, Visibility

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from qkeel.functional.statistics import KernelRows
+from qkeel.kernels.attention.compiled import Native
 from qkeel.kernels.choose import choose
-from qkeel.kernels.compiled_attention import Decode, Native
+from qkeel.kernels.decoding.compiled import Decode
 from qkeel.kernels.native.operators import is_plain
 from qkeel.patching.modes import Kwargs
 from qkeel.spec.attention import AttentionSpec

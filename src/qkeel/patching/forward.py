@@ -272,6 +272,11 @@ class ForwardPasses(Handle):
         store_without(model, _DormantHook)
         super().__init__(self._unhook)
 
+    def remove(self) -> None:
+        """Removes the hooks, or disables them while a pass runs; a later call removes those of a pass that failed."""
+        super().remove()
+        self._unhook()
+
     @property
     def busy(self) -> bool:
         """True if a pass of the model, or an extra pass, is running."""

@@ -12,21 +12,21 @@ from typing import Any, final
 from torch import nn
 from torch.optim import Optimizer
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.example import ForwardArguments, arguments
 from qkeel.deprecation import Call, accepts_earlier_calls
-from qkeel.errors import AlreadyAppliedError, InvalidTypeError, QkeelError, RefusedError, caution
+from qkeel.errors import AlreadyAppliedError, InvalidTypeError, QkeelError, RefusedError
 from qkeel.handle import Handle, State
 from qkeel.heads.site import APPLIED, AttentionSite, Sites
 from qkeel.nn.attention import SpecModule
 from qkeel.options import Term, build, lookup
 from qkeel.options import parse as parse_terms
-from qkeel.patching.autograd import version_of
 from qkeel.patching.forward import ForwardPasses, joining, owners, unwrapped
 from qkeel.patching.modes import compile_again, unguarded
 from qkeel.patching.optimizers import StepHooks, listed
 from qkeel.remedies.base import NoRemedy, Remedy, Target, active_at, compose_all, where
-from qkeel.remedies.head_weights import check_weights, innermost, stepped, warn_without_steps
+from qkeel.remedies.head_weights import StepRemedy, check_weights, innermost, stepped
+from qkeel.remedies.idle_steps import notice_idle_steps
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.one_slot import (
     AttentionTemperature,
@@ -51,6 +51,7 @@ from qkeel.remedies.qk_norm import Cosine, KeyNorm, QKNorm, QKVNorm, QueryNorm
 from qkeel.remedies.qk_weights import FrozenQK, QKLearningRate, QKWeightDecay, SpectralCap
 from qkeel.remedies.residual_branches import Dropout, PeriNorm, SwinNorm
 from qkeel.remedies.sigma_reparam import SigmaReparam
+from qkeel.remedies.weights_in_use import check_weights_in_use
 from qkeel.sites.find import Models, found_sites, named_models, of_each, sites_of_each
 from qkeel.sites.tap import Tap
 from qkeel.sites.trace import ModelTrace, run_once
@@ -157,8 +158,8 @@ def note(text: str) -> Note:
         >>> note("softpick").source
         'Zuhri et al. 2025, arXiv 2504.20966, equation 5'
     """
-    found = parse(text)
-    return Note("; ".join(r.line for r in found), "; ".join(dict.fromkeys(r.source for r in found)))
+    remedies = parse(text)
+    return Note("; ".join(r.line for r in remedies), "; ".join(dict.fromkeys(r.source for r in remedies)))
 
 
 def _model_first(*args: Any, **kwargs: Any) -> Call | None:
@@ -202,8 +203,7 @@ def apply(
         optimizer: the optimizer of the model's weights, or a list of several, such as Muon and AdamW. Remedies that
             change its steps need it; of several, each acts on the heads whose weights it holds. Parameters that a
             remedy creates are added to it; of several, to the first that holds gains or biases. A remedy that changes
-            steps warns if the model makes 100 training passes without a step of this optimizer, as it does after a
-            change to another one.
+            steps warns once if something other than this optimizer changes its weights, step after step.
         batch: the input of one pass, which reveals the attention of modules from other libraries. It is a tensor, a
             tuple of the forward's arguments or a dict of its keyword arguments. For several models, give one batch
             for each, as a list or a dict by name. Not needed if an optimizer is given; see above.
@@ -262,10 +262,6 @@ class AtNextPass(Handle):
     """Remedies that are applied when the model's next forward pass begins, with that pass's arguments as the batch.
 
     If a remedy is refused, the error is raised in the call of the model, or passed to `refused` if that is given.
-    `before` is the state of the same remedies on an earlier optimizer of the model, {} if the weights have changed
-    since then, or None if there was no such optimizer. If every process has a state, the remedies continue from it, as
-    far as it contains their weights. With `follows`, `unchanged` tells whether the weights are as the last step
-    left them.
     """
 
     def __init__(
@@ -276,8 +272,6 @@ class AtNextPass(Handle):
         more: Asked,
         *,
         refused: Callable[[QkeelError], None] | None = None,
-        before: State | None = None,
-        follows: bool = False,
     ) -> None:
         remedies = parse(remedy, **more.options)
         check_wrapper(unwrapped(model), remedies)
@@ -286,10 +280,6 @@ class AtNextPass(Handle):
         self._refused = refused
         self._inner: Handle | None = None
         self._carried: State | None = None
-        self._before, self._follows = before, follows
-        self._weights = list(model.parameters())
-        self._after_step: Handle | None = None
-        self._versions: list[int] | None = None
         self._passes = ForwardPasses(model, self._begin, lambda *_: None, guard=unguarded)
         self._optimizers = [listed(optimizer)]
         self._steps = [StepHooks(self._refuse_step, lambda _: None, innermost(x)) for x in self._optimizers[0]]
@@ -313,58 +303,30 @@ class AtNextPass(Handle):
         self._wait_no_more()
         try:
             with joining(self._model, args, kwargs):
-                self._inner, optimizers = self._applied(ForwardArguments(args, kwargs))
+                self._inner = self._applied(ForwardArguments(args, kwargs))
         except QkeelError as error:
             if self._refused is None:
                 raise
             self._refused(error)
             return
-        if self._follows:  # the hook is registered last, so it runs after those of the remedies
-            note = optimizers[-1].register_step_post_hook(lambda *_: self._note())
-            self._after_step = Handle(note.remove)
-        if self._before is not None and self._everybody_has_a_state():
-            initial = self._inner.state()
-            self._inner.load({**initial, **{name: x for name, x in self._before.items() if name in initial}})
         if self._carried:  # a state from before the first pass is empty
             self._inner.load(self._carried)
 
-    def _everybody_has_a_state(self) -> bool:
-        """Whether every process has a state to continue from; with different factors, their weights would diverge."""
-        own = "a state" if self._before else "none"
-        words = [own] if dist.world() == 1 else dist.gather_messages(WHAT, own)
-        if len(set(words)) > 1:
-            caution(
-                f"{self.about} starts again from its initial state, because weights were changed on some processes "
-                "since the last step"
-            )
-        return set(words) == {"a state"}
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether no weight has been changed in place since the last step; True before the first one."""
-        return self._versions is None or self._versions == self._now()
-
-    def _now(self) -> list[int]:
-        return list(map(version_of, self._weights))
-
-    def _note(self) -> None:
-        self._versions = self._now()
-
-    def _applied(self, batch: ForwardArguments) -> tuple[Handle, list[Optimizer]]:
-        own = vars(self._model).get("forward")
-        handle, optimizers = self._with_the_first_that_fits(batch)
-        if vars(self._model).get("forward") is not own:
+    def _applied(self, batch: ForwardArguments) -> Handle:
+        forward = vars(self._model).get("forward")
+        handle = self._with_the_first_that_fits(batch)
+        if vars(self._model).get("forward") is not forward:
             handle.remove()
             raise RefusedError(
                 f"{self.about} replaces the model's own forward, which is running now. {_GIVE.format(self.about)}"
             )
-        return handle, optimizers
+        return handle
 
-    def _with_the_first_that_fits(self, batch: ForwardArguments) -> tuple[Handle, list[Optimizer]]:
+    def _with_the_first_that_fits(self, batch: ForwardArguments) -> Handle:
         errors: list[RefusedError] = []
         for optimizers in self._optimizers:
             try:
-                return _apply(self._model, self._remedy, optimizers, self._more, batch=batch), optimizers
+                return _apply(self._model, self._remedy, optimizers, self._more, batch=batch)
             except RefusedError as error:
                 errors.append(error)
         raise errors[0]
@@ -384,13 +346,11 @@ class AtNextPass(Handle):
 
     def _take_off(self) -> None:
         self._wait_no_more()
-        if self._after_step is not None:
-            self._after_step.remove()
         if self._inner is not None:
             self._inner.remove()
 
     def _own_state(self) -> State:
-        return self._inner.state() if self._inner is not None else dict(self._carried or self._before or {})
+        return self._inner.state() if self._inner is not None else dict(self._carried or {})
 
     def _take_state(self, state: State) -> None:
         if self._inner is not None:
@@ -412,15 +372,15 @@ def _apply(
     train_length, partial = more.train_length, more.partial
 
     def asked() -> tuple[tuple[Remedy, ...], list[tuple[Target, Sites | None]]]:
-        found = parse(remedy, **more.options)
+        remedies = parse(remedy, **more.options)
         optimizers = listed(optimizer)
         models = {"": model} if isinstance(model, nn.Module) else named_models(model, "apply remedies to")
         shown, known = of_each(batch, [*models], "batches"), sites_of_each(sites, models)
         bare: list[tuple[Target, Sites | None]] = []
-        for name, one in models.items():
+        for name, single in models.items():
             shown_arguments = ((), {}) if shown[name] is None else arguments(shown[name])
             target = Target(
-                model=unwrapped(one),
+                model=unwrapped(single),
                 optimizer=optimizers[0] if optimizers else None,
                 sites=[],
                 batch=shown_arguments,
@@ -428,23 +388,23 @@ def _apply(
             )
             bare.append((target, known[name]))
         for target, _ in bare:
-            check_wrapper(target.model, found)
-        return found, bare
+            check_wrapper(target.model, remedies)
+        return remedies, bare
 
     def said(request: tuple[tuple[Remedy, ...], Sequence[object]]) -> str:
-        given = {"optimizer": optimizer, "batch": batch, "sites": sites}
-        parts = [name if x is not None else f"no {name}" for name, x in given.items()]
+        arguments = {"optimizer": optimizer, "batch": batch, "sites": sites}
+        parts = [name if x is not None else f"no {name}" for name, x in arguments.items()]
         several = [] if isinstance(model, nn.Module) else [f"{len(request[1])} models"]
         return ", ".join([f"{list(request[0])}", *several, *parts, f"train_length={train_length}, partial={partial}"])
 
-    found, bare = dist.run_on_all(WHAT, asked, said, lambda _: None)
+    found, bare = dist.agree(WHAT, asked, said, lambda _: None)
     optimizers = listed(optimizer)
 
     def applied() -> Handle:
         handles = (compose_all(_apply_all(found, target, known, optimizers, partial=partial)) for target, known in bare)
         return next(handles) if isinstance(model, nn.Module) else compose_all(handles)
 
-    handle = dist.run_on_all(WHAT, applied, lambda _: "applied", Handle.remove)
+    handle = dist.agree(WHAT, applied, lambda _: "applied", Handle.remove)
     for target, _ in bare:
         handle = refused_under_zero(handle, target.model, found, optimizers[0] if optimizers else None)
     handle.about = "+".join(parsed.name for parsed in found)
@@ -452,18 +412,24 @@ def _apply(
 
 
 def _apply_all(
-    found: Sequence[Remedy], bare: Target, known: Sites | None, optimizers: Sequence[Optimizer], *, partial: bool
+    remedies: Sequence[Remedy], bare: Target, known: Sites | None, optimizers: Sequence[Optimizer], *, partial: bool
 ) -> Iterator[Handle]:
     """Applies one remedy after another.
 
     Sites are found once, and again for the next remedies after a remedy that changes them. A remedy that has not itself
     run the model is followed by one pass, which checks that the model still runs."""
-    sites, trace = (known, None) if known is not None else _sites(found[0], bare) if found else (Sites(), None)
+    sites, trace = (known, None) if known is not None else _sites(remedies[0], bare) if remedies else (Sites(), None)
     check_peers(bare.model, sites)
-    for remedy in found:
-        whole = dataclasses.replace(bare, sites=remedy.chosen(sites), trace=None if remedy.on_steps else trace)
-        agreed(functools.partial(_check, remedy, whole, sites, partial=partial, given=known is not None))
-        for target in _by_optimizer(remedy, whole, optimizers):
+    for remedy in remedies:
+        target_of_all = dataclasses.replace(
+            bare,
+            sites=remedy.chosen(sites),
+            trace=None if remedy.on_steps else trace,
+            all_sites=sites,
+            values={} if trace is None else trace.value_slices(),
+        )
+        agreed(functools.partial(_check, remedy, target_of_all, sites, partial=partial, given=known is not None))
+        for target in _by_optimizer(remedy, target_of_all, optimizers):
             before = dict(bare.model.named_parameters())
             inner = remedy.apply(target)
             try:
@@ -471,7 +437,7 @@ def _apply_all(
                 if remedy.on_steps or known is not None or isinstance(remedy, NoRemedy):
                     pass
                 # Remedies that follow or are active already need the sites.
-                elif remedy is not found[-1] or active_remedies(bare.model):
+                elif remedy is not remedies[-1] or active_remedies(bare.model):
                     sites, trace = _sites(remedy, bare)
                 elif trace is not None and not remedy.changes_spec:
                     run_once(bare.model, *bare.batch)
@@ -515,17 +481,17 @@ def _check(remedy: Remedy, target: Target, sites: Sites, *, partial: bool, given
 def _check_whole(remedy: Remedy, sites: Sites) -> None:
     """Raises RefusedError if a remedy for all attention would leave out attention that is not understood."""
     if sites.missed and remedy.on_attention:
-        others = "; ".join(map(str, sites.missed))
+        missed = "; ".join(map(str, sites.missed))
         raise RefusedError(
             f"{remedy.name}: {sites.share} of this model are understood, and the remedy would leave out the others. "
-            f"{others}. With partial=True the remedy is applied to the attention that is understood"
+            f"{missed}. With partial=True the remedy is applied to the attention that is understood"
         )
 
 
 def _check_supported(remedy: Remedy, target: Target) -> None:
     """Raises unless the remedy can be applied at every site."""
     for site in target.sites:
-        if any(other.on_steps for other in active_at(site).values()) and (
+        if any(active.on_steps for active in active_at(site).values()) and (
             remedy.name in active_at(site) or remedy.supports(site) is not None
         ):
             gc.collect()  # an optimizer that the script deleted may still exist, and its remedies with it
@@ -536,6 +502,8 @@ def _check_supported(remedy: Remedy, target: Target) -> None:
             raise RefusedError(f"{remedy.name} at {where(site)}: {refusal}")
     if not isinstance(remedy, NoRemedy):
         check_weights(target, remedy.name, per_head=remedy.on_steps)
+    if isinstance(remedy, StepRemedy):
+        check_weights_in_use(target, remedy)
 
 
 def _marked(remedy: Remedy, target: Target, inner: Handle) -> Handle:
@@ -545,15 +513,15 @@ def _marked(remedy: Remedy, target: Target, inner: Handle) -> Handle:
     modules = {id(site.module): site.module for site in target.sites}.values()  # a module may have several sites
     for module in modules:
         marks = module.__dict__.get(APPLIED)
-        module.__dict__[APPLIED] = own = marks if isinstance(marks, _Marks) else _Marks(marks or {})
-        own[remedy.name] = remedy
+        module.__dict__[APPLIED] = record = marks if isinstance(marks, _Marks) else _Marks(marks or {})
+        record[remedy.name] = remedy
     compiled = not (remedy.on_steps or isinstance(remedy, NoRemedy))
     if compiled:
         compile_again()  # code compiled earlier does not detect new hooks
 
     ends = warning = None
     if remedy.on_steps and target.optimizer is not None:
-        warning = warn_without_steps(target, remedy)
+        warning = notice_idle_steps(target, remedy)
         ends = weakref.finalize(
             innermost(target.optimizer), _unmark, [weakref.ref(module) for module in modules], remedy
         )
@@ -566,7 +534,7 @@ def _marked(remedy: Remedy, target: Target, inner: Handle) -> Handle:
             inner.remove()
             return
         marks = [(module, module.__dict__.get(APPLIED, {})) for module in modules]
-        if any(own.get(remedy.name) is not remedy for _, own in marks):  # already folded into the weights
+        if any(record.get(remedy.name) is not remedy for _, record in marks):  # already folded into the weights
             return
         inner.remove()
         if compiled:
@@ -579,10 +547,10 @@ def _marked(remedy: Remedy, target: Target, inner: Handle) -> Handle:
 
 def _drop(module: nn.Module, remedy: Remedy) -> None:
     """Drops the record of a remedy on a module, if it is there."""
-    own = module.__dict__.get(APPLIED, {})
-    if own.get(remedy.name) is remedy:
-        del own[remedy.name]
-        if not own:
+    record = module.__dict__.get(APPLIED, {})
+    if record.get(remedy.name) is remedy:
+        del record[remedy.name]
+        if not record:
             del module.__dict__[APPLIED]
 
 
@@ -632,10 +600,10 @@ def forget(model: nn.Module, folded: Callable[[Remedy], bool]) -> None:
 def _check_others(remedy: Remedy, sites: Iterable[AttentionSite]) -> None:
     """Raises RefusedError if an earlier remedy is no longer valid after this one, so that their order never matters."""
     for site in sites:
-        for other in active_at(site).values():
-            refusal = other.holds(site)
+        for earlier in active_at(site).values():
+            refusal = earlier.holds(site)
             if refusal is not None:
-                raise RefusedError(f"{remedy.name} at {where(site)}, where {other.name} is active: {refusal}")
+                raise RefusedError(f"{remedy.name} at {where(site)}, where {earlier.name} is active: {refusal}")
 
 
 def _make(term: Term, options: dict[str, float | int | bool | str]) -> Remedy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, final
 
@@ -20,6 +20,7 @@ from qkeel.heads.site import APPLIED, AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.options import Bound, annotations, check_bound, checked
 from qkeel.patching.forward import extra_pass
+from qkeel.remedies.optimizer_trials import check_one_optimizer
 from qkeel.sites.trace import ModelTrace, seen
 
 # The interface of a remedy, and of what it is applied to.
@@ -39,6 +40,9 @@ class Target:
     batch: Arguments = ((), {})  #: arguments of a forward pass that reveals the sites; empty for qkeel's own modules
     train_length: int | None = None  #: tokens per training sequence, for formulas that need it
     trace: ModelTrace | None = None  #: the pass that revealed the sites; None if all are qkeel's own, or were given
+    all_sites: Sequence[AttentionSite] = ()  #: all attention of the model; `sites` may be a part of it
+    #: the last weights on the path to each site's values, or why they are unknown; empty if no pass has shown them
+    values: Mapping[str, tuple[HeadSlice, ...] | str] = dataclasses.field(default_factory=dict)
 
     @property
     def example(self) -> Arguments:
@@ -68,10 +72,25 @@ class Target:
                 "cannot be updated or scaled separately. Remove the hook or parametrization first"
             ) from error
 
+    def value_weights(self, site: AttentionSite) -> Sequence[HeadSlice]:
+        """Returns the last weights on the path to a site's values, as far as a pass has shown them."""
+        slices = self.values.get(site.name, ())
+        return () if isinstance(slices, str) else slices
+
+    def overlap(self, s: HeadSlice, other: HeadSlice) -> bool:
+        """True if two slices have a row of one parameter in common, or an entry of one bias."""
+        for a, b in ((s, other), (s.bias_of(), other.bias_of())):
+            if a is None or b is None or self.parameter(a.parameter) is not self.parameter(b.parameter):
+                continue
+            if a.axis == b.axis and bool(torch.isin(a.index, b.index).any()):
+                return True
+        return False
+
     def need_optimizer(self, remedy: str) -> Optimizer:
         """Returns the optimizer, or raises RefusedError if there is none."""
         if self.optimizer is None:
             raise RefusedError(f"{remedy} acts on optimizer steps: call qkeel.apply(model, {remedy!r}, optimizer)")
+        check_one_optimizer(self.optimizer, remedy)
         return self.optimizer
 
     def returned(self) -> object:

@@ -9,7 +9,7 @@ import abc
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import ClassVar, Literal, cast, final
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.example import tensors
 from qkeel.errors import RefusedError, check_known
 from qkeel.handle import Handle, compose
@@ -92,22 +92,24 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
     Raises:
         RefusedError: a site's block has a different form. The message names the site and the expected form.
     """
-    own = [(name, m) for name, m in target.model.named_modules() if isinstance(m, Block)]
-    blocks = {id(branch): (name, m) for name, m in own for branch in (m.attention, m.cross_attention) if branch}
+    named_blocks = [(name, m) for name, m in target.model.named_modules() if isinstance(m, Block)]
+    blocks = {
+        id(branch): (name, m) for name, m in named_blocks for branch in (m.attention, m.cross_attention) if branch
+    }
     foreign = [site for site in target.sites if id(site.module) not in blocks]
-    seen = _observed(target, foreign) if foreign and any(target.batch) else {}
+    observed = _observed(target, foreign) if foreign and any(target.batch) else {}
     branches: dict[tuple[str, str], Branch] = {}
     for site in target.sites:
         around = blocks.get(id(site.module))
-        found = _own(*around, site, remedy) if around is not None else _fitting(site, seen)
-        if found is None:
+        site_branches = _own(*around, site, remedy) if around is not None else _fitting(site, observed)
+        if site_branches is None:
             raise RefusedError(
                 f"{remedy} at {where(site)}: expected a block that computes x + A(N₁(x)), then x + M(N₂(x)), "
                 "with A, M and both norms as direct children, but found none around this attention (post-norm, "
                 "parallel and fused blocks differ; for blocks from other libraries, pass a batch: "
                 "apply(..., batch=batch)); build the model with the norm order you want"
             )
-        branches.update({(b.name, b.function): b for b in found})
+        branches.update({(b.name, b.function): b for b in site_branches})
     return list(branches.values())
 
 
@@ -144,14 +146,14 @@ class _Calls:
 def _observed(target: Target, sites: list[AttentionSite]) -> dict[str, _Calls]:
     """Runs the example and returns the calls of every module around a site, keyed by name."""
     names = {name for site in sites for name in _ancestors(module_name(site))}
-    seen = {name: _Calls(target.model.get_submodule(name)) for name in sorted(names)}
+    calls_by_name = {name: _Calls(target.model.get_submodule(name)) for name in sorted(names)}
     with ExitStack() as hooks, evaluating(target.model):
-        for calls in seen.values():
+        for calls in calls_by_name.values():
             for name, module in (*calls.block.named_children(), ("", calls.block)):
                 note = functools.partial(calls.note, name)
                 hooks.callback(module.register_forward_hook(note, with_kwargs=True).remove)
         target.returned()
-    return seen
+    return calls_by_name
 
 
 def _ancestors(name: str) -> Iterator[str]:
@@ -165,9 +167,9 @@ def _fitting(site: AttentionSite, seen: dict[str, _Calls]) -> tuple[Branch, Bran
     name = module_name(site)
     for parent in (p for p in _ancestors(name) if p in seen):
         child = name.removeprefix(f"{parent}.").partition(".")[0]
-        found = _matched(parent, seen[parent], child)
-        if found is not None:
-            return found
+        branches = _matched(parent, seen[parent], child)
+        if branches is not None:
+            return branches
     return None
 
 
@@ -182,14 +184,14 @@ def _matched(name: str, calls: _Calls, attention: str) -> tuple[Branch, Branch] 
     middle = whole_in + a_out
     for norm, (x, y) in once.items():
         for mlp, (m_in, m_out) in once.items():
-            distinct = len({norm, mlp, first[0], attention}) == 4
+            distinct = len({norm, mlp, first[0], attention}) == 4 and m_out.shape == middle.shape
             if distinct and m_in is y and _same(x, middle) and _same(middle + m_out, whole_out):
                 pairs = ((attention, first[0], "attention_post_norm"), (mlp, norm, "mlp_post_norm"))
-                one, two = (
+                attention_branch, mlp_branch = (
                     Branch(block=calls.block, name=name, function=f, norm=n, post=p, width=whole_in.shape[-1])
                     for f, n, p in pairs
                 )
-                return one, two
+                return attention_branch, mlp_branch
     return None
 
 
@@ -304,7 +306,7 @@ def heads_of(
         return unconfirmed(site)
     slices: list[HeadSlice] = []
     for s in ways:
-        if not any(s.parameter == other.parameter and s.same(other) for other in slices):
+        if not any(s.parameter == known_slice.parameter and s.same(known_slice) for known_slice in slices):
             slices.append(s)
     if not slices:
         return refuse_heads(f"it is not known which weights produce the {side} ({site.why})")
@@ -314,27 +316,32 @@ def heads_of(
     apart: dict[str, list[HeadSlice]] = {}
     for s in slices:
         apart.setdefault(_branch(s.parameter, site), []).append(s)
-    found, heads = [], site.n_heads if part == "q" else site.n_kv_heads
-    for own in apart.values():
-        name, index = _common_module(own)
-        module, made = model.get_submodule(name), ", ".join(sorted({s.parameter for s in slices}))
-        whole = index is not None and index.shape[0] == heads
-        if site.module in module.modules() or (len(apart) > 1 and not whole):
-            return refuse_heads(f"the {side} are not the output of a single module: they are computed by {made}")
-        if index is None or not whole:
+    sources, heads = [], site.n_heads if part == "q" else site.n_kv_heads
+    for branch_slices in apart.values():
+        name, index = _common_module(branch_slices)
+        module, names = model.get_submodule(name), ", ".join(sorted({s.parameter for s in slices}))
+        is_complete = index is not None and index.shape[0] == heads
+        if site.module in module.modules() or (len(apart) > 1 and not is_complete):
+            return refuse_heads(f"the {side} are not the output of a single module: they are computed by {names}")
+        if index is None or not is_complete:
             return refuse_heads(
                 f"no module outputs complete heads of the {side} ({heads} heads of {site.head_dim}): they are "
-                f"computed by {made}"
+                f"computed by {names}"
             )
-        if len(apart) > 1 and not all(bool(s.heads(dist.whole(model.get_parameter(s.parameter))).any()) for s in own):
+        if len(apart) > 1 and not all(
+            bool(s.heads(dist.whole(model.get_parameter(s.parameter))).any()) for s in branch_slices
+        ):
             # A term of a sum that is zero, such as a new low-rank adapter, would be normed to full size.
             return refuse_heads(
                 f"the {side} are not the output of a single module, and one of the weights that produce them is zero: "
-                f"{made}"
+                f"{names}"
             )
-        size, biased = model.get_parameter(own[0].parameter).shape[own[0].axis], any(s.bias is not None for s in own)
-        found.append(HeadSource(module=module, name=name, index=index, size=size, biased=biased))
-    return found
+        size, biased = (
+            model.get_parameter(branch_slices[0].parameter).shape[branch_slices[0].axis],
+            any(s.bias is not None for s in branch_slices),
+        )
+        sources.append(HeadSource(module=module, name=name, index=index, size=size, biased=biased))
+    return sources
 
 
 def _branch(parameter: str, site: AttentionSite) -> str:
@@ -364,8 +371,8 @@ def _common_module(slices: list[HeadSlice]) -> tuple[str, Tensor | None]:
 
 def _owner(parameter: str) -> str:
     """Returns the name of the module that computes with a parameter."""
-    owner, made, _ = parameter.partition(".parametrizations.")
-    return owner if made else parameter.rpartition(".")[0]
+    owner, separator, _ = parameter.partition(".parametrizations.")
+    return owner if separator else parameter.rpartition(".")[0]
 
 
 @final
@@ -462,10 +469,10 @@ class _Cuts:
 def _cuts(index: list[Tensor], size: int) -> _Cuts | None:
     """Returns the cuts by which each norm's features are viewed as [... h d], or None if heads are unevenly spaced."""
     runs = []
-    for i, one in enumerate(index):
-        (n, r), first = one.shape, int(one[0, 0])
-        step = int(one[1, 0]) - first if n > 1 else r
-        if not torch.equal(one.cpu(), first + step * torch.arange(n)[:, None] + torch.arange(r)):
+    for i, features in enumerate(index):
+        (n, r), first = features.shape, int(features[0, 0])
+        step = int(features[1, 0]) - first if n > 1 else r
+        if not torch.equal(features.cpu(), first + step * torch.arange(n)[:, None] + torch.arange(r)):
             return None
         runs.append((first, n, r, step, i))
     blocks = all(step == r for _, _, r, step, _ in runs)
@@ -547,7 +554,7 @@ class ChangeNorm(ChangeSpec):
         return spec.replace(norm=norm, scale=scale)
 
     def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
-        values = target.seen().value_slices() if sites and "v" in self.sides else {}
+        values = target.values
         operands = functools.cache(lambda: target.seen().operands())
 
         def planned() -> dict[str, SourcesBySide | Refusal]:
@@ -570,8 +577,11 @@ class ChangeNorm(ChangeSpec):
         self, target: Target, site: AttentionSite, values: tuple[HeadSlice, ...] | str, operands: Operands
     ) -> SourcesBySide | Refusal:
         """Returns the modules that produce the heads to norm, or the reason why there are none."""
+        shared = self._refuse_shared(target, site)
+        if shared is not None:
+            return shared
         plan = self._modules(target, site, values, frozenset())
-        if not isinstance(plan, Refusal) and all(len(found) == 1 for found in plan.values()):
+        if not isinstance(plan, Refusal) and all(len(sources) == 1 for sources in plan.values()):
             return plan
         pairs = operands().get(site.name, [])
         tables = frozenset(name for pair in pairs for operand in pair for name in operand.tables)
@@ -579,27 +589,47 @@ class ChangeNorm(ChangeSpec):
         if isinstance(plan, Refusal):
             return plan
         widths = {operand.width for pair in pairs for operand in pair if not operand.tables}
-        for part, found in plan.items():
-            if len(found) > 1 and {heads.index.shape[1] for heads in found} != widths:
-                made, side = ", ".join(sorted(heads.name for heads in found)), "queries" if part == "q" else "keys"
-                return refuse_heads(f"the {side} are not the output of a single module: they are computed by {made}")
+        for part, sources in plan.items():
+            if len(sources) > 1 and {heads.index.shape[1] for heads in sources} != widths:
+                names, side_name = (
+                    ", ".join(sorted(heads.name for heads in sources)),
+                    "queries" if part == "q" else "keys",
+                )
+                return refuse_heads(
+                    f"the {side_name} are not the output of a single module: they are computed by {names}"
+                )
         return plan
+
+    def _refuse_shared(self, target: Target, site: AttentionSite) -> Refusal | None:
+        """Refuses a norm after a projection that also makes what must not be normed, or what is normed separately."""
+        slices_of_sides: dict[str, Sequence[HeadSlice]] = {
+            "queries": [term.query[-1] for term in site.terms],
+            "keys": [term.key[-1] for term in site.terms],
+            "values": target.value_weights(site),
+        }
+        for side in self.sides:
+            normed = {"q": "queries", "k": "keys", "v": "values"}[side]
+            for other_side, slices in slices_of_sides.items():
+                for s in slices_of_sides[normed] if other_side != normed else ():
+                    if any(target.overlap(s, other_slice) for other_slice in slices):
+                        return refuse_heads(f"{s.parameter} makes the {normed} and the {other_side} at once")
+        return None
 
     def _modules(
         self, target: Target, site: AttentionSite, values: tuple[HeadSlice, ...] | str, tables: frozenset[str]
     ) -> SourcesBySide | Refusal:
         """Returns the modules that produce each side, ignoring `tables` of positions."""
         plan: SourcesBySide = {}
-        for part in self.sides:
-            ways = [(term.query if part == "q" else term.key)[-1] for term in site.terms]
-            if part == "v":
+        for side in self.sides:
+            ways = [(term.query if side == "q" else term.key)[-1] for term in site.terms]
+            if side == "v":
                 if isinstance(values, str):
                     return Refusal(f"it is not known which weights produce the values ({values})", "use qk_norm")
                 ways = list(values)
-            found = heads_of(target.model, site, part, [s for s in ways if s.parameter not in tables])
-            if isinstance(found, Refusal):
-                return found
-            plan[part] = found
+            sources = heads_of(target.model, site, side, [s for s in ways if s.parameter not in tables])
+            if isinstance(sources, Refusal):
+                return sources
+            plan[side] = sources
         return plan
 
 
@@ -609,17 +639,17 @@ def _norm_projections(
     """Inserts norms after the projections of the sites, then checks in one pass that all of them ran."""
     placed: list[NormedProjection] = []
     done: dict[int, str] = {}
-    several = {name for name, plan in plans.items() if any(len(found) > 1 for found in plan.values())}
+    several = {name for name, plan in plans.items() if any(len(sources) > 1 for sources in plan.values())}
     _join_calls(remedy, sites, plans)
     called = target.seen().called if sites else frozenset()
     for site in sites:
         plan, name = plans[site.name], module_name(site)
-        for part, found in plan.items():
-            theirs = [done[id(heads.module)] for heads in found if done.get(id(heads.module), name) != name]
+        for side, sources in plan.items():
+            theirs = [done[id(heads.module)] for heads in sources if done.get(id(heads.module), name) != name]
             # If an earlier site owns only some modules of a sum, its norms already cover those modules.
-            if theirs and len(theirs) == len(found):
+            if theirs and len(theirs) == len(sources):
                 raise RefusedError(f"{remedy.name} at {name}: its projections also produce heads of {theirs[0]}")
-            plan[part] = [heads for heads in found if id(heads.module) not in done]
+            plan[side] = [heads for heads in sources if id(heads.module) not in done]
         if not any(plan.values()):  # a second attention call of the same module
             continue
         norms = _norms(remedy, target, site, plan)
@@ -629,10 +659,10 @@ def _norm_projections(
         held = {norm.name: norm.module for norm in norms}
         yield add_submodules(target, site, held, target.parameter(site.query[0].parameter), over_identities=True)
         for module in {id(norm.heads.module): norm.heads.module for norm in norms}.values():
-            own = [norm for norm in norms if norm.heads.module is module]
+            norms_of_module = [norm for norm in norms if norm.heads.module is module]
             new = NormedProjection(
-                [norm.heads for norm in own],
-                [norm.module for norm in own],
+                [norm.heads for norm in norms_of_module],
+                [norm.module for norm in norms_of_module],
                 inside=None if id(module) in called or "weight" not in parameters_of(module) else site.module,
             )
             yield put_in_place(new)
@@ -648,16 +678,16 @@ def _join_calls(remedy: ChangeNorm, sites: list[AttentionSite], plans: dict[str,
     Calls may use different heads of one projection, as in differential attention or with local heads."""
     first: dict[tuple[str, NormedPart, int], list[HeadSource]] = {}
     for site in sites:
-        for part, found in plans[site.name].items():
-            for heads in list(found):
-                where_first = first.setdefault((module_name(site), part, id(heads.module)), found)
-                if where_first is found:
+        for side, sources in plans[site.name].items():
+            for heads in list(sources):
+                where_first = first.setdefault((module_name(site), side, id(heads.module)), sources)
+                if where_first is sources:
                     continue
-                found.remove(heads)
-                at = next(i for i, one in enumerate(where_first) if one.module is heads.module)
-                known = {tuple(row) for row in where_first[at].index.tolist()}
-                new = [row for row in heads.index.tolist() if tuple(row) not in known]
-                taken = {feature for row in known for feature in row}
+                sources.remove(heads)
+                at = next(i for i, source in enumerate(where_first) if source.module is heads.module)
+                known_rows = {tuple(row) for row in where_first[at].index.tolist()}
+                new = [row for row in heads.index.tolist() if tuple(row) not in known_rows]
+                taken = {feature for row in known_rows for feature in row}
                 if any(feature in taken for row in new for feature in row) or (
                     new and heads.index.shape[1] != where_first[at].index.shape[1]
                 ):
@@ -665,7 +695,7 @@ def _join_calls(remedy: ChangeNorm, sites: list[AttentionSite], plans: dict[str,
                         f"{remedy.name} at {where(site)}: two attention calls of the module use different parts of the "
                         f"same heads of {heads.name}, and one norm cannot serve both; use qk_clip or lalr"
                     )
-                index = torch.tensor(sorted([*map(list, known), *new]))
+                index = torch.tensor(sorted([*map(list, known_rows), *new]))
                 where_first[at] = dataclasses.replace(where_first[at], index=index)
 
 
@@ -675,19 +705,19 @@ def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: Source
     spec = remedy.changed(AttentionSpec(scale=base.scale), target.train_length)
     first = next(iter(plan))
     norms: list[_ModuleNorm] = []
-    for part, found in plan.items():
+    for side, sources in plan.items():
         factor, learned = 1.0, None
-        if part == first and spec.scale != base.scale:
+        if side == first and spec.scale != base.scale:
             old = number(base.scale, site.head_dim)
             learned = spec.scale if spec.scale.kind == "learned" else None
             factor = (1.0 if learned is not None else number(spec.scale, site.head_dim)) / old
-        for i, heads in enumerate(found):
+        for i, heads in enumerate(sources):
             width = heads.index.shape[1]
-            made = heads.index.shape[0]  # heads of all calls of the module
-            geometry = ParameterSizes(n_heads=made, n_kv_heads=made, head_dim=width)
-            like = next(heads.module.parameters())
-            module = HeadNorm(spec.norm, part, geometry, like, factor=factor, learned=learned)
-            norms.append(_ModuleNorm(name=f"{part}_norm{f'_{i + 1}' if i else ''}", heads=heads, module=module))
+            n_heads = heads.index.shape[0]  # heads of all calls of the module
+            geometry = ParameterSizes(n_heads=n_heads, n_kv_heads=n_heads, head_dim=width)
+            parameter = next(heads.module.parameters())
+            module = HeadNorm(spec.norm, side, geometry, parameter, factor=factor, learned=learned)
+            norms.append(_ModuleNorm(name=f"{side}_norm{f'_{i + 1}' if i else ''}", heads=heads, module=module))
     return norms
 
 
@@ -709,7 +739,7 @@ def _check_ran(
             new.seen = None
     after = {site.name: site for site in trace.sites}
     names = [site.name for site in sites if site.name not in after or not is_normed(after[site.name])]
-    if names or any(own is None or set(own) != {new.size} for new, own in zip(placed, sizes)):
+    if names or any(widths is None or set(widths) != {new.size} for new, widths in zip(placed, sizes)):
         raise RefusedError(
             f"{remedy.name}: a norm on the output of the projections of {names or [site.name for site in sites]} does "
             "not affect the attention scores, because something other than the module that holds the weights uses them"
@@ -730,18 +760,18 @@ def _check_lengths(remedy: ChangeNorm, sites: list[AttentionSite], after: ModelT
         # eps shortens small vectors. No tolerance is allowed for this if several outputs are summed.
         tolerance = None if site.name in names else _SHORTER
         for q, k in operands.get(site.name, []):
-            for part, operand in (("q", q), ("k", k)):
-                if part not in remedy.sides or operand.normed(norm.over, tolerance):
+            for side, operand in (("q", q), ("k", k)):
+                if side not in remedy.sides or operand.normed(norm.over, tolerance):
                     continue
                 if site.name in names:
                     raise RefusedError(
-                        f"{remedy.name} at {site.name}: the outputs of several modules are summed to give {part}, so a "
+                        f"{remedy.name} at {site.name}: the outputs of several modules are summed to give {side}, so a "
                         "norm on each does not normalise the sum; use qk_clip or lalr, which need no norm"
                     )
                 least, most = operand.extremes()
                 raise RefusedError(
-                    f"{remedy.name} at {where(site)}: after the norm of the projection, vectors of {part} reach the "
-                    f"scores with a mean square of {least:.3g} to {most:.3g}. An operation on {part} in between (an "
+                    f"{remedy.name} at {where(site)}: after the norm of the projection, vectors of {side} reach the "
+                    f"scores with a mean square of {least:.3g} to {most:.3g}. An operation on {side} in between (an "
                     "activation, a gate, pooling) changes their length, so the norm does not bound the logits; use "
                     "softcap"
                 )

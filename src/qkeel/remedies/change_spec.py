@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.calls import HIDES, HeadLayout
+from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
@@ -19,11 +19,11 @@ from qkeel.kernels.contract import Refusal
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import forwards_of
 from qkeel.patching.modes import names_in_use, parameters_of, shard_alike, submodules_of
+from qkeel.remedies.added_parameters import join
 from qkeel.remedies.base import Remedy, Target, compose_all, inside, module_name, where
 from qkeel.remedies.changed_call import ChangedCalls, PlacedChange, changed
-from qkeel.remedies.head_steps import join
 from qkeel.sites.find import is_normed
-from qkeel.sites.trace import biased, run_once
+from qkeel.sites.trace import is_product, run_once
 from qkeel.spec import AttentionSpec, InverseSqrt
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import Norm
@@ -72,10 +72,10 @@ def refuse_scale(remedy: str, scale: Scale) -> Refusal | None:
     """Refuses unit vectors if the scale is not 1/√d, up to a position-dependent factor."""
     if scale.base == InverseSqrt():
         return None
-    other = "qk_norm" if remedy == "cosine" else "kind=rms"
+    alternative = "qk_norm" if remedy == "cosine" else "kind=rms"
     return Refusal(
         f"unit vectors need their own scale in place of 1/√d, and this site has the scale {scale.base.formula()}",
-        f"use {other}, which keeps the scale, or build the model with the spec you want",
+        f"use {alternative}, which keeps the scale, or build the model with the spec you want",
     )
 
 
@@ -108,19 +108,19 @@ def change_parameters(
     had, needed = old.init_params(*sizes), new.init_params(*sizes)
     values = {n: value for n, value in needed.items() if n not in had}
     module = site.module
-    like = target.parameter(site.query[0].parameter) if site.terms else next(target.model.parameters())
+    near = target.parameter(site.query[0].parameter) if site.terms else next(target.model.parameters())
     _check_free(site, values)
-    added = {n: nn.Parameter(value.to(like)) for n, value in values.items()}
+    added = {n: nn.Parameter(value.to(near)) for n, value in values.items()}
     dropped = {n: parameters_of(module)[n] for n in had if n not in needed}
     before = dict(parameters_of(module))
-    joined = join(target.optimizer, {inside(module_name(site), n): p for n, p in added.items()}, like)
+    joined = join(target.optimizer, {inside(module_name(site), n): p for n, p in added.items()}, near)
     _swap(module, dropped, added)
 
     def undo() -> None:
         _swap(module, added, dropped)
-        now = dict(parameters_of(module))
+        current = dict(parameters_of(module))
         parameters_of(module).clear()
-        parameters_of(module).update({n: now[n] for n in (*before, *now) if n in now})
+        parameters_of(module).update({n: current[n] for n in (*before, *current) if n in current})
         joined.remove()
 
     return Handle(undo)
@@ -149,21 +149,21 @@ def add_submodules(
     """
     module, name = site.module, module_name(site)
     held = submodules_of(module)
-    identities = {part: held[part] for part in added if over_identities and type(held.get(part)) is nn.Identity}
-    _check_free(site, [part for part in added if part not in identities])
+    identities = {child: held[child] for child in added if over_identities and type(held.get(child)) is nn.Identity}
+    _check_free(site, [child for child in added if child not in identities])
     for new in added.values():
         shard_alike(target.model, new, near)
-    parameters = {inside(name, f"{part}.{n}"): p for part, new in added.items() for n, p in new.named_parameters()}
+    parameters = {inside(name, f"{child}.{n}"): p for child, new in added.items() for n, p in new.named_parameters()}
     joined = join(target.optimizer, parameters, near, matrices=matrices)
-    for part, new in added.items():
-        held[part] = new.train(module.training)
+    for child, new in added.items():
+        held[child] = new.train(module.training)
 
     def undo() -> None:
-        for part in added:
-            if part in identities:
-                held[part] = identities[part]
+        for child in added:
+            if child in identities:
+                held[child] = identities[child]
             else:
-                del held[part]
+                del held[child]
         for parameter in parameters.values():
             parameter.grad = None
         joined.remove()
@@ -211,14 +211,16 @@ class ChangeSpec(Remedy):
         return refuse_unseen(site)
 
     def apply(self, target: Target) -> Handle:
-        own = [site for site in target.sites if isinstance(site.module, SpecModule)]
-        others = [site for site in target.sites if not isinstance(site.module, SpecModule)]
-        return compose_all(self._handles(target, own, others))
+        own_sites = [site for site in target.sites if isinstance(site.module, SpecModule)]
+        foreign_sites = [site for site in target.sites if not isinstance(site.module, SpecModule)]
+        return compose_all(self._handles(target, own_sites, foreign_sites))
 
-    def _handles(self, target: Target, own: list[AttentionSite], others: list[AttentionSite]) -> Iterator[Handle]:
-        for site in own:
+    def _handles(
+        self, target: Target, own_sites: list[AttentionSite], foreign_sites: list[AttentionSite]
+    ) -> Iterator[Handle]:
+        for site in own_sites:
             yield self.change_own(site, target)
-        yield from self.change_others(target, others)
+        yield from self.change_others(target, foreign_sites)
 
     def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
         """Changes sites of modules from other libraries."""
@@ -238,11 +240,11 @@ class ChangeSpec(Remedy):
 
         def undo() -> None:
             # Replay from the original spec, because another remedy may have changed a slot since, even the same slot.
-            _, now = module.__dict__[_CHANGES]
-            rest = [change for change in now if change is not mine]
-            module.spec = changed(base, rest)
-            module.__dict__[_CHANGES] = (base, rest)
-            if not rest:
+            _, active = module.__dict__[_CHANGES]
+            remaining = [change for change in active if change is not mine]
+            module.spec = changed(base, remaining)
+            module.__dict__[_CHANGES] = (base, remaining)
+            if not remaining:
                 del module.__dict__[_CHANGES]
             undo_parameters.remove()
 
@@ -256,12 +258,12 @@ def settle(module: nn.Module) -> None:
 
 def known_length(length: int | None, train_length: int | None, use: str, otherwise: str = "") -> int:
     """Returns the L of a formula: the remedy's option, or else the training length. `use` describes what needs L."""
-    found = length or train_length
-    if found is None:
+    tokens = length or train_length
+    if tokens is None:
         raise InvalidValueError(
             f"{use}: give L, as length=512 in the remedy or as qkeel.apply(..., train_length=512){otherwise}"
         )
-    return found
+    return tokens
 
 
 def base_spec(site: AttentionSite) -> AttentionSpec:
@@ -284,13 +286,13 @@ def exchange_calls(change: PlacedChange, target: Target, sites: list[AttentionSi
     _check_masks(target, sites)
     changed_modules: dict[ChangedCalls, list[AttentionSite]] = {}
     for module in {id(site.module): site.module for site in sites}.values():
-        here = [site for site in sites if site.module is module]
-        _check_alone(here, sites)
-        calls = _calls_of(here)
+        sites_of_module = [site for site in sites if site.module is module]
+        _check_alone(sites_of_module, sites)
+        calls = _calls_of(sites_of_module)
         if isinstance(module, nn.MultiheadAttention):
             yield _no_nested_tensors(target.model, module)
-        yield _add_change(calls, change, target, here[0])
-        changed_modules[calls] = here
+        yield _add_change(calls, change, target, sites_of_module[0])
+        changed_modules[calls] = sites_of_module
     if changed_modules:
         _check_pass(target, changed_modules)
 
@@ -303,6 +305,12 @@ def _check_masks(target: Target, sites: list[AttentionSite]) -> None:
         return
     trace = target.seen()
     for site in unchanged:
+        call = trace.calls[site.name][0].captured.call if site.name in trace.calls else None
+        if isinstance(call, ScoresCall) and call.sink is not None:
+            raise RefusedError(
+                f"{where(site)}: a sink, or another column that is no key, is joined to the scores before the softmax, "
+                "where it can't be told from a key; use the model's fused attention, or qk_clip or lalr"
+            )
         if (low := trace.minima.get(site.name, math.inf)) <= HIDES:
             raise RefusedError(
                 f"{where(site)}: an unmasked logit is {low:.3g} on this example, but in hand-written attention, scores "
@@ -319,11 +327,13 @@ def _check_masks(target: Target, sites: list[AttentionSite]) -> None:
 
 def _calls_of(sites: list[AttentionSite]) -> ChangedCalls:
     """Returns the existing replacement of a module's forward, or a new one without changes."""
-    module, one = sites[0].module, sites[0]
-    there = next((s for s in forwards_of(module) if isinstance(s, ChangedCalls)), None)
-    if there is not None:
-        return there
-    calls = ChangedCalls(module, ParameterSizes(n_heads=one.n_heads, n_kv_heads=one.n_kv_heads, head_dim=one.head_dim))
+    module, first = sites[0].module, sites[0]
+    existing = next((s for s in forwards_of(module) if isinstance(s, ChangedCalls)), None)
+    if existing is not None:
+        return existing
+    calls = ChangedCalls(
+        module, ParameterSizes(n_heads=first.n_heads, n_kv_heads=first.n_kv_heads, head_dim=first.head_dim)
+    )
     calls.layouts = _layouts(sites)
     for site in sites:
         calls.bases[number(site.spec.scale, site.head_dim)] = AttentionSpec(scale=base_spec(site).scale)
@@ -332,18 +342,20 @@ def _calls_of(sites: list[AttentionSite]) -> ChangedCalls:
 
 def _layouts(sites: list[AttentionSite]) -> list[HeadLayout]:
     """Returns the distinct layouts of a module's scores."""
-    found: list[HeadLayout] = []
+    layouts: list[HeadLayout] = []
     for site in sites:
         # A fused function has scores [b h t s]; internally it may compute a softmax with torch's functions.
         layout = site.layout or HeadLayout(groups=("b", "h", "t", "s"), sizes=(site.n_heads,))
-        if not any((layout.groups, layout.sizes) == (other.groups, other.sizes) for other in found):
-            found.append(layout)
-    if len({len(layout.groups) for layout in found}) < len(found):
+        if not any(
+            (layout.groups, layout.sizes) == (known_layout.groups, known_layout.sizes) for known_layout in layouts
+        ):
+            layouts.append(layout)
+    if len({len(layout.groups) for layout in layouts}) < len(layouts):
         raise RefusedError(
-            f"{sites[0].name} lays out the scores of its attention calls as [{'] and ['.join(map(str, found))}], which "
-            "can't be distinguished"
+            f"{sites[0].name} lays out the scores of its attention calls as [{'] and ['.join(map(str, layouts))}], "
+            "which can't be distinguished"
         )
-    return found
+    return layouts
 
 
 def _add_change(calls: ChangedCalls, mine: PlacedChange, target: Target, site: AttentionSite) -> Handle:
@@ -363,16 +375,16 @@ def _add_change(calls: ChangedCalls, mine: PlacedChange, target: Target, site: A
     return Handle(undo)
 
 
-def _check_alone(here: list[AttentionSite], sites: list[AttentionSite]) -> None:
-    module, one = here[0].module, here[0]
+def _check_alone(sites_of_module: list[AttentionSite], sites: list[AttentionSite]) -> None:
+    module, first = sites_of_module[0].module, sites_of_module[0]
     for site in sites:
         if site.module is not module and any(m is site.module for m in module.modules()):
             raise RefusedError(
-                f"the attention of {site.name} is part of the attention of {one.name}; change only one of them"
+                f"the attention of {site.name} is part of the attention of {first.name}; change only one of them"
             )
-    if any((s.n_heads, s.head_dim) != (one.n_heads, one.head_dim) for s in here):
+    if any((s.n_heads, s.head_dim) != (first.n_heads, first.head_dim) for s in sites_of_module):
         raise RefusedError(
-            f"{one.name} computes attention several times, with different heads; no parameter fits all of them"
+            f"{first.name} computes attention several times, with different heads; no parameter fits all of them"
         )
 
 
@@ -427,7 +439,12 @@ def refuse_added_scores(remedy: str, target: Target, sites: list[AttentionSite])
     """Raises RefusedError if a factor on q·k would also scale a term that is added to it.
 
     Written-out attention passes only the sum to the softmax, and this sum may include a bias or a cap."""
-    written = biased(target.model, target.batch[0], target.batch[1]) if sites else set()
+    calls = target.seen().calls if sites else {}
+    written: set[str] = set()
+    for name, (first, *_) in calls.items():
+        call = first.captured.call
+        if isinstance(call, ScoresCall) and not is_product(call):
+            written.add(name)
     for site in sites:
         changed_before = any(isinstance(s, ChangedCalls) for s in forwards_of(site.module))
         # The model's own cap is applied before the new scale; a cap that qkeel added is applied after it.

@@ -73,8 +73,8 @@ class ChangedCalls(InstanceForward):
     def change(self, changes: list[PlacedChange]) -> None:
         """Activates these changes, applying them in order. If the list is empty, restores the original forward."""
         specs = {scale: changed(base, changes) for scale, base in self.bases.items()}
-        one, g = next(iter(specs.values())), self.geometry
-        self.names = tuple(one.parameter_shapes(g.n_heads, g.n_kv_heads, g.head_dim))
+        first, g = next(iter(specs.values())), self.geometry
+        self.names = tuple(first.parameter_shapes(g.n_heads, g.n_kv_heads, g.head_dim))
         if changes and not self.changes:
             put_in_place(self)
             if isinstance(self.module, nn.MultiheadAttention):
@@ -90,6 +90,11 @@ class ChangedCalls(InstanceForward):
 
     def run(self, args: Args, kwargs: Kwargs) -> object:
         """Runs the module's forward with its attention calls replaced."""
+        if any(isinstance(x, torch.fx.Proxy) for x in (*args, *kwargs.values())):
+            raise RefusedError(
+                "torch.fx.symbolic_trace runs no tensors and would write a graph without the change of the attention "
+                "call; trace with torch.export.export, which keeps it, or remove() the remedy before tracing"
+            )
         if self.seen is not None:
             self.seen.append([])
             self.is_shifted = False
@@ -107,36 +112,36 @@ class ChangedCalls(InstanceForward):
 
     def spec(self, scale: float) -> AttentionSpec:
         """Returns the spec for a call with this scale."""
-        known = next((s for s in self.specs if abs(s - scale) <= 1e-6 * abs(s)), None)  # 1/√d is rounded in two ways
-        if known is None:
+        nearest = next((s for s in self.specs if abs(s - scale) <= 1e-6 * abs(s)), None)  # 1/√d is rounded in two ways
+        if nearest is None:
             raise RefusedError(
                 f"attention was called with the scale {scale:g}, but with {sorted(self.specs)} on the example; apply "
                 "the remedy with an example that shows how the model will be used"
             )
-        return self.specs[known]
+        return self.specs[nearest]
 
     # --- F.scaled_dot_product_attention
 
     def fused(self, args: Args, kwargs: Kwargs) -> Tensor:
         """Computes one call of F.scaled_dot_product_attention."""
         self.note()
-        given = sdpa_arguments(args, kwargs)
-        q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
-        dropout, causal, scale = (given[name] for name in ("dropout_p", "is_causal", "scale"))
+        arguments = sdpa_arguments(args, kwargs)
+        q, k, v, mask = (arguments[name] for name in ("query", "key", "value", "attn_mask"))
+        dropout, causal, scale = (arguments[name] for name in ("dropout_p", "is_causal", "scale"))
         if q.is_nested:
             raise RefusedError("expected attention with q [b h t d], got nested tensors, whose heads are not known")
         spec = self.spec(1 / math.sqrt(q.shape[-1]) if scale is None else float(scale))
         if q.ndim != 4:
             lead, t, s = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), q.shape[-2], k.shape[-2]
-            how = self._layout(torch.Size((*lead, t, s)), -1)
-            q, k, v = (how.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k, v))
-            mask = None if mask is None else how.apply(mask.expand(*lead, t, s))
+            layout = self._layout(torch.Size((*lead, t, s)), -1)
+            q, k, v = (layout.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k, v))
+            mask = None if mask is None else layout.apply(mask.expand(*lead, t, s))
             out = run(self._call(spec, (q, k, v), mask, causal=causal, dropout=dropout))
-            return how.undo(out, (*lead, t, out.shape[-1]))
-        apart = unpacked(given, self.geometry.n_heads)
+            return layout.undo(out, (*lead, t, out.shape[-1]))
+        apart = unpacked(arguments, self.geometry.n_heads)
         if apart is not None:
-            one = run(self._call(spec, (apart["query"], k, v), apart["attn_mask"], causal=False, dropout=dropout))
-            return one.unflatten(1, q.shape[1:3]).squeeze(3)
+            packed = run(self._call(spec, (apart["query"], k, v), apart["attn_mask"], causal=False, dropout=dropout))
+            return packed.unflatten(1, q.shape[1:3]).squeeze(3)
         return run(self._call(spec, (q, k, v), mask, causal=causal, dropout=dropout))
 
     def _call(
@@ -166,8 +171,8 @@ class ChangedCalls(InstanceForward):
         x: Tensor = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         dtype = kwargs.get("dtype", next((a for a in args[2:] if isinstance(a, torch.dtype)), None))
-        how = self._layout(x.shape, -1 if dim is None else dim)
-        z = how.apply(x).to(wide(dtype or x.dtype))
+        layout = self._layout(x.shape, -1 if dim is None else dim)
+        z = layout.apply(x).to(wide(dtype or x.dtype))
         low = max(self.low, torch.finfo(x.dtype).min / 2)
         visible = z > low
         if self.seen is not None:
@@ -184,14 +189,14 @@ class ChangedCalls(InstanceForward):
         if spec.scale != self.bases[scale].scale:
             z = z * self._ratio(spec, scale, visible)
         weights = softmax(spec.cap.apply(z), -1, visible, spec.normalizer, self.params())
-        return how.undo(weights.to(dtype or x.dtype), x.shape)
+        return layout.undo(weights.to(dtype or x.dtype), x.shape)
 
     def _layout(self, shape: torch.Size, keys: int) -> HeadLayout:
         """Returns the layout of scores of this shape, where the softmax is over dimension `keys`."""
-        for known in self.layouts:
-            how = known.fitted(shape)
-            if how is not None and how.keys == keys % len(shape):
-                return how
+        for candidate in self.layouts:
+            layout = candidate.fitted(shape)
+            if layout is not None and layout.keys == keys % len(shape):
+                return layout
         raise RefusedError(
             f"expected scores [{'] or ['.join(map(str, self.layouts))}], h heads, t queries, s keys, got a softmax "
             f"over dimension {keys} of {tuple(shape)}; its heads are not known"
@@ -216,10 +221,10 @@ class ChangedCalls(InstanceForward):
         inputs = [x if batched else x[:, None] for x in (query, key, value)]
         q, k, v = (_heads(x, heads) for x in _projected(inputs, weight, bias, kwargs))
         (b, h, t, d), s = q.shape, k.shape[2]
-        given = {"attn_mask": kwargs.get("attn_mask"), "key_padding_mask": kwargs.get("key_padding_mask")}
-        if given["key_padding_mask"] is not None and not batched:
-            given["key_padding_mask"] = given["key_padding_mask"][None]
-        mask = mha_mask(given, (b, h, t, s))
+        masks = {"attn_mask": kwargs.get("attn_mask"), "key_padding_mask": kwargs.get("key_padding_mask")}
+        if masks["key_padding_mask"] is not None and not batched:
+            masks["key_padding_mask"] = masks["key_padding_mask"][None]
+        mask = mha_mask(masks, (b, h, t, s))
         p = dropout if kwargs.get("training", True) else 0.0
         call = self._call(self.spec(1 / math.sqrt(d)), (q, k, v), mask, causal=False, dropout=p)
         out, weights = run_with_weights(call) if kwargs.get("need_weights", True) else (run(call), None)
@@ -313,14 +318,14 @@ def _last_seen(mask: Tensor | None, t: int, s: int, device: torch.device, *, che
     """Returns the number of visible keys of each query minus one, [b|1 t]. With a causal mask this is its position."""
     if mask is None:
         return torch.full((t,), s - 1, device=device)
-    seen = mask if mask.dtype == torch.bool else mask > HIDES
-    return _same_for_all_heads(seen, check).expand(-1, t, s).sum(-1) - 1
+    visible = mask if mask.dtype == torch.bool else mask > HIDES
+    return _same_for_all_heads(visible, check).expand(-1, t, s).sum(-1) - 1
 
 
 def _projected(x: list[Tensor], weight: Tensor, bias: Tensor | None, kwargs: Kwargs) -> list[Tensor]:
     """Returns the outputs of the q, k and v projections of nn.MultiheadAttention."""
     if kwargs.get("use_separate_proj_weight", False):
-        weights = [kwargs[f"{part}_proj_weight"] for part in "qkv"]
+        weights = [kwargs[f"{side}_proj_weight"] for side in "qkv"]
     else:
         weights = list(weight.chunk(3))
     biases = [None] * 3 if bias is None else list(bias.chunk(3))

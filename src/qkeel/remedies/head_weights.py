@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 import zlib
 from collections.abc import Sequence
-from typing import Any, ClassVar, final
+from typing import ClassVar, Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qkeel import dist
-from qkeel.errors import InvalidValueError, NonFiniteError, RefusedError, caution, check_known
+from qkeel import distributed as dist
+from qkeel.errors import InvalidValueError, NonFiniteError, RefusedError, check_known
 from qkeel.functional.norms import wide
-from qkeel.handle import Handle, compose
-from qkeel.heads.site import APPLIED, AttentionSite, HeadSlice
+from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.autograd import is_wrapper
-from qkeel.patching.forward import ForwardPasses
-from qkeel.patching.modes import submodules_of, unguarded
-from qkeel.patching.optimizers import in_real_steps, runs_step_hooks
-from qkeel.patching.roles import PassRole
+from qkeel.patching.modes import submodules_of
+from qkeel.patching.optimizers import runs_step_hooks
 from qkeel.remedies.base import HeadsBySite, Remedy, Target, unconfirmed, where
-from qkeel.remedies.head_groups import WeightNorm, frobenius_norm
+from qkeel.remedies.head_rows import WeightNorm, frobenius_norm
+from qkeel.remedies.optimizer_trials import optimizers_inside
 from qkeel.sites.find import is_normed
 
 # Weights that are split across processes or quantised: their norms per head over all processes, and what is refused.
@@ -129,10 +126,10 @@ def innermost(optimizer: Optimizer) -> Optimizer:
     A wrapper that runs hooks and calls another optimizer inside its own step is itself returned, since it may do
     more than that."""
     while not runs_step_hooks(optimizer):
-        inner = vars(optimizer).get("optimizer")
-        if not isinstance(inner, Optimizer):
+        inner = optimizers_inside(optimizer)
+        if len(inner) != 1:
             break
-        optimizer = inner
+        optimizer = inner[0]
     return optimizer
 
 
@@ -171,49 +168,6 @@ def _rounds_to(copy: Tensor, weight: Tensor) -> bool:
         and not (dist.is_split(copy) or dist.is_split(weight))
         and torch.equal(copy.detach().to(weight.dtype), weight.detach())
     )
-
-
-# Training without steps of the optimizer that a remedy acts on.
-
-OptimizerState = dict[str, Any]
-PASSES = 100
-
-
-def warn_without_steps(target: Target, remedy: Remedy) -> Handle:
-    """Warns once if the model makes 100 training passes without a step of the optimizer that a remedy acts on.
-
-    This shows that the script has gone on to another optimizer: the remedy acts only in the steps of the one that it
-    was applied with, and ends with it. There is no warning if the same remedy has been applied anew.
-    """
-    optimizer, model, passes = innermost(target.need_optimizer(remedy.name)), target.model, 0
-    kind, modules = type(optimizer).__name__, [weakref.ref(site.module) for site in target.sites]
-
-    def passed(output: object, failed: bool) -> None:
-        if not failed:  # references and rollouts are no training, in whatever mode
-            PassRole.of_output(model, (), output, count)
-
-    def count() -> None:
-        nonlocal passes
-        passes += 1
-        if passes != PASSES:
-            return
-        for reference in modules:
-            module = reference()
-            active = None if module is None else module.__dict__.get(APPLIED, {}).get(remedy.name)
-            if active is not None and active is not remedy:
-                return
-        caution(
-            f"{remedy.name} had no effect in the last {PASSES} training passes of the model, because its optimizer "
-            f"({kind}) took no step. If another optimizer trains the model now, remove() the handle and apply "
-            f"{remedy.name} with that one"
-        )
-
-    def stepped(*_: object) -> None:
-        nonlocal passes
-        passes = 0
-
-    steps = optimizer.register_step_post_hook(in_real_steps(stepped))
-    return compose([ForwardPasses(model, lambda *_: None, passed, guard=unguarded), Handle(steps.remove)])
 
 
 def _logit_weights(target: Target) -> dict[str, None]:
@@ -341,12 +295,20 @@ UNDOES_MATCHED_STEPS = Refusal(
 )
 
 
+# How the weight in use follows the stored one, if a hook or a parametrization computes it, from close to not at all: it
+# is the same; it is a multiple; its rows are scaled along with the stored rows, as under a pruning mask; anything else.
+WeightInUse = Literal["is", "is a multiple of", "is scaled with", "is not scaled with"]
+WEIGHT_IN_USE: tuple[WeightInUse, ...] = get_args(WeightInUse)
+
+
 class StepRemedy(Remedy):
     """A remedy that works through hooks on the optimizer, so that a copy of the model does not have it.
 
     It needs to know which rows of which weights belong to the heads of a site."""
 
     on_steps: ClassVar[bool] = True
+    weight_in_use: ClassVar[WeightInUse] = "is scaled with"  # what the remedy needs, so that it does not act in vain
+    takes_sigma_reparam: ClassVar[bool] = False  # whether it is meant for the stored weight of sigma_reparam
     # Why the remedy is refused if q or k is normed or if a weight is computed from another; "" if it is not refused.
     if_normed: ClassVar[tuple[str, str]] = ("", "")  # the reason and what to do instead
     if_computed: ClassVar[str] = ""
@@ -405,7 +367,8 @@ def refuse_computed_weight(site: AttentionSite, consequence: str) -> Refusal | N
         and any(f".{name}." in s.parameter for s in (*site.query, *site.key))
         for name, module in site.module.named_modules()
     )
-    if not (dora or site.reparametrised):
+    parametrized = any("parametrizations." in s.parameter for s in (*site.query, *site.key))
+    if not (dora or parametrized):  # what older hooks compute is tried: see `check_weights_in_use`
         return None
     return Refusal(
         f"the weight on the logit path is computed from another weight, so {consequence}", "use one of the two"

@@ -13,13 +13,21 @@ from torch.nn import functional as F
 
 from qkeel.errors import InvalidValueError
 from qkeel.functional.bounds import spectral_norm
-from qkeel.handle import Handle, check_taken
+from qkeel.handle import Handle, check_taken, compose
 from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import HeadsBySite, Target, active_at
-from qkeel.remedies.head_groups import frobenius_norm
-from qkeel.remedies.head_steps import head_steps
-from qkeel.remedies.head_weights import UNDOES_MATCHED_STEPS, HeadWeights, StepRemedy, sites_of, slice_name
+from qkeel.remedies.head_rows import frobenius_norm
+from qkeel.remedies.head_weights import (
+    UNDOES_MATCHED_STEPS,
+    HeadWeights,
+    StepRemedy,
+    innermost,
+    sites_of,
+    slice_name,
+)
+from qkeel.remedies.optimizer_steps import Measure, scalable, scale_steps
+from qkeel.remedies.saved_state import SavedState
 
 # A term that a weight is part of: the entries of the other weights in the term, the head of each of these weights that
 # each query head uses, and the query heads that use each of the weight's own heads.
@@ -40,10 +48,10 @@ class LALR(StepRemedy):
 
     Biases keep the base rate. The full step is scaled, including decoupled weight decay, unless decay="plain" keeps the
     decay at the base rate η·λ. For a matrix whose norm becomes zero, the initial norm is used; a matrix that was zero
-    at the start is always ignored. Frozen weights count as partners. "Start" is when the remedy is applied; `state()`
-    preserves the norms across checkpoints. If `heads` is given, weights that none of these heads uses keep the base
-    rate. norm="spectral" synchronises a GPU with the host at every step, to solve an eigenvalue problem of size d per
-    head.
+    at the start is always ignored. Frozen weights count as partners. "Start" is when the remedy is applied; the
+    optimizer's checkpoints contain the norms at the start, and so does `state()`. If `heads` is given, weights that
+    none of these heads uses keep the base rate. norm="spectral" synchronises a GPU with the
+    host at every step, to solve an eigenvalue problem of size d per head.
     """
 
     tau: float = 0.1  #: τ, the factor on the rate, above 0
@@ -51,7 +59,7 @@ class LALR(StepRemedy):
     decay: Literal["scaled", "plain"] = "scaled"
     heads: HeadsBySite | None = None
 
-    name = "lalr"
+    name, weight_in_use = "lalr", "is a multiple of"
     line = "per-head learning rates for query and key weights, lower as their partners grow"
     source = "Anson & Aitchison 2025 (QuacK), arXiv 2511.21377, algorithms 1 and 2"
     rule = (
@@ -73,12 +81,13 @@ class LALR(StepRemedy):
         return StepRemedy.holds(self, site)
 
     def apply(self, target: Target) -> Handle:
-        weights = HeadWeights.of(target)
-        measure = spectral_norm if self.norm == "spectral" else frobenius_norm
-        steps = head_steps(target, self.name, weights, measure=measure, decay=self.decay == "scaled")
+        optimizer, weights = innermost(target.need_optimizer(self.name)), HeadWeights.of(target)
+        keeps_decay = self.decay == "plain"
+        tensors = scalable(optimizer, weights, self.name, keeps_decay=keeps_decay)
+        measure = Measure(weights, tensors, spectral_norm if self.norm == "spectral" else frobenius_norm)
         # The kind of norm is part of the names, so that the norms of one kind are never taken for those of the other.
         kind = "" if self.norm == "frobenius" else f":{self.norm}"
-        row, names = steps.sizes(), [f"{slice_name(s)}{kind}" for s in weights.slices]
+        row, names = measure.at_start(), [f"{slice_name(s)}{kind}" for s in weights.slices]
         rates = HeadRates(_uses(target.sites, weights), weights.counts, row)
         start = row.split(weights.counts)
 
@@ -86,27 +95,39 @@ class LALR(StepRemedy):
             return {name: norm.clone() for name, norm in zip(names, start)}
 
         def load(values: dict[str, Tensor]) -> None:
-            known = dict(zip(_names_of_0_1(weights), names))  # which do not say the kind of norm
-            values = {known.get(name, name): value for name, value in values.items()}
+            new_names = dict(zip(_names_of_0_1(weights), names))  # which do not say the kind of norm
+            values = {new_names.get(name, name): value for name, value in values.items()}
             check_taken(values, names, f"lalr:norm={self.norm}")
-            wrong = [n for n, own in zip(names, start) if n not in values or values[n].shape != own.shape]
+            wrong = [n for n, norms in zip(names, start) if n not in values or values[n].shape != norms.shape]
             if wrong:
                 raise InvalidValueError(
                     f"expected the initial norms of {len(names)} weights, got {len(values)}; these are "
                     f"missing or have a different shape: {wrong}; load the state of the same model and remedy"
                 )
-            for name, own in zip(names, start):
-                own.copy_(values[name])
+            for name, norms in zip(names, start):
+                norms.copy_(values[name])
             rates.start_from(row)
+            saved.note_loaded()
 
         acting = None if self.heads is None else _acting(dict(self.heads), target.sites, weights).to(row.device)
 
-        def factors(now: Tensor) -> Tensor:
-            found = rates(now, self.tau)
-            return found if acting is None else torch.where(acting.to(found.device), found, 1.0)
+        def factors(norms: Tensor) -> Tensor:
+            rates_of_heads = rates(norms, self.tau)
+            return (
+                rates_of_heads if acting is None else torch.where(acting.to(rates_of_heads.device), rates_of_heads, 1.0)
+            )
 
-        handle = steps.scale(factors)
-        return Handle(handle.remove, state=state, load=load)
+        saved = SavedState(optimizer, self.name, dict(zip(names, start)), lambda: rates.start_from(row))
+        steps = scale_steps(
+            optimizer,
+            weights,
+            factors,
+            remedy=self.name,
+            tensors=tensors,
+            measure=measure,
+            keeps_decay=keeps_decay,
+        )
+        return Handle(compose([steps, Handle(saved.remove)]).remove, state=state, load=load)
 
 
 @final
@@ -142,8 +163,8 @@ class HeadRates:
         self._to(row.device)
         self._first = self._products(self._old)
 
-    def __call__(self, now: Tensor, tau: float = 1.0) -> Tensor:
-        row = F.pad(now, (0, 1), value=1.0)
+    def __call__(self, norms: Tensor, tau: float = 1.0) -> Tensor:
+        row = F.pad(norms, (0, 1), value=1.0)
         if row.device != self._old.device:  # the weights are on another device now
             self._counted, self._old, self._first = (x.to(row.device) for x in (self._counted, self._old, self._first))
             self._to(row.device)
@@ -163,44 +184,44 @@ def _table(uses: Sequence[Use], firsts: Sequence[int], i: int) -> Tensor:
     """Returns the indices [n uses repeats others] of the norms on which the rate of weight i depends.
 
     The table is padded with the index of the 1 at the end of the row."""
-    most = max(len(others) for others, _, _ in uses)
-    repeats = max(len(own[0]) for _, _, own in uses)
-    found = []
-    for others, used, own in uses:
-        users = torch.tensor(own)
-        places = [firsts[j] + torch.tensor(heads)[users] for j, heads in zip(others, used)]
-        places += [torch.full(users.shape, firsts[-1])] * (most - len(others))
+    most = max(len(partners) for partners, _, _ in uses)
+    repeats = max(len(users_of_heads[0]) for _, _, users_of_heads in uses)
+    tables = []
+    for partners, used, users_of_heads in uses:
+        users = torch.tensor(users_of_heads)
+        places = [firsts[j] + torch.tensor(heads)[users] for j, heads in zip(partners, used)]
+        places += [torch.full(users.shape, firsts[-1])] * (most - len(partners))
         table = torch.stack(places, -1)
-        found.append(table.repeat(1, -(-repeats // table.shape[1]), 1)[:, :repeats])
-    return torch.stack(found, 1)
+        tables.append(table.repeat(1, -(-repeats // table.shape[1]), 1)[:, :repeats])
+    return torch.stack(tables, 1)
 
 
 def _uses(sites: Sequence[AttentionSite], weights: HeadWeights) -> list[list[Use]]:
-    found: list[list[Use]] = [[] for _ in weights.slices]
+    uses: list[list[Use]] = [[] for _ in weights.slices]
     for site in sites:
         for term in site.terms:
             slices = (*term.query, *term.key)
             factors = [weights.place(s) for s in slices]
             heads = [tuple(site.used(s.n).tolist()) for s in slices]
             for a, i in enumerate(factors):  # by position, since a weight that produces q and k is its own partner
-                others = [b for b in range(len(factors)) if b != a]
-                own = tuple(map(tuple, site.users(slices[a].n).tolist()))
-                found[i].append((tuple(factors[b] for b in others), tuple(heads[b] for b in others), own))
-    return [list(dict.fromkeys(u)) for u in found]
+                partners = [b for b in range(len(factors)) if b != a]
+                users_of_heads = tuple(map(tuple, site.users(slices[a].n).tolist()))
+                uses[i].append((tuple(factors[b] for b in partners), tuple(heads[b] for b in partners), users_of_heads))
+    return [list(dict.fromkeys(u)) for u in uses]
 
 
 def _acting(heads: Mapping[str, tuple[int, ...]], sites: Sequence[AttentionSite], weights: HeadWeights) -> Tensor:
     """Returns a mask [heads of all weights] that is True for the parts that a named head uses."""
-    found = [torch.zeros(n, dtype=torch.bool) for n in weights.counts]
+    masks = [torch.zeros(n, dtype=torch.bool) for n in weights.counts]
     for site in sites:
         named = torch.tensor([*(heads[site.name] or range(site.n_heads))])
         for term in site.terms:
             for s in (*term.query, *term.key):
-                found[weights.place(s)] |= torch.isin(site.users(s.n), named).any(1)
-    return torch.cat(found)
+                masks[weights.place(s)] |= torch.isin(site.users(s.n), named).any(1)
+    return torch.cat(masks)
 
 
 def _names_of_0_1(weights: HeadWeights) -> list[str]:
     """Returns the names that states of version 0.1 have: with a number if a parameter has several entries."""
-    plain = weights.names
-    return [f"{name}#{plain[:i].count(name)}" if plain.count(name) > 1 else name for i, name in enumerate(plain)]
+    names = weights.names
+    return [f"{name}#{names[:i].count(name)}" if names.count(name) > 1 else name for i, name in enumerate(names)]

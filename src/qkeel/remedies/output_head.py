@@ -11,7 +11,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.example import tensors
 from qkeel.errors import RefusedError
 from qkeel.functional.logits import softcap

@@ -12,20 +12,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from qkeel.capture.calls import find_maxima
+from qkeel.capture.calls import maxima
 from qkeel.errors import InvalidValueError, RefusedError, caution
 from qkeel.functional.bounds import qk_clip_gamma
 from qkeel.functional.statistics import LogitStats
-from qkeel.handle import Handle, check_taken
+from qkeel.handle import Handle, check_taken, compose
 from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
-from qkeel.kernels.statistics import FoundExtremes, find_kernel_rows, find_plain_extremes
+from qkeel.kernels.statistics import plain_max_stats, stats_of_rows
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.modes import FaultGuard
 from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import HeadsBySite, Target, active_at, where
-from qkeel.remedies.head_groups import HeadGroups, HeadView, LogitShare, head_views, logit_shares, stacked
-from qkeel.remedies.head_steps import check_changes_last, head_steps
+from qkeel.remedies.head_rows import HeadRows, HeadView, head_views, stacked
 from qkeel.remedies.head_weights import (
     LOW_PRECISION,
     UNDOES_MATCHED_STEPS,
@@ -38,6 +37,10 @@ from qkeel.remedies.head_weights import (
     slice_name,
     stepped,
 )
+from qkeel.remedies.logit_factors import factors_by_site, logit_factors
+from qkeel.remedies.optimizer_steps import Measure, scalable, scale_steps
+from qkeel.remedies.optimizer_trials import check_steps
+from qkeel.remedies.saved_state import SavedState
 from qkeel.remedies.shared_maxima import SharedMaxima
 from qkeel.sites.tap import Tap
 
@@ -63,7 +66,9 @@ class QKClip(StepRemedy):
     - In MLA, both up-projections are multiplied by √γ and the rotated query by γ. The shared rotated key stays
       unchanged.
     - In a GAU, the gains and offsets of q and of k are multiplied by √γ.
-    - A weight that several layers share is scaled once, by the smallest of their factors.
+    - A weight that other layers use too, or that also makes values, is left alone, and its partner takes all of γ. If
+      other layers use both sides, qk_clip is refused, unless these layers are the same layer that runs several times:
+      its heads are then clipped by their largest logit in all runs.
     - With low-rank adapters, the rows of the base weight and of B are scaled. A frozen base weight is refused unless
       frozen="scale".
 
@@ -111,7 +116,8 @@ class QKClip(StepRemedy):
         refusal = StepRemedy.holds(self, site)
         if refusal is None and self.steps == "matched" and "lalr" in active_at(site):
             return UNDOES_MATCHED_STEPS
-        if refusal is not None or not site.terms or self.shares(site) is not None:
+        by_group = self.groups == "group"
+        if refusal is not None or not site.terms or logit_factors(site, by_group=by_group) is not None:
             return refusal
         return Refusal(
             "its logit is a sum of products whose weights several heads share, so no factors on the weights scale the "
@@ -122,7 +128,7 @@ class QKClip(StepRemedy):
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))
         plan = _ClippedRows(self, target, optimizer)
-        check_changes_last(optimizer, self.name, plan.stepped)
+        check_steps(optimizer, self.name, plan.stepped, is_scaled=False)
         steps = _MatchedSteps(self, target, plan, optimizer) if self.steps == "matched" else None
         clip = _Clip(self, target, plan, optimizer, steps)
 
@@ -138,10 +144,6 @@ class QKClip(StepRemedy):
 
         return Handle(undo, state=clip.state, load=clip.load)
 
-    def shares(self, site: AttentionSite) -> list[LogitShare] | None:
-        """Returns the weights of a site and the power of γ for each, or None if no powers suit all products."""
-        return logit_shares(site, by_group=self.groups == "group")
-
 
 class _ClippedRows:
     """The rows of the tensors that each site's γ scales. They are found only once.
@@ -155,7 +157,8 @@ class _ClippedRows:
         self._places: list[list[Tensor]] = []  # the indices of each entry in that row
         entries: dict[int, list[int]] = {}  # the entries of each slice
         found: Entries = {}
-        self.shares = list(self._find_shares(remedy, target.sites))
+        self.factors = factors_by_site(target, by_group=remedy.groups == "group")
+        self.shares = list(self._find_shares(target.sites))
         for s, places in self.shares:
             if id(s) not in entries:
                 _check_frozen(remedy, target, s)
@@ -167,23 +170,23 @@ class _ClippedRows:
         one = torch.tensor([[self.last]])
         self._all = stacked([*(torch.cat(tables, 1) for tables in self._places), one])
 
-    def _find_shares(self, remedy: QKClip, sites: Sequence[AttentionSite]) -> Iterator[tuple[HeadSlice, Tensor]]:
+    def _find_shares(self, sites: Sequence[AttentionSite]) -> Iterator[tuple[HeadSlice, Tensor]]:
         """Yields each weight that a site's γ scales, and the indices [n places] of its factors in the row."""
         first = 0
-        for site in sites:
-            for share in remedy.shares(site) or ():
+        for site, factors in zip(sites, self.factors):
+            for share in factors:
                 yield share.weight, share.heads + first + (self.last // 2 if share.root else 0)
             first += site.n_heads
 
-    def _enter(self, target: Target, s: HeadSlice, copy: Tensor | None, found: Entries) -> list[int]:
+    def _enter(self, target: Target, s: HeadSlice, copy: Tensor | None, entries_by_tensor: Entries) -> list[int]:
         """Adds a slice's weight and bias, and the copy that the optimizer updates in place of the weight.
 
         Returns the indices of the new entries."""
         numbers = []
-        for part in filter(None, (s, s.bias_of())):
-            p = target.parameter(part.parameter)
-            for tensor in [p] if copy is None or copy is p or part is not s else [p, copy]:
-                found.setdefault(id(tensor), (tensor, []))[1].append((len(self._places), part))
+        for rows in filter(None, (s, s.bias_of())):
+            p = target.parameter(rows.parameter)
+            for tensor in [p] if copy is None or copy is p or rows is not s else [p, copy]:
+                entries_by_tensor.setdefault(id(tensor), (tensor, []))[1].append((len(self._places), rows))
             numbers.append(len(self._places))
             self._places.append([])
         return numbers
@@ -219,9 +222,9 @@ class _Clip:
             when_training=True,
             by_step=True,
             parts=True,
-            measure=find_maxima,
-            measure_rows=find_kernel_rows,
-            measure_plain=_find_largest,
+            measure=maxima,
+            measure_rows=stats_of_rows,
+            measure_plain=plain_max_stats,
             guard=FaultGuard(_OFF),
         )
         self.tap.sites.extend(target.sites)
@@ -229,9 +232,8 @@ class _Clip:
         self.kept: Tensor | None = None  # maxima from a step that a GradScaler skipped, -inf from other steps
         self._copies: dict[int, tuple[str, ...]] = {}
         self._warned = self._warned_of_frozen = False
-        self._groups = HeadGroups(plan.table)
         self._spared = _spared(remedy.heads, target.sites)
-        own = [[target.parameter(share.weight.parameter) for share in remedy.shares(s) or ()] for s in target.sites]
+        own = [[target.parameter(factor.weight.parameter) for factor in factors] for factors in plan.factors]
         self._weights = own if remedy.frozen == "refuse" else []  # of each site
         # Statistics of the passes since the last step, once they have been read.
         self._seen: dict[str, LogitStats] | None = None
@@ -256,8 +258,8 @@ class _Clip:
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
         """Clips the heads by the maxima since the last step that was not skipped."""
-        infinite, seen = found_inf(optimizer), self._passes()
-        if not seen and not self._warned and self.tap.active:
+        infinite, statistics = found_inf(optimizer), self._passes()
+        if not statistics and not self._warned and self.tap.active:
             self._warned = True
             caution(
                 "qk_clip saw no attention call that was trained between two steps of the optimizer, so nothing was "
@@ -266,7 +268,7 @@ class _Clip:
             )
         # After a step the caches are cold and a torch operation takes 50 µs, so the usual case uses none.
         usual = infinite is None and not self.shared.several and self.kept is None
-        if not usual or any([self._over(stats.max_logit) for stats in seen.values()]):  # noqa: C419
+        if not usual or any([self._over(stats.max_logit) for stats in statistics.values()]):  # noqa: C419
             self._clip(optimizer, infinite)
         self._seen = None
 
@@ -277,7 +279,7 @@ class _Clip:
 
     def _without_frozen(self, row: Tensor) -> Tensor:
         """Leaves out the maxima [heads] of sites with a weight that has been frozen since, and warns of the first."""
-        frozen = [not all(p.requires_grad for p in own) for own in self._weights]
+        frozen = [not all(p.requires_grad for p in weights) for weights in self._weights]
         if not any(frozen):
             return row
         if not self._warned_of_frozen:
@@ -311,10 +313,9 @@ class _Clip:
         # An infinite maximum means that training broke down; clipping by it, with γ = 0, would kill the head for good.
         gamma = qk_clip_gamma(row.masked_fill(row.isinf(), -torch.inf), self.remedy.threshold)
         values = F.pad(torch.cat([gamma, gamma.sqrt()]), (0, 1), value=1.0)
-        self._groups.update([(view, t) for view in self.plan.views for t in self._tensors(view, optimizer)])
-        for group in self._groups.all:
-            # Reading factors is cheap on a CPU. Elsewhere, waiting for them would cost more than multiplying by 1.
-            group.scale(values, on_host=readable)
+        views = [(view, tensor) for view in self.plan.views for tensor in self._tensors(view, optimizer)]
+        # Reading factors is cheap on a CPU. Elsewhere, waiting for them would cost more than multiplying by 1.
+        HeadRows(views, [self.plan.table(view) for view, _ in views]).scale(values, on_host=readable)
         if self.steps is not None:
             self.steps.shrink(values)
 
@@ -332,11 +333,11 @@ class _Clip:
 
         With several processes these are the maxima of all sites, most of them -inf, because whoever reads a checkpoint
         written by many processes must know the names in advance."""
-        found = {} if self.steps is None else self.steps.state()
+        state = {} if self.steps is None else self.steps.state()
         if self.kept is None and not self.shared.several:
-            return found
+            return state
         tops = (self.shared.row({}) if self.kept is None else self.kept).split([site.n_heads for site in self.sites])
-        return {**{site.name: top.clone() for site, top in zip(self.sites, tops)}, **found}
+        return {**{site.name: top.clone() for site, top in zip(self.sites, tops)}, **state}
 
     def load(self, values: dict[str, Tensor]) -> None:
         """Continues from the maxima and the factors of a checkpoint."""
@@ -371,50 +372,54 @@ class _MatchedSteps:
         own = [torch.cat(t, 1) if t else torch.full((n, 1), plan.last) for t, n in zip(tables, scaled.counts)]
         self._places = stacked(own)
         self._names, self._counts = [slice_name(s) for s in scaled.slices], scaled.counts
-        self.row = torch.ones(len(self._places), device=scaled.parameters[0].device)
-        self._steps = head_steps(target, remedy.name, scaled)
+        self._optimizer, self._scaled, self._remedy = optimizer, scaled, remedy.name
+        self._tensors = scalable(optimizer, scaled, remedy.name)
+        self.row = Measure(scaled, self._tensors, None).at_start()
+        self._saved = SavedState(optimizer, remedy.name, self._by_name(), lambda: None)
 
     def begin(self) -> Handle:
         """Scales all steps until the handle is removed."""
-        return self._steps.scale(self._factors)
+        steps = scale_steps(
+            self._optimizer,
+            self._scaled,
+            lambda ones: ones * self.row.to(ones),
+            remedy=self._remedy,
+            tensors=self._tensors,
+        )
+        return compose([steps, Handle(self._saved.remove)])
 
-    def _factors(self, ones: Tensor) -> Tensor:
-        self.row = self.row.to(ones.device)
-        return ones * self.row.to(ones.dtype)
+    def _by_name(self) -> dict[str, Tensor]:
+        """Returns views of the products of each weight and bias, by its `slice_name`."""
+        return {f"steps.{name}": x for name, x in zip(self._names, self.row.split(self._counts))}
 
     def shrink(self, factors: Tensor) -> None:
         """Includes the factors of a clip, in the order of `_ClippedRows`; of several on one head, the smallest."""
         self._places = self._places.to(factors.device)
-        self.row = self.row.to(factors) * factors[self._places].amin(1)
+        self.row.mul_(factors[self._places].amin(1).to(self.row))
 
     def state(self) -> dict[str, Tensor]:
         """Returns the products of each weight and bias, by its `slice_name`."""
-        return {f"steps.{name}": x.clone() for name, x in zip(self._names, self.row.split(self._counts))}
+        return {name: x.clone() for name, x in self._by_name().items()}
 
     def load(self, values: dict[str, Tensor]) -> None:
         """Continues from saved products. Without them, weights that were clipped would take full steps."""
-        own = [values.get(f"steps.{name}") for name in self._names]
-        for name, part, count in zip(self._names, own, self._counts):
-            if part is None or part.shape != (count,):
-                got = "none" if part is None else str(tuple(part.shape))
+        products = [values.get(f"steps.{name}") for name in self._names]
+        for name, product, count in zip(self._names, products, self._counts):
+            if product is None or product.shape != (count,):
+                got = "none" if product is None else str(tuple(product.shape))
                 raise InvalidValueError(
                     f"expected the factors of {count} heads for the steps of {name}, got {got}; load the state of the "
                     "same model and remedy"
                 )
-        self.row = torch.cat([part.to(self.row.device) for part in own if part is not None])
+        self.row.copy_(torch.cat([product.to(self.row) for product in products if product is not None]))
+        self._saved.note_loaded()
 
 
 def _stop(tap: weakref.ref[Tap]) -> None:
     """Stops a tap whose optimizer no longer exists, so that nothing uses what it reads."""
-    found = tap()
-    if found is not None:
-        found.remove()
-
-
-def _find_largest(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundExtremes | None:
-    """Finds the largest logits of a call of torch's attention function without a mask; see `find_plain_extremes`."""
-    found = find_plain_extremes(q, k, scale, causal)
-    return None if found is None else FoundExtremes(found.rows[:1])
+    running = tap()
+    if running is not None:
+        running.remove()
 
 
 def _spared(heads: HeadsBySite | None, sites: Sequence[AttentionSite]) -> Tensor | None:

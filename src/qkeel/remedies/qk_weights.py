@@ -8,18 +8,19 @@ from collections.abc import Iterator
 from typing import Literal, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel.errors import RefusedError
 from qkeel.functional.bounds import spectral_norm
 from qkeel.functional.norms import wide
-from qkeel.handle import Handle, compose
-from qkeel.heads.site import HeadSlice, NormGain
+from qkeel.handle import Handle
+from qkeel.heads.site import AttentionSite, HeadSlice, NormGain
+from qkeel.kernels.contract import Refusal
+from qkeel.patching.modes import parameters_of
 from qkeel.patching.optimizers import before_change, go_first, in_real_steps
-from qkeel.remedies.base import Target
-from qkeel.remedies.head_groups import HeadGroups, factor_per_row, views_by_tensor
-from qkeel.remedies.head_steps import DecayFactors, check_changes_last, head_steps
+from qkeel.remedies.base import Target, inside, where
+from qkeel.remedies.head_rows import HeadRows, factor_per_row, views_by_tensor
 from qkeel.remedies.head_weights import (
     HeadWeights,
     StepRemedy,
@@ -28,6 +29,8 @@ from qkeel.remedies.head_weights import (
     innermost,
     stepped,
 )
+from qkeel.remedies.optimizer_steps import DecayFactors, scalable, scale_steps
+from qkeel.remedies.optimizer_trials import check_steps
 
 
 @final
@@ -37,14 +40,22 @@ class QKLearningRate(StepRemedy):
 
     factor: float = 0.1
 
-    name, may_be_zero = "qk_lr", ("factor",)
+    name, may_be_zero, takes_sigma_reparam = "qk_lr", ("factor",), True
     line = "a fixed, smaller learning rate for query and key weights"
     source = "the ablation of Anson & Aitchison 2025, arXiv 2511.21377, figure 1"
     rule = "each step: lr(W_Q) = lr(W_K) = {factor} · η, η the optimizer's rate"
 
     def apply(self, target: Target) -> Handle:
-        steps = head_steps(target, self.name, HeadWeights.of(target))
-        return steps.scale(lambda ones: ones * self.factor)
+        optimizer, weights = innermost(target.need_optimizer(self.name)), HeadWeights.of(target)
+        tensors = scalable(optimizer, weights, self.name)
+        return scale_steps(
+            optimizer,
+            weights,
+            lambda ones: ones * self.factor,
+            remedy=self.name,
+            tensors=tensors,
+            freezes=self.factor == 0,
+        )
 
 
 @final
@@ -53,10 +64,10 @@ class FrozenQK(StepRemedy):
     """Freezes everything from which queries and keys are computed: weights, biases, and gains of norms on q and k.
 
     This is the control in a comparison, since the improvement of another run over it is due to training queries and
-    keys. After each step the rows are restored bit for bit, whatever the optimizer and its weight decay did to them.
+    keys. After each step the rows are restored bit for bit, whatever the optimizer and its weight decay did to them,
+    even if it made them infinite or NaN. An optimizer that keeps a copy of the weights is refused.
     Their gradients still count in the global norm of gradient clipping, so that the other weights take the same steps
-    as in a run without the remedy. A learned scale or temperature of the logits is still trained. Rows that a step made
-    infinite or NaN are not repaired, since a run with such a step has diverged.
+    as in a run without the remedy. A learned scale or temperature of the logits is still trained.
     """
 
     name = "frozen_qk"
@@ -64,36 +75,43 @@ class FrozenQK(StepRemedy):
     source = "the control in a comparison; random attention as in Tay et al. 2021, arXiv 2005.00743"
     rule = "each step: W_Q, W_K, their biases and the gains of norms on q and k stay as they were"
 
+    def holds(self, site: AttentionSite) -> Refusal | None:
+        refusal = StepRemedy.holds(self, site)
+        if refusal is None and site.normed and not (site.query_gains or site.key_gains):
+            gains = list(_vectors_of_norms(site.module))
+            if gains:
+                return Refusal(
+                    f"q or k is normed, and it is not known which of {', '.join(gains)} are gains of that norm, so "
+                    "they would still be trained",
+                    "set requires_grad to False on the gains and the query and key weights yourself",
+                )
+        return refusal
+
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))
         weights = HeadWeights.of(target)
-        slices, tensors = [*weights.slices], weights.of_optimizer(optimizer, self.name)
-        for extra in _biases_and_gains(target):
-            slices.append(extra)
-            tensors.append(stepped(optimizer, target.parameter(extra.parameter)))
-        views = [view for _, _, own in views_by_tensor(tensors, slices) for view in own]
-        counts = [s.n for s in slices]
-        groups = HeadGroups(lambda view: view.places(counts))
-        pairs = [(view, view.weight) for view in views]
-        kept: list[Tensor] = []  # 0 for every head, and a 1 for rows of no head
+        extras = list(_biases_and_gains(target))
+        tensors = weights.of_optimizer(optimizer, self.name)
+        tensors += [stepped(optimizer, target.parameter(extra.parameter)) for extra in extras]
+        check_steps(optimizer, self.name, tensors, is_scaled=False)
+        return scale_steps(
+            optimizer,
+            weights.followed_by(target, extras),
+            torch.zeros_like,
+            remedy=self.name,
+            tensors=tensors,
+            freezes=True,
+        )
 
-        @torch.no_grad()
-        def before(_: Optimizer) -> None:
-            groups.update(pairs)
-            for group in groups.all:
-                group.copy(None)
 
-        @torch.no_grad()
-        def after(*_: object) -> None:
-            if not kept:
-                kept.append(torch.tensor([*[0.0] * sum(counts), 1.0], device=views[0].weight.device))
-            for group in groups.all:
-                group.interpolate(kept[0])
-
-        first = optimizer.register_step_pre_hook(in_real_steps(before_change(before)))
-        last = optimizer.register_step_post_hook(in_real_steps(after))
-        go_first(last)
-        return compose(map(Handle, (last.remove, first.remove)))
+def _vectors_of_norms(attention: nn.Module) -> Iterator[str]:
+    """Yields the names of trained vectors in modules that hold no matrix, which may be norms."""
+    for name, module in attention.named_modules():
+        own = parameters_of(module)
+        if all(p is None or p.ndim < 2 for p in own.values()):
+            for parameter, p in own.items():
+                if p is not None and p.requires_grad:
+                    yield inside(name, parameter)
 
 
 def _biases_and_gains(target: Target) -> Iterator[HeadSlice]:
@@ -128,7 +146,7 @@ class QKWeightDecay(StepRemedy):
 
     decay: float = 0.1  #: λ
 
-    name, may_be_zero = "qk_weight_decay", ("decay",)
+    name, may_be_zero, takes_sigma_reparam = "qk_weight_decay", ("decay",), True
     line = "decoupled weight decay for query and key weights only"
     source = "Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2, on part of the weights"
     rule = "before each step: W_Q ← (1 - {decay} · η) · W_Q, W_K ← (1 - {decay} · η) · W_K, η the optimizer's rate"
@@ -137,20 +155,16 @@ class QKWeightDecay(StepRemedy):
         optimizer = innermost(target.need_optimizer(self.name))
         weights = HeadWeights.of(target)
         tensors = weights.in_full_precision(optimizer, self.name, "shrinks weights by a few parts in ten thousand")
-        check_changes_last(optimizer, self.name, tensors)
+        check_steps(optimizer, self.name, tensors, is_scaled=False)
         views = [view for _, _, own in views_by_tensor(tensors, weights.slices) for view in own]
-        stepped = [(view, view.weight) for view in views]
-        groups = HeadGroups(lambda view: view.places(weights.counts))
+        rows = HeadRows([(view, view.weight) for view in views], [view.places(weights.counts) for view in views])
         decay = DecayFactors(optimizer, tensors, weights.counts, lambda group: group["lr"] * self.decay)
         dtype = functools.reduce(torch.promote_types, (view.weight.dtype for view in views))
 
         @torch.no_grad()
         def before(_: Optimizer) -> None:
-            groups.update(stepped)
             decay.read(dtype, views[0].weight.device)
-            row = decay.row(lambda w: w.grad is not None, found_inf(optimizer))
-            for group in groups.all:
-                group.scale(row)
+            rows.scale(decay.row(lambda w: w.grad is not None, found_inf(optimizer)))
 
         hook = optimizer.register_step_pre_hook(in_real_steps(before_change(before)))
         go_first(hook)  # before lalr and qk_lr read weights: they scale the optimizer's step
@@ -175,7 +189,7 @@ class SpectralCap(StepRemedy):
     cap: float = 4.0  #: largest σ of a head's weight, above 0
     per: Literal["head", "matrix"] = "head"
 
-    name = "spectral_cap"
+    name, weight_in_use = "spectral_cap", "is"
     line = "after each step, shrinks query and key weights whose largest singular value passed the cap"
     source = "Newhouse et al. 2025, arXiv 2507.13338, section 3 (rescaled, not clipped; q and k only)"
     rule = "after each step, per {per}: W ← W · min(1, {cap:g} / σ(W)) for W_Q and W_K, σ the largest singular value"
@@ -198,7 +212,14 @@ class SpectralCap(StepRemedy):
                     f"spectral_cap never changes frozen weights, and {s.parameter} is frozen with a singular value "
                     f"over {self.cap:g}. Choose a larger cap, or train the weight"
                 )
-        check_changes_last(optimizer, self.name, tensors)
+        check_steps(optimizer, self.name, tensors, is_scaled=False)
+        for s in weights.slices:
+            for site in target.sites:
+                if any(target.overlap(s, value) for value in target.value_weights(site)):
+                    raise RefusedError(
+                        f"spectral_cap at {where(site)}: {s.parameter} makes values too, which the cap would change; "
+                        "use qk_clip, which scales the other side of the logit"
+                    )
         owners = [(tensor, entries) for tensor, entries, _ in views_by_tensor(tensors, weights.slices)]
 
         @torch.no_grad()

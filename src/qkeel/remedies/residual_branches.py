@@ -15,9 +15,9 @@ from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.decoder import Block
+from qkeel.remedies.added_parameters import join
 from qkeel.remedies.base import Remedy, Target, compose_all, inside
 from qkeel.remedies.change_norm import Branch, ModuleOutput, of_first, ordered, pre_norm_branches, swap
-from qkeel.remedies.head_steps import join
 
 
 @final

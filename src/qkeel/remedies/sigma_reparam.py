@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.functional.norms import wide
-from qkeel.handle import Handle
+from qkeel.handle import Handle, compose
 from qkeel.patching.modes import (
     parameters_of,
     pickle_by,
@@ -23,8 +23,8 @@ from qkeel.patching.modes import (
     state_without,
     submodules_of,
 )
+from qkeel.remedies.added_parameters import join
 from qkeel.remedies.base import Remedy, Target, compose_all, inside
-from qkeel.remedies.head_steps import join
 
 
 @final
@@ -94,27 +94,55 @@ def _sigma(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 @final
 class PowerIteration:
-    """A forward pre-hook of the model, which makes one step of power iteration in each of these layers in training.
+    """Hooks of the model and of its layers, which make one step of power iteration in each layer in training.
 
-    It runs before the forward so that a pass that gradient checkpointing repeats in the backward sees the same vectors;
-    where the whole model is repeated, its hook runs again and changes nothing. A copy of the model has a hook on its
-    own layers.
+    It is made before the forward of the model, so that a pass that gradient checkpointing repeats in the backward sees
+    the same vectors; where the whole model is repeated, the hook runs again and changes nothing. A layer that runs
+    outside a pass of the model, as where a program calls a submodule, makes its step itself. A copy of the model has
+    hooks on its own layers.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self.layers = list(layers)
+        self.is_in_pass = False
 
-    def __call__(self, model: nn.Module, _: object) -> None:
+    def register(self, model: nn.Module) -> Handle:
+        """Adds the hooks."""
+        hooks = [
+            model.register_forward_pre_hook(self.before_pass),
+            model.register_forward_hook(self.after_pass),
+            *(layer.register_forward_pre_hook(self.before_layer) for layer in self.layers if layer is not model),
+        ]
+        return compose(Handle(hook.remove) for hook in hooks)
+
+    def before_pass(self, model: nn.Module, _: object) -> None:
+        """Makes the step of all layers."""
         # The compiler cannot trace the question of whether a backward pass runs, and a compiled forward is not repeated
         # through this hook.
         if not model.training or (not torch.compiler.is_compiling() and recomputing()):
             return
+        if not torch.compiler.is_compiling():
+            self.is_in_pass = True
         for layer in self.layers:
-            for scaled in _scaled(layer).values():
-                scale = scaled[0]
-                if isinstance(scale, SpectralScale) and scale.training:
-                    # Between passes, fully_shard keeps only a part of the weight on each process.
-                    scale.iterate(dist.whole(scaled.get_parameter("original").detach()))
+            _iterate(layer)
+
+    def after_pass(self, *_: object) -> None:
+        """Notes the end of a pass."""
+        if not torch.compiler.is_compiling():
+            self.is_in_pass = False
+
+    def before_layer(self, layer: nn.Module, _: object) -> None:
+        """Makes the step of a layer that runs outside a pass of the model."""
+        if layer.training and not torch.compiler.is_compiling() and not self.is_in_pass and not recomputing():
+            _iterate(layer)
+
+
+def _iterate(layer: nn.Module) -> None:
+    for parametrizations in _scaled(layer).values():
+        scale = parametrizations[0]
+        if isinstance(scale, SpectralScale) and scale.training:
+            # Between passes, fully_shard keeps only a part of the weight on each process.
+            scale.iterate(dist.whole(parametrizations.get_parameter("original").detach()))
 
 
 def _top_right(weight: Tensor) -> Tensor:
@@ -186,8 +214,7 @@ class SigmaReparam(Remedy):
                     gains[inside(name, f"parametrizations.{weight}.0.gamma")] = scale.gamma
             yield handle
         if layers:
-            iteration = PowerIteration(layer for layer, _ in layers.values())
-            yield Handle(target.model.register_forward_pre_hook(iteration).remove)
+            yield PowerIteration(layer for layer, _ in layers.values()).register(target.model)
             yield join(target.optimizer, gains, near[0])
 
 
@@ -195,8 +222,8 @@ def _weights_of(module: nn.Module) -> list[str]:
     """Returns the names of the parameters with which a module multiplies its input, or [] if it is not known to do
     so."""
     if isinstance(module, nn.MultiheadAttention):
-        own = parameters_of(module)
-        return [name for name in _PROJECTIONS if own.get(name) is not None]
+        parameters = parameters_of(module)
+        return [name for name in _PROJECTIONS if parameters.get(name) is not None]
     return ["weight"] if isinstance(module, nn.Linear) or _multiplies(module) else []
 
 
@@ -206,28 +233,28 @@ _PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weig
 
 def _check(name: str, layer: nn.Module, parameter: str) -> None:
     weight = parameters_of(layer).get(parameter)
-    what = "the weight" if parameter == "weight" else parameter
+    description = "the weight" if parameter == "weight" else parameter
     if weight is None:
         raise RefusedError(
-            f"sigma_reparam: {what} of {name} is already reparametrised; remove that parametrisation first"
+            f"sigma_reparam: {description} of {name} is already reparametrised; remove that parametrisation first"
         )
     if not bool(torch.isfinite(weight).all()):
-        raise NonFiniteError(f"sigma_reparam: {what} of {name} holds NaN or infinity; load finite weights")
+        raise NonFiniteError(f"sigma_reparam: {description} of {name} holds NaN or infinity; load finite weights")
     if not bool(weight.any()):
         raise RefusedError(
-            f"sigma_reparam: {what} of {name} is all zeros, so it has no direction to scale; initialise "
+            f"sigma_reparam: {description} of {name} is all zeros, so it has no direction to scale; initialise "
             "it randomly, or leave it out with on=attention"
         )
 
 
 def _check_logits(target: Target, covered: set[int]) -> None:
     """Raises RefusedError if logits are computed from a matrix that the remedy would leave as it is."""
-    for part in target.logit_slices():
-        weight = target.parameter(part.parameter)
+    for s in target.logit_slices():
+        weight = target.parameter(s.parameter)
         if weight.ndim > 1 and id(weight) not in covered:
             raise RefusedError(
                 "sigma_reparam: expected all logits to be computed by nn.Linear, nn.MultiheadAttention or layers that "
-                f"compute x·W, but some are computed from {part.parameter} {list(weight.shape)}, which the remedy "
+                f"compute x·W, but some are computed from {s.parameter} {list(weight.shape)}, which the remedy "
                 "would leave as it is. Compute this product in an nn.Linear, or use a remedy that changes q and k or "
                 "the logits (qk_norm, softcap)"
             )
@@ -276,23 +303,24 @@ def _reparametrise(
 
 def _scaled(layer: nn.Module) -> dict[str, parametrize.ParametrizationList]:
     """Returns the parametrizations of a layer's weights under the remedy, by name of the weight."""
-    made = submodules_of(layer).get("parametrizations")
-    found = {} if made is None else submodules_of(made)
+    container = submodules_of(layer).get("parametrizations")
+    by_name = {} if container is None else submodules_of(container)
     return {
-        name: one
-        for name, one in found.items()
-        if isinstance(one, parametrize.ParametrizationList) and isinstance(one[0], SpectralScale)
+        name: parametrizations
+        for name, parametrizations in by_name.items()
+        if isinstance(parametrizations, parametrize.ParametrizationList)
+        and isinstance(parametrizations[0], SpectralScale)
     }
 
 
 def _scales(layer: nn.Module) -> dict[str, SpectralScale]:
-    found = {name: one[0] for name, one in _scaled(layer).items()}
-    return {name: scale for name, scale in found.items() if isinstance(scale, SpectralScale)}
+    first_by_name = {name: parametrizations[0] for name, parametrizations in _scaled(layer).items()}
+    return {name: scale for name, scale in first_by_name.items() if isinstance(scale, SpectralScale)}
 
 
 def stored(layer: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the trained weights of a layer under the remedy, by name; {} for other layers."""
-    return {name: one.get_parameter("original") for name, one in _scaled(layer).items()}
+    return {name: parametrizations.get_parameter("original") for name, parametrizations in _scaled(layer).items()}
 
 
 def _register(layer: nn.Module, scales: Mapping[str, SpectralScale]) -> None:

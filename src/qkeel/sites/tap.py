@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, find, find_maxima
+from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, maxima, statistics
 from qkeel.capture.example import LastPass, ModuleCall, copied, tensors, undisturbed
 from qkeel.capture.intercept import SDPA_ALONE, CapturedCall, CaptureMode, name_of
 from qkeel.capture.readers import FLASH_AND_FLEX
@@ -20,8 +20,8 @@ from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.handle import Handle
 from qkeel.heads.site import INDEX, AttentionSite, Sites, layer_of
-from qkeel.kernels.native import logit_pass
-from qkeel.kernels.statistics import Found, find_plain_rows
+from qkeel.kernels.logits import compiled as logit_pass
+from qkeel.kernels.statistics import plain_stats
 from qkeel.nn import functional_attention
 from qkeel.nn.attention import Observer, RowObserver, SpecModule
 from qkeel.patching.forward import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
@@ -31,6 +31,7 @@ from qkeel.patching.modes import (
     Function,
     Kwargs,
     ModuleTree,
+    in_function_transform,
     in_this_thread,
     is_fake,
     recomputing,
@@ -39,9 +40,9 @@ from qkeel.patching.roles import PassRole, Phase, inside_checkpoint
 from qkeel.sites.trace import names_by_caller
 from qkeel.spec import AttentionCall
 
-MeasurePlain = Callable[[Tensor, Tensor, float, bool], Found | None]
-MeasureCall = Callable[[Seen], Found | LogitStats | None]
-MeasureRows = Callable[[AttentionCall, KernelRows], Found | LogitStats | None]
+MeasurePlain = Callable[[Tensor, Tensor, float, bool], LogitStats | None]
+MeasureCall = Callable[[Seen], LogitStats | None]
+MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
 
 _FUSED = SDPA_ALONE | frozenset({F.multi_head_attention_forward, functional_attention})
 # For each function by whose name a call was observed, the torch functions to look for in the calling module; None for
@@ -55,6 +56,10 @@ _FUNCTIONS: dict[str, frozenset[Function] | None] = {
 # The modules in which attention was observed, by name, with the torch functions to look for there.
 Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]
 
+_TRANSFORMED = (
+    "a pass inside a transform of torch.func (grad, vmap, jvp) is not measured, because its tensors have no values "
+    "outside it; passes outside are measured"
+)
 _OFF = "qkeel's tap failed and switched itself off: {}. The model continues unwatched"
 
 
@@ -175,14 +180,14 @@ class Tap(Handle):
         parts: bool = False,
         due: Callable[[bool, bool], tuple[bool, bool]] | None = None,
         by_step: bool = False,
-        measure: MeasureCall = find,
+        measure: MeasureCall = statistics,
         measure_rows: MeasureRows | None = None,
         measure_plain: MeasurePlain | None = None,
         keeps: bool = False,
         guard: FaultGuard | None = None,
     ) -> None:
         self.measure, self.measure_rows = measure, measure_rows
-        self.measure_plain = find_plain_rows if measure is find and measure_plain is None else measure_plain
+        self.measure_plain = plain_stats if measure is statistics and measure_plain is None else measure_plain
         self.visitor = Visitor()
         self.sites = Sites()  # the known sites, with the information needed to observe them
         self._known: _Known | None = None
@@ -198,6 +203,7 @@ class Tap(Handle):
         self._due = due or (lambda candidate, _: (candidate or not when_training, True))
         self.guard = FaultGuard(_OFF) if guard is None else guard
         self._guessed: set[str] = set()
+        self._said_transform = False
         self._stats: dict[Phase, SiteStatistics] = {"train": SiteStatistics(), "eval": SiteStatistics()}
         self._running: _ForwardPass | None = None
         self._forwards = ForwardPasses(model, self._before, self._after, guard=self.guard, owner=self)
@@ -357,6 +363,11 @@ class Tap(Handle):
 
     def _before(self, args: Args, kwargs: Kwargs, compiled: bool) -> None:
         self.settle(decide=False)
+        if in_function_transform():
+            if not self._said_transform:
+                self._said_transform = True
+                caution(_TRANSFORMED)
+            return
         if has_no_values(args, kwargs):
             return
         training = self.model.training
@@ -413,7 +424,7 @@ class Tap(Handle):
             if look.error is not None:
                 raise look.error
             look.over()
-            held.stats, held.calls = look.sites.reduced(), look.calls
+            held.stats, held.calls = look.sites, look.calls
             seen = bool(held.stats) or any([self.has("train"), self.has("eval"), *(x.stats for x in self._held)])
             held.collected = self.visitor.after(output, seen)
         self._hold(held)
@@ -510,7 +521,7 @@ class _ForwardPass:
             only_in=only_in,
         )
         interceptor.stack.by_caller = by_caller
-        interceptor.maxima = self.tap.measure is find_maxima  # no other result of a call is read
+        interceptor.maxima = self.tap.measure is maxima  # no other result of a call is read
         interceptor.key_heads = self.tap.known.key_heads
         if self.tap.known.indexers and self.kept is None:
             interceptor.index, interceptor.index_layouts = self._index, self._index_layout

@@ -296,6 +296,24 @@ exec sleep 300
         os.kill(int(pid.read_text()), signal.SIGKILL)  # the compiler, which outlives the killed process
 
 
+def test_a_library_that_the_package_carries_is_taken_where_the_processor_can_run_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "__file__", str(tmp_path / "build.py"))
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.delenv("QKEEL_NATIVE_ARCH", raising=False)
+    monkeypatch.setattr(build, "_processor", lambda: "x86_64 sse2")
+    assert build.carried_library() is None
+    for target, needed in build.CARRIED.items():
+        library = tmp_path / build.carried_name(target)
+        monkeypatch.setattr(build, "_processor", lambda needed=needed: " ".join(["x86_64", *needed]))
+        assert build.carried_library() is None
+        library.touch()
+        assert build.compiled() == library
+    monkeypatch.setenv("QKEEL_NATIVE_ARCH", "x86-64-v2")
+    assert build.carried_library() is None
+
+
 def test_off_means_off(cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QKEEL_NATIVE", "0")
     log = compiler(cache.parent, anything, monkeypatch)
@@ -307,7 +325,7 @@ def test_off_means_off(cache: Path, anything: Path, monkeypatch: pytest.MonkeyPa
 USE = """
 import warnings
 import torch, qkeel
-from qkeel.kernels import compiled_attention as attention
+from qkeel.kernels.attention import compiled as attention
 from qkeel.kernels.native import operators
 q = torch.linspace(-1, 1, 2 * 4 * 16).view(1, 2, 4, 16)
 with warnings.catch_warnings(record=True) as told:

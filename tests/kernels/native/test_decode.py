@@ -15,8 +15,8 @@ from torch import Tensor
 
 from qkeel import reference
 from qkeel.errors import RefusedError
-from qkeel.kernels import compiled_attention as decode
-from qkeel.kernels.encode import encoded
+from qkeel.kernels.decoding import compiled as decode
+from qkeel.kernels.norm_rope.encode import encoded
 from qkeel.nn import MLA, LatentSizes, mla
 from qkeel.nn.mla import attend_latents
 from qkeel.ops import KERNELS, choose, run
@@ -288,7 +288,7 @@ def test_a_key_that_needs_no_encoding_is_not_copied() -> None:
 def test_one_graph_of_the_compiler(tmp_path: Path) -> None:
     (tmp_path / "graph.py").write_text("""
 import torch, qkeel
-from qkeel.kernels import compiled_attention
+from qkeel.kernels.decoding import compiled as compiled_attention
 torch.set_grad_enabled(False)
 assert compiled_attention.ready()
 q, k, v = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 30, 16), torch.randn(1, 2, 30, 16)

@@ -17,8 +17,8 @@ from torch import Tensor
 import qkeel
 from qkeel.capture.calls import flex_call
 from qkeel.functional.statistics import TENSORS, LogitStats
-from qkeel.kernels.native import logit_pass
-from qkeel.kernels.statistics import attend_with_logsumexp, bracket, logit_maxima, logit_stats
+from qkeel.kernels.logits import compiled as logit_pass
+from qkeel.kernels.statistics import logit_stats, max_stats
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Learned, NoPosition, SlidingWindow, Softcap
 from qkeel.spec.call import band_call, make_call, with_query_mask
 
@@ -103,8 +103,8 @@ def test_every_field_is_as_exact_as_torchs(name: str, monkeypatch: pytest.Monkey
             same = {"share_above": truth.share_above.float()}  # a logit that rounds over the threshold counts
             ours, theirs = (dataclasses.replace(x, **same) for x in (ours, theirs))  # type: ignore[type-var]
             assert_near(ours, theirs, truth, told)
-            for mine, field in zip(logit_maxima(call), ("max_logit", "min_logit")):
-                torch.testing.assert_close(mine, getattr(ours, field), rtol=0, atol=0)
+            for field in ("max_logit", "min_logit"):
+                assert torch.equal(getattr(max_stats(call), field), getattr(ours, field)), told
 
 
 def test_positions_that_ascend_are_taken_and_others_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_packed_sequences_and_windows_on_both_sides_are_taken(
         ours, theirs = logit_stats(one), torchs(monkeypatch, lambda one=one: logit_stats(one))
         for field in TENSORS:
             torch.testing.assert_close(getattr(ours, field), getattr(theirs, field), rtol=1e-5, atol=1e-5, msg=field)
-        assert torch.equal(logit_maxima(one)[0], ours.max_logit)
+        assert torch.equal(max_stats(one).max_logit, ours.max_logit)
 
 
 def test_calls_whose_mask_or_score_is_a_function_are_left_to_torch() -> None:
@@ -147,7 +147,7 @@ def test_calls_whose_mask_or_score_is_a_function_are_left_to_torch() -> None:
         z, seen = call.scores(q, q, every, every), call.visible(every, every)
         z = z if seen is None else z.masked_fill(~seen, -torch.inf)
         assert z.max() > hidden - 40
-        for top in (logit_maxima(call)[0], logit_stats(call).max_logit):
+        for top in (max_stats(call).max_logit, logit_stats(call).max_logit):
             torch.testing.assert_close(top, z.amax((0, 2, 3)))
 
 
@@ -189,62 +189,14 @@ def test_what_is_not_finite_is_reported_as_torch_reports_it(
         for name in TENSORS:
             mine, other = getattr(ours, name), getattr(theirs, name)
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6, equal_nan=True, msg=f"{name}: {mine} {other}")
-        for mine, other in zip(logit_maxima(call), torchs(monkeypatch, lambda call=call: logit_maxima(call))):  # type: ignore[arg-type]
+        ours, theirs = max_stats(call), torchs(monkeypatch, lambda call=call: max_stats(call))
+        for name in ("max_logit", "min_logit"):
+            mine, other = getattr(ours, name), getattr(theirs, name)
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("size", [0.2, 2.0, 30.0])
-def test_the_guided_maximum_is_torchs(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    for b, h, g, t, d, dtype in [
-        (2, 4, 2, 1, 8, torch.float32),
-        (3, 4, 1, 70, 64, torch.bfloat16),
-        (1, 8, 4, 300, 40, torch.float16),
-        (2, 2, 2, 129, 64, torch.float32),
-    ]:
-        for causal in (True, False):
-            q, k = ((size * torch.randn(b, n, t, d)).to(dtype) for n in (h, g))
-            call = with_query_mask(make_call(AttentionSpec(), q, k, k, causal=causal), torch.rand(b, t) < 0.9)
-            pair = attend_with_logsumexp(call)
-            assert pair is not None
-            ours = bracket(call, pair[1], "max")
-            theirs = torchs(monkeypatch, lambda call=call, lse=pair[1]: bracket(call, lse, "max"))
-            close = {"rtol": 2e-6, "atol": 1e-5}
-            torch.testing.assert_close(ours.lower, theirs.lower, **close)  # type: ignore[attr-defined]
-            torch.testing.assert_close(ours.upper, theirs.upper, **close)  # type: ignore[attr-defined]
-
-
-def test_a_nan_in_a_row_of_largest_logsumexp_is_no_maximum() -> None:
-    q, k = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
-    q[0, 1, 4] = torch.nan
-    lse = torch.randn(1, 2, 9)
-    lse[0, 1, 4] = torch.nan
-    found, others = torch.ops.qkeel_native.guided_maxima(q, k, lse, 0.3, True, 2)
-    assert found[0].isnan().tolist() == [False, True]
-    assert torch.equal(others[0, 0], lse[0, 0].sort(descending=True).values[2])
-
-
-def test_the_bracket_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for b, h, t, causal in [(2, 3, 1, True), (3, 4, 70, True), (1, 8, 33, False)]:
-        q = torch.randn(b, h, t, 8)
-        call = make_call(AttentionSpec(), q, q, q, causal=causal)
-        for lse in (torch.randn(b, h, t), torch.randn(b, t, h).transpose(1, 2), torch.full((b, h, t), -torch.inf)):
-            lse[0, 1, t // 2] = torch.nan
-            for counted in (None, torch.rand(b, t) < 0.6, torch.zeros(b, t, dtype=torch.bool)):
-                one = call if counted is None else with_query_mask(call, counted)
-                ours = bracket(one, lse, "bracket")
-                theirs = torchs(monkeypatch, lambda one=one, lse=lse: bracket(one, lse, "bracket"))
-                torch.testing.assert_close(ours.upper, theirs.upper, rtol=0, atol=0, equal_nan=True)  # type: ignore
-                torch.testing.assert_close(ours.lower, theirs.lower, rtol=1e-6, atol=1e-6, equal_nan=True)  # type: ignore
-
-
-def test_ends_beyond_the_keys_are_the_ends_of_the_keys_and_nothing_to_look_at_is_no_maximum() -> None:
+def test_ends_beyond_the_keys_are_the_ends_of_the_keys() -> None:
     q, scale = torch.randn(1, 2, 3, 8), torch.ones(1, 2, 3)
     ends = torch.full((1, 3), -9), torch.full((1, 3), 12)
     far, near = (torch.ops.qkeel_native.logit_extremes(q, q, scale, *e, None) for e in (ends, (None, None)))
     assert torch.equal(far, near)
-    ops, k = torch.ops.qkeel_native, torch.randn(2, 1, 5, 8)
-    for q in (torch.randn(2, 3, 0, 8), torch.randn(2, 0, 4, 8)):
-        found, others = ops.guided_maxima(q, k, torch.randn(q.shape[:3]), 1.0, True, 4)
-        assert found.shape == others.shape == q.shape[:2]
-        assert bool((found == -torch.inf).all() and (others == -torch.inf).all())
-    assert ops.logsumexp_bracket(torch.randn(2, 3, 0), None, True, 5)[0].tolist() == [-torch.inf] * 3

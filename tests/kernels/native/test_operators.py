@@ -183,18 +183,6 @@ OPERATORS: dict[str, Operator] = {
         wrong=lambda *given: of_rows(*given[:5]),
     ),
     "logit_extremes": Operator(make=rows, wrong=lambda *given: of_rows(*given[:5])),
-    "guided_maxima": Operator(
-        make=lambda n: [(*qkv(n)[:2], randn(2, 4, n), 0.3, True, 2)], wrong=lambda q, k, lse, *_: [{2: lse[..., :2]}]
-    ),
-    "logsumexp_bracket": Operator(
-        make=lambda n: [(randn(2, 4, n), rand(2, n) < 0.5, True, n)],
-        wrong=lambda lse, *_: [
-            {0: lse.double()},
-            {0: lse[0]},
-            {1: torch.ones(1, 2).bool()},
-            {1: torch.ones(2, lse.shape[2])},
-        ],
-    ),
     "norm_rope": Operator(
         make=norm_rope,
         tracked=(0, 1),
@@ -207,7 +195,6 @@ OPERATORS: dict[str, Operator] = {
             {1: rand(7)},
         ],
     ),
-    "norm_rope_alone": Operator(make=lambda n: [given[:-1] for given in norm_rope(n)]),
     "norm_rope_two": Operator(
         make=lambda n: [
             (x, x[:, :2] + 1, gain, None, *table, 1, 0, 1e-6) for x, gain, *table, _, _, _ in norm_rope(n)[:1]
@@ -237,7 +224,7 @@ def run(name: str, given: Arguments) -> list[Tensor]:
 
 
 def test_every_operator_has_a_row() -> None:
-    defined = {n for path in build.FOLDER.glob("*.cpp") for n in re.findall(r'm\.def\("(\w+)\(', path.read_text())}
+    defined = {n for path in build.FOLDER.rglob("*.cpp") for n in re.findall(r'm\.def\("(\w+)\(', path.read_text())}
     assert defined == set(OPERATORS) == {*operators.SHAPES, "gain_spread"}
 
 

@@ -35,7 +35,7 @@ NO_ZIG = "the compiler for other machines is not installed: pip install 'qkeel[c
 def test_the_kernels_pass_their_tests_with_registers_of_4_and_16_floats(lanes: int, more: str, tmp_path: Path) -> None:
     flags = f"-DQKEEL_LANES={lanes} {more}"
     width = f'#include "tile.h"\nstatic_assert(qkeel::LANES == {lanes});'
-    check = ["c++", *build.flags(), *flags.split(), f"-I{build.FOLDER}", "-fsyntax-only", "-x", "c++", "-"]
+    check = ["c++", *build.flags(), *flags.split(), *build.INCLUDE, "-fsyntax-only", "-x", "c++", "-"]
     subprocess.run(check, input=width, text=True, check=True)
     run_tests(tmp_path, {"QKEEL_TEST_FLAGS": flags})
 
@@ -77,7 +77,7 @@ def test_every_source_compiles_for_other_machines(target: str, tmp_path: Path) -
     own = ("-march=", "-mcpu=", "--param=")  # of this machine
     flags = [flag for flag in build.FLAGS if not flag.startswith(own)]
     environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(tmp_path), "ZIG_LOCAL_CACHE_DIR": str(tmp_path)}
-    sources = sorted(build.FOLDER.glob("*.cpp"))
+    sources = sorted(build.FOLDER.rglob("*.cpp"))
     assert len(sources) == 7
     for source in sources:
         to = tmp_path / f"{source.stem}.o"

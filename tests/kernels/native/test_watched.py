@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 import qkeel
 from qkeel.functional.statistics import LogitStats
 from qkeel.kernels import statistics
+from qkeel.kernels.attention.compiled import Native
 from qkeel.kernels.statistics import logit_stats, stats_of_rows
 from qkeel.nn import Attention
-from qkeel.ops import run, run_with_rows
+from qkeel.ops import KERNELS, run
 from qkeel.spec import ALiBi, AttentionSpec, Softcap
 from qkeel.spec.call import AttentionCall, make_call, with_query_mask
 
@@ -39,8 +40,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         inner = getattr(statistics, name)
         return lambda *args: (made.append(name), inner(*args))[1]
 
-    monkeypatch.setattr("qkeel.capture.calls.find_rows", counted("find_rows"))
-    monkeypatch.setattr("qkeel.capture.calls.find_extremes", counted("find_extremes"))
+    monkeypatch.setattr("qkeel.capture.calls.logit_stats", counted("logit_stats"))
+    monkeypatch.setattr("qkeel.capture.calls.max_stats", counted("max_stats"))
     return made
 
 
@@ -52,10 +53,11 @@ def agree(found: LogitStats, exact: LogitStats, **tolerance: float) -> None:
 
 
 def in_the_kernel(call: AttentionCall) -> tuple[Tensor, LogitStats]:
-    found = run_with_rows(call, "native")
-    assert found is not None
-    assert not any(x.requires_grad for x in found[1])
-    return found[0], stats_of_rows(call, found[1])
+    kernel = KERNELS["native"]
+    assert isinstance(kernel, Native)
+    out, rows = kernel.with_rows(call)
+    assert not any(x.requires_grad for x in rows)
+    return out, stats_of_rows(call, rows)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -81,9 +83,8 @@ def test_heads_that_see_nothing_are_empty_and_nan_shows() -> None:
     q[:, 1, 2] = torch.nan
     for mask in (None, ~none):
         call = make_call(AttentionSpec(), q, q, q, mask=mask)
-        seen, bounds = in_the_kernel(call)[1], qkeel.attention(q, q, q, spec=call.spec, mask=mask, stats="max")[1]
-        for x in (seen.max_logit, seen.entropy, bounds.upper, bounds.entropy):
-            assert x is not None
+        seen, largest = in_the_kernel(call)[1], qkeel.attention(q, q, q, spec=call.spec, mask=mask, stats="max")[1]
+        for x in (seen.max_logit, seen.entropy, largest.max_logit, largest.entropy):
             assert x.isnan().tolist() == [False, True]
 
 
@@ -171,7 +172,7 @@ def test_qk_clip_takes_its_maxima_from_the_kernel(passes: list[str]) -> None:
             optimizer.step()
         weights.append(model.get_parameter("0.q_proj.weight").detach().clone())
         assert not torch.equal(weights[-1], before)
-        assert passes == ([] if impl == "native" else ["find_extremes"])
+        assert passes == ([] if impl == "native" else ["max_stats"])
     torch.testing.assert_close(*weights)
 
 

@@ -12,34 +12,31 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas  # of several that it brings, the one that it takes itself
 from triton.compiler import ASTSource
 
-from qkeel.kernels.triton import norm_rope, row_fields, statistics
+from qkeel.kernels.logits import triton_extremes as extremes
+from qkeel.kernels.logits import triton_row_fields as row_fields
+from qkeel.kernels.norm_rope import triton_kernels as norm_rope
 
-FLOATS = "inverse gain cos sin parts largest smallest lse entropy numbers bars tops lows ends scales fields inverses"
+FLOATS = "inverse gain cos sin parts tops lows scales fields inverses"
 STORED = "x y dy kept dx q k"
 WHOLE = {
     "counts": "*i64",
-    **dict.fromkeys(("starts", "stops", "picked"), "*i32"),
+    **dict.fromkeys(("starts", "stops"), "*i32"),
     **dict.fromkeys(("keys", "counted", "pairs"), "*u8"),
     **dict.fromkeys(FLOATS.split(), "*fp32"),
     **dict.fromkeys(STORED.split(), "*bf16"),
 }
-NUMBERS = ["eps", "scale", "cap", "widest", "threshold"]
+NUMBERS = ["eps", "scale", "cap", "threshold"]
 HEAD = {"D": 128, "HALF": 64, "WIDE": 64, "TAIL": 1, "HEADS": 16, "TOKENS": 1, "STEP": 1, "WHOLE": False}
 PART = {"D": 64, "HALF": 8, "WIDE": 8, "TAIL": 64, "HEADS": 16, "TOKENS": 2, "STEP": 2, "WHOLE": False}
 TOKEN = {**HEAD, "HEADS": 64, "WHOLE": True}
 FORTH = {"KIND": 1, "GAIN": True, "TURN": True, "INVERSES": True}
 BACK = {"KIND": 1, "GAIN": True, "BY_HEAD": False, "TURN": True, "KEPT_X": True}
 SEEN = {"D": 128, "WIDE": 128, "ROWS": 128, "KEYS": 64, "CAUSAL": True}
-SEEN |= dict.fromkeys(("WINDOW", "MASK", "SPANS", "CAP", "SAMPLED"), False)
+SEEN |= dict.fromkeys(("WINDOW", "MASK", "SPANS", "CAP"), False)
 FIELDS = {**SEEN, "SCALED": False, "PAIRS": False}
 MASKED = {**FIELDS, "ROWS": row_fields._MASKED[0], "KEYS": row_fields._MASKED[1]}
-EXTREME = {"COUNTED": False, "BARS": False}
-ONES = ("heads", "times", "outer", "blocks", "groups", "each", "share", "length", "tiles")
-
-
-def both(constants: dict[str, Any]) -> dict[str, Any]:
-    """The constants of a kernel for q and k."""
-    return {f"{name}_{side}": value for side in "QK" for name, value in constants.items()}
+EXTREME = {"COUNTED": False}
+ONES = ("heads", "times", "outer", "blocks", "groups", "groups_of_program", "share", "length", "tiles")
 
 
 CASES: list[tuple[str, Any, dict[str, Any], int]] = [
@@ -47,24 +44,18 @@ CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("a part forward", norm_rope.forward, {**PART, "KIND": 2, "GAIN": False, "TURN": True, "INVERSES": 0}, 4),
     ("backward, x made anew", norm_rope.backward, {**HEAD, **BACK, "KEPT_X": False}, 4),
     ("backward, gains by head", norm_rope.backward, {**HEAD, **BACK, "KIND": 3, "BY_HEAD": True}, 4),
-    # Triton's launcher makes constants of whole numbers that are 1.
-    ("forward of both", norm_rope._forward_two, both({**HEAD, **FORTH}), 4),
-    ("backward of both", norm_rope._backward_two, both({**HEAD, **BACK}), 4),
     ("forward of whole tokens", norm_rope.forward, {**TOKEN, **FORTH}, 16),
     ("backward of whole tokens", norm_rope.backward, {**TOKEN, **BACK, "KIND": 3, "BY_HEAD": True}, 16),
+    # Triton's launcher makes constants of whole numbers that are 1.
     ("backward of one token", norm_rope.backward, {**HEAD, **BACK, **dict.fromkeys(ONES, 1)}, 4),
-    ("statistics of one token", statistics._rows, {**SEEN, **dict.fromkeys(ONES, 1)}, 8),
-    ("statistics", statistics._rows, {**SEEN, "WINDOW": True, "MASK": True, "CAP": True}, 8),
     ("all statistics", row_fields._fields, FIELDS, 8),
     ("all statistics at head_dim 64", row_fields._fields, {**FIELDS, "ROWS": 64, "D": 64, "WIDE": 64}, 4),
     ("all statistics of hidden keys", row_fields._fields, {**MASKED, "MASK": True, "CAP": True}, 4),
     ("all statistics of pairs", row_fields._fields, {**MASKED, "PAIRS": True, "CAP": True, "WINDOW": True}, 4),
-    ("statistics of a sample", statistics._rows, {**SEEN, "ROWS": 64, "SAMPLED": True}, 8),
-    ("statistics of spans", statistics._rows, {**SEEN, "CAUSAL": False, "SPANS": True}, 8),
-    ("extremes of spans", statistics._extremes, {**SEEN, **EXTREME, "CAUSAL": False, "SPANS": True}, 8),
-    ("extremes", statistics._extremes, {**SEEN, **EXTREME}, 8),
-    ("extremes of tiles", statistics._extremes, {**SEEN, "MASK": True, "COUNTED": True, "BARS": True}, 8),
-    ("numbers of heads from a sample", statistics._sampled_heads, {"MASK": True, "BLOCK": 512}, 4),
+    ("extremes of spans", extremes._extremes, {**SEEN, **EXTREME, "CAUSAL": False, "SPANS": True}, 8),
+    ("extremes", extremes._extremes, {**SEEN, **EXTREME}, 8),
+    ("extremes of one token", extremes._extremes, {**SEEN, **EXTREME, **dict.fromkeys(ONES, 1)}, 8),
+    ("extremes of counted rows", extremes._extremes, {**SEEN, "MASK": True, "COUNTED": True}, 8),
 ]  # fmt: skip
 
 
@@ -72,10 +63,9 @@ def made(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
     """The kernel compiled as Triton's launcher would for aligned bfloat16 tensors."""
     types, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
-        plain = re.sub("(?<=.)_[qk]$", "", name)  # of q or of k in a kernel for both
-        pointer = WHOLE.get(plain)
-        types[name] = "constexpr" if name in constants else pointer or ("fp32" if plain in NUMBERS else "i32")
-        if pointer or re.fullmatch(r"\w_[bht]|(cos|sin)_[bt]", plain):
+        pointer = WHOLE.get(name)
+        types[name] = "constexpr" if name in constants else pointer or ("fp32" if name in NUMBERS else "i32")
+        if pointer or re.fullmatch(r"\w_[bht]|(cos|sin)_[bt]", name):
             attributes[(i,)] = [["tt.divisibility", 16]]
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     known = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

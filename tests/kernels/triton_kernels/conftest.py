@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from qkeel.kernels.triton import available
+from qkeel.kernels.native import triton as available
 
 
 @pytest.fixture(autouse=True)
@@ -19,15 +19,13 @@ def through_triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """CPU tensors take the way of CUDA tensors; the dtypes of the passes over q and k that were made there."""
     monkeypatch.setattr(available, "usable", lambda device: available.loaded())
     seen: list[Any] = []
-    from qkeel.kernels.triton import statistics
+    from qkeel.kernels.logits import triton_extremes as extremes
 
-    def counted(inner: Any) -> Any:
-        def call(q: Tensor, k: Tensor, scale: float, **how: Any) -> Any:
-            seen.append(q.dtype)
-            return inner(q, k, scale, **how)
+    inner = extremes.extremes
 
-        return call
+    def counted(q: Tensor, k: Tensor, scale: float, **how: Any) -> Any:
+        seen.append(q.dtype)
+        return inner(q, k, scale, **how)
 
-    for name in ("rows_of", "extremes"):
-        monkeypatch.setattr(statistics, name, counted(getattr(statistics, name)))
+    monkeypatch.setattr(extremes, "extremes", counted)
     return seen

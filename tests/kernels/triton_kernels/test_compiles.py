@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-NARROW = ("numbers of heads from a sample",)  # few numbers
 AHEAD = Path(__file__).with_name("ahead.py")
 
 
@@ -23,9 +22,9 @@ def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> No
     done = subprocess.run([sys.executable, str(AHEAD)], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     told = re.findall(r"(.*): registers (\d+), spilled (\d+), shared (\d+), 16-byte loads (\d+)", done.stdout)
-    assert len(told) == 21
+    assert len(told) == 15
     for name, registers, spilled, shared, loads in told:
         assert int(spilled) == 0
         assert int(registers) <= 255
         assert int(shared) <= 227 * 1024  # what a processor of an H100 has
-        assert int(loads) > 0 or name in NARROW
+        assert int(loads) > 0, name

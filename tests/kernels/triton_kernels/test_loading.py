@@ -8,8 +8,8 @@ import pytest
 import torch
 from tests import forked
 
-from qkeel.kernels import encode
-from qkeel.kernels.triton import available
+from qkeel.kernels.native import triton as available
+from qkeel.kernels.norm_rope import operator as norm_rope
 
 CUDA = torch.device("cuda", 0)
 
@@ -21,12 +21,10 @@ def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_a_gpu")
 def test_cuda_tensors_go_through_triton_and_cpu_tensors_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qkeel.kernels.triton import norm_rope
-
-    assert encode.operator_for(CUDA) is norm_rope.norm_rope
+    assert norm_rope.operators_for(CUDA) is torch.ops.qkeel_triton
     assert not available.usable(torch.device("cpu"))
-    monkeypatch.setattr(encode, "ready", lambda: True)
-    assert encode.operator_for(torch.device("cpu")) is encode.norm_rope
+    monkeypatch.setattr(norm_rope, "ready", lambda: True)
+    assert norm_rope.operators_for(torch.device("cpu")) is torch.ops.qkeel_native
 
 
 @pytest.mark.usefixtures("_a_gpu")
@@ -36,7 +34,7 @@ def test_it_can_be_switched_off_and_is_off_under_transforms(monkeypatch: pytest.
     torch.func.vmap(lambda x: found.append(available.usable(CUDA)) or x)(torch.ones(2))
     assert found == [False]
     monkeypatch.setenv("QKEEL_TRITON", "0")
-    assert encode.operator_for(CUDA) is None
+    assert norm_rope.operators_for(CUDA) is None
 
 
 def test_an_old_gpu_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +50,7 @@ def test_without_triton_torch_computes_after_one_warning(tmp_path: Path) -> None
 import sys, warnings
 sys.modules["triton"] = None
 import torch
-from qkeel.kernels.triton import available
+from qkeel.kernels.native import triton as available
 available._modern = lambda device: True
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")

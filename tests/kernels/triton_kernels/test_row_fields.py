@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.test_non_finite import BROKEN, broken_call
-from tests.kernels.triton_kernels.test_statistics import CASES, call_of
+from tests.kernels.triton_kernels.test_extremes import CASES, call_of
 from tests.quick import one_in
 
 from qkeel import preset
 from qkeel.functional.statistics import TENSORS
-from qkeel.kernels import contract
-from qkeel.kernels.statistics import FoundPacked, find_rows, logit_stats
-from qkeel.kernels.triton import available
+from qkeel.kernels.logits import gpu as gpu_statistics
+from qkeel.kernels.native import triton as available
+from qkeel.kernels.statistics import logit_stats
 from qkeel.spec import AttentionCall, AttentionSpec, Learned, Sink, SlidingWindow, Softcap
 from qkeel.spec.call import make_call, with_query_mask
 
@@ -37,9 +37,7 @@ def wide(call: AttentionCall) -> AttentionCall:
 
 
 def check(call: AttentionCall, name: str) -> None:
-    with torch.no_grad():
-        found = find_rows(call, 0.5)
-    assert type(found) is FoundPacked, name
+    assert gpu_statistics.row_fields(call, 0.5) is not None, name
     ours, truth = logit_stats(call, 0.5), logit_stats(wide(call), 0.5)
     largest = truth.max_abs_logit.max()
     for field in TENSORS:
@@ -125,5 +123,5 @@ def test_what_the_pass_does_not_know_is_left_to_torch(how: str, on_gpu: None) ->
     more: dict[str, Any] = {"mask": torch.randn(5, 5)} if how != "sink" else {}
     spec = AttentionSpec(normalizer=Sink()) if how == "sink" else preset("baseline")
     call = call_of(spec, 5, 5, torch.float32, **more)
-    assert contract.row_fields(call, 0.5) is None
+    assert gpu_statistics.row_fields(call, 0.5) is None
     assert torch.isfinite(logit_stats(call).entropy).all()

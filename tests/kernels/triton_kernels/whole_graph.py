@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 import qkeel
-from qkeel.kernels import encode
-from qkeel.kernels.triton import available
+from qkeel.kernels.native import triton as available
+from qkeel.kernels.norm_rope import encode
 
 
 def main() -> None:
     """Forward and backward in one graph."""
-    choose, device = encode.operator_for, torch.device("cuda", 0)
+    choose, device = encode.operators_for, torch.device("cuda", 0)
     available._modern = lambda _: True
-    encode.operator_for = lambda _: choose(device)  # a CPU's tensors take the way of a GPU's
+    encode.operators_for = lambda _: choose(device)  # a CPU's tensors take the way of a GPU's
     encode._keeps = lambda x, gain: True
     module = qkeel.nn.Attention(16, 2, spec=qkeel.preset("qwen3"))
     x = torch.randn(1, 3, 16, requires_grad=True)

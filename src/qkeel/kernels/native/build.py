@@ -1,4 +1,7 @@
-"""Compiles the C++ sources on first use, once per machine, into a folder of this user alone."""
+"""Compiles the C++ sources on first use, once per machine, into a folder of this user alone.
+
+A wheel may carry libraries for x86-64 (`make wheel`), which are then taken instead.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ import torch
 
 from qkeel.records.disk import hold_lock
 
-FOLDER = Path(__file__).parent / "source"  # the sources and their shared headers
+FOLDER = Path(__file__).parents[1]  # the sources lie beside what they belong to, what they share in native/source
 NAME = "qkeel_native"
 FLAGS = (
     "-std=gnu++20",
@@ -31,7 +34,12 @@ FLAGS = (
     *(("--param=avoid-fma-max-bits=0",) if platform.machine() == "x86_64" else ()),
 )
 _TORCH = Path(torch.__file__).parent
-INCLUDE = (f"-I{_TORCH / 'include'}",)
+INCLUDE = (f"-I{Path(__file__).parent / 'source'}", f"-I{_TORCH / 'include'}")
+# The targets for which a wheel carries a library, the best first, and the instructions that they need.
+CARRIED = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx2", "bmi2", "fma", "f16c"},
+}
 LONGEST = 600.0  # seconds a compiler may take
 REPORT_AFTER = 2.0  # seconds of waiting for another process before a message on stderr
 PATIENCE = 300.0  # seconds of waiting before torch is used instead
@@ -54,6 +62,8 @@ def compiled(anew: bool = False) -> Path:
             can write to the cache folder.
         OSError: the cache folder cannot be written.
     """
+    if not anew and (carried := carried_library()) is not None:
+        return carried
     folder = cache_folder()
     library = folder / f"{NAME}-{key()}.so"
     if os.path.lexists(folder):
@@ -76,9 +86,22 @@ def compiled(anew: bool = False) -> Path:
     return library
 
 
-def in_cache() -> bool:
-    """True if the library need not be compiled."""
-    return (cache_folder() / f"{NAME}-{key()}.so").is_file()
+def carried_library() -> Path | None:
+    """Returns the best library for this processor among those that were installed with the package; None if there is
+    none, or if QKEEL_NATIVE_ARCH names a processor."""
+    if platform.machine() != "x86_64" or os.environ.get("QKEEL_NATIVE_ARCH"):
+        return None
+    instructions = set(_processor().split())
+    for target, needed in CARRIED.items():
+        library = Path(__file__).parent / carried_name(target)
+        if needed <= instructions and library.is_file():
+            return library
+    return None
+
+
+def carried_name(target: str) -> str:
+    """Returns the file name of a library for a target, which depends on the sources too: an old one is not taken."""
+    return f"{NAME}-{target}-{hashlib.sha256(_sources()).hexdigest()[:16]}.so"
 
 
 def cache_folder() -> Path:
@@ -116,9 +139,14 @@ def key() -> str:
     """Returns a key that depends on sources, flags and processor, so that machines can share a cache.
 
     It does not depend on torch's version, since the sources use torch's stable C interface alone."""
-    texts = [path.read_bytes() for path in sorted(FOLDER.glob("*.[hc]*"))]
     built_for = (*flags(), _processor())
-    return hashlib.sha256(b"\0".join((*texts, repr(built_for).encode()))).hexdigest()[:16]
+    return hashlib.sha256(_sources() + repr(built_for).encode()).hexdigest()[:16]
+
+
+def _sources() -> bytes:
+    """Returns the sources and headers, one after the other."""
+    files = sorted([*FOLDER.rglob("*.cpp"), *FOLDER.rglob("*.h")])
+    return b"\0".join([path.read_bytes() for path in files])
 
 
 def _processor() -> str:
@@ -160,13 +188,15 @@ def _compile(compiler: list[str], library: Path) -> None:
 
     def compile_source(source: Path) -> str:
         target = workplace / f"{source.stem}.o"
-        _run([*compiler, *flags(), *INCLUDE, "-c", str(source), "-o", str(target)], target)
+        # The file of the operators has no loops: to optimise it takes a second for nothing.
+        effort = ("-O1",) if source.stem == "operators" else ()
+        _run([*compiler, *flags(), *effort, *INCLUDE, "-c", str(source), "-o", str(target)], target)
         return str(target)
 
     try:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             # The largest first, so that the processors end at about the same time.
-            sources = sorted(FOLDER.glob("*.cpp"), key=lambda path: -path.stat().st_size)
+            sources = sorted(FOLDER.rglob("*.cpp"), key=lambda path: -path.stat().st_size)
             objects = list(pool.map(compile_source, sources))
         output = workplace / library.name
         _run([*compiler, "-shared", *objects, "-o", str(output), f"-L{_TORCH / 'lib'}", "-ltorch_cpu"], output)
@@ -180,7 +210,7 @@ def _compile(compiler: list[str], library: Path) -> None:
 
 def _run(command: list[str], output: Path) -> None:
     """Runs a compiler, which shall make a file; raises BuildError with its first error."""
-    result = subprocess.run(
+    process = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -190,7 +220,7 @@ def _run(command: list[str], output: Path) -> None:
         check=False,
         env={**os.environ, "TMPDIR": str(output.parent)},
     )
-    if result.returncode or not output.is_file():
-        errors = [line for line in result.stderr.splitlines() if "error" in line.lower()]
-        reason = errors[0].strip() if errors else result.stderr[-300:].strip() or f"exit code {result.returncode}"
+    if process.returncode or not output.is_file():
+        errors = [line for line in process.stderr.splitlines() if "error" in line.lower()]
+        reason = errors[0].strip() if errors else process.stderr[-300:].strip() or f"exit code {process.returncode}"
         raise BuildError(f"{command[0]} failed: {reason}")

@@ -3,7 +3,8 @@
 from qkeel.remedies.retrofit.export_model import SHAPES, convert, export
 from qkeel.remedies.retrofit.fit_gains import Folded, fold
 from qkeel.remedies.retrofit.insert import Retrofit, RetrofitConfig, retrofit
-from qkeel.remedies.retrofit.replay import Gap, LayerGap, RetrofitReport
+from qkeel.remedies.retrofit.outputs import Gap
+from qkeel.remedies.retrofit.report import LayerGap, RetrofitReport
 
 __all__ = [
     "SHAPES",

@@ -192,10 +192,10 @@ def _check_source(to: str, shape: TargetArchitecture, config: ModelConfigFields)
 
 
 def _move(to: str, shape: TargetArchitecture, sizes: _ModelSizes, name: str, size: tuple[int, ...]) -> Move:
-    found = _LAYER.fullmatch(name)
-    if found is None:
+    matched = _LAYER.fullmatch(name)
+    if matched is None:
         return Move(name=name)
-    head, inner = f"model.layers.{found[1]}.", found[2]
+    head, inner = f"model.layers.{matched[1]}.", matched[2]
     norm = inner.removesuffix(".weight")
     if norm in shape.norms:
         return Move(name=f"{head}{shape.norms[norm]}.weight")
@@ -239,9 +239,9 @@ def _per_head(to: str, name: str, size: tuple[int, ...], heads: int, sizes: _Mod
 
 def _minus_one(name: str, change: TensorChange) -> TensorChange:
     def stored(gain: Tensor) -> Tensor:
-        wanted = change(gain)
-        kept = (wanted.double() - 1).to(gain.dtype)
-        if not torch.allclose(kept.double() + 1, wanted.double(), rtol=1e-6, atol=1e-7):
+        factor = change(gain)
+        kept = (factor.double() - 1).to(gain.dtype)
+        if not torch.allclose(kept.double() + 1, factor.double(), rtol=1e-6, atol=1e-7):
             raise RefusedError(
                 f"{name} would be rounded: gemma3 stores gains as w - 1, and {gain.dtype} is too imprecise for that; "
                 "save the model in float32 first"
@@ -273,33 +273,33 @@ def _zeros(config: ModelConfigFields, sizes: _ModelSizes, shapes: Shapes) -> dic
 
     They are needed because Qwen2 has biases on q, k and v only, whereas Qwen3 has them on all four projections or on
     none."""
-    found = {}
+    zeros = {}
     for i in range(sizes.layers):
         head = f"model.layers.{i}.self_attn."
         if f"{head}q_proj.bias" in shapes and f"{head}o_proj.bias" not in shapes:
-            found[f"{head}o_proj.bias"] = (f"{head}o_proj.weight", (int(config["hidden_size"]),))
-    return found
+            zeros[f"{head}o_proj.bias"] = (f"{head}o_proj.weight", (int(config["hidden_size"]),))
+    return zeros
 
 
 def _check_complete(to: str, shape: TargetArchitecture, sizes: _ModelSizes, names: set[str]) -> None:
     """Raises RefusedError unless the tensors are exactly those of the architecture."""
-    wanted = {"model.embed_tokens.weight", "model.norm.weight"}
+    expected = {"model.embed_tokens.weight", "model.norm.weight"}
     bias = any(name.endswith("q_proj.bias") for name in names)
     for i in range(sizes.layers):
         parts = [f"self_attn.{p}_{kind}" for p in "qk" for kind in ("proj", "norm")]
         parts += ["self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-        wanted |= {f"model.layers.{i}.{part}.weight" for part in (*parts, *shape.norms.values())}
+        expected |= {f"model.layers.{i}.{child}.weight" for child in (*parts, *shape.norms.values())}
         if bias:
-            wanted |= {f"model.layers.{i}.self_attn.{p}_proj.bias" for p in "qkvo"}
-    gone, strange = sorted(wanted - names), sorted(names - wanted - {"lm_head.weight"})
+            expected |= {f"model.layers.{i}.self_attn.{p}_proj.bias" for p in "qkvo"}
+    gone, strange = sorted(expected - names), sorted(names - expected - {"lm_head.weight"})
     if any("_norm.weight" in name and "self_attn" in name for name in gone):
         raise RefusedError(
             f"{gone[0]} is missing: q and k are not normed yet. Add the norms and fit their gains first: "
             "qkeel.retrofit(model, 'qk_norm', batch), then qkeel.export(model, ...) or save_pretrained"
         )
     if gone or strange or (not sizes.tied and "lm_head.weight" not in names):
-        what = f"lacks {gone[0]}" if gone else f"also has {strange[0]}" if strange else "lacks lm_head.weight"
-        raise RefusedError(f"the model {what}, but {to} has {shape.why}")
+        difference = f"lacks {gone[0]}" if gone else f"also has {strange[0]}" if strange else "lacks lm_head.weight"
+        raise RefusedError(f"the model {difference}, but {to} has {shape.why}")
 
 
 _DROPPED = ("pretraining_tp", "mlp_bias", "rope_theta", "rope_scaling", "partial_rotary_factor", "auto_map")
@@ -392,14 +392,14 @@ def convert(checkpoint: str | Path, architecture: str, path: str | Path, *, norm
         raise DataError(
             f"{source} is a file; expected a folder with config.json and safetensors, as save_pretrained writes it"
         )
-    found = open_checkpoint(source)
-    if not found.config:
+    opened = open_checkpoint(source)
+    if not opened.config:
         raise DataError(f"{source} has no config.json, which describes what the tensors mean; restore the file")
-    planned = plan(architecture, found.config, {n: t.shape for n, t in found.tensors.items()}, norm_eps=norm_eps)
-    with _whole(Path(path), source) as part:
-        _copy_rest(source, part)
-        files = dict.fromkeys(t.file for t in found.tensors.values())
-        _write(part, planned, ((file.name, _stored(found, file)) for file in files))
+    planned = plan(architecture, opened.config, {n: t.shape for n, t in opened.tensors.items()}, norm_eps=norm_eps)
+    with _whole(Path(path), source) as folder:
+        _copy_rest(source, folder)
+        files = dict.fromkeys(t.file for t in opened.tensors.values())
+        _write(folder, planned, ((file.name, _stored(opened, file)) for file in files))
     return Path(path)
 
 
@@ -427,38 +427,38 @@ def export(model: nn.Module, architecture: str, path: str | Path, *, norm_eps: f
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to export, got {type(model).__name__}")
-    plain = unwrapped(model)
-    to_dict = getattr(getattr(plain, "config", None), "to_dict", None)
+    inner_model = unwrapped(model)
+    to_dict = getattr(getattr(inner_model, "config", None), "to_dict", None)
     if to_dict is None:
         raise RefusedError(
             f"expected a transformers model, with a config, to export as {architecture}; this "
-            f"{type(plain).__name__} has none"
+            f"{type(inner_model).__name__} has none"
         )
     config: dict[str, Any] = to_dict()
-    strange = active_remedies(plain) - _HARMLESS
+    strange = active_remedies(inner_model) - _HARMLESS
     if strange:
         raise RefusedError(
             f"{', '.join(sorted(strange))} is active on this model, and the files of {architecture} would not record "
             "it; remove() its handle, or fold() what can be folded, first"
         )
     tied = bool(config.get("tie_word_embeddings"))  # loading then rebuilds the head from the embedding
-    weights = {n: x for n, x in plain.state_dict().items() if not (tied and n == "lm_head.weight")}
-    found = _gains(plain, architecture)
+    weights = {n: x for n, x in inner_model.state_dict().items() if not (tied and n == "lm_head.weight")}
+    gains = _gains(inner_model, architecture)
     weights = {n: x for n, x in weights.items() if not n.endswith("self_attn.q_norm.logit_scale")}
-    weights |= {name: gain for name, (gain, _) in found.items()}
-    if norm_eps is None and found:
-        norm_eps = next(iter(found.values()))[1]
+    weights |= {name: gain for name, (gain, _) in gains.items()}
+    if norm_eps is None and gains:
+        norm_eps = next(iter(gains.values()))[1]
     dtypes = {x.dtype for x in weights.values() if x.is_floating_point()}
     if len(dtypes) == 1:
         config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
     planned = plan(architecture, config, {n: tuple(x.shape) for n, x in weights.items()}, norm_eps=norm_eps)
-    with _whole(Path(path), None) as part:
+    with _whole(Path(path), None) as folder:
         shards = list(_shards(weights))
         files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-        _write(part, planned, ((f, {n: weights[n].detach().cpu() for n in own}) for f, own in zip(files, shards)))
-        generation = getattr(plain, "generation_config", None)
+        _write(folder, planned, ((f, {n: weights[n].detach().cpu() for n in names}) for f, names in zip(files, shards)))
+        generation = getattr(inner_model, "generation_config", None)
         if generation is not None:
-            generation.save_pretrained(part)
+            generation.save_pretrained(folder)
     return Path(path)
 
 
@@ -471,7 +471,7 @@ _HARMLESS = frozenset(
 def _gains(model: nn.Module, to: str) -> dict[str, tuple[Tensor, float]]:
     """Returns the gains of the norms that qk_norm added, each as a factor together with the norm's eps."""
     flat = to in SHAPES and SHAPES[to].flat
-    found: dict[str, tuple[Tensor, float]] = {}
+    gains: dict[str, tuple[Tensor, float]] = {}
     for name, module in model.named_modules():
         if not isinstance(module, HeadNorm):
             continue
@@ -480,16 +480,16 @@ def _gains(model: nn.Module, to: str) -> dict[str, tuple[Tensor, float]]:
             raise RefusedError(
                 f"{name} is {norm}, but {to} has an RMS norm over {'all heads' if flat else 'each head'}"
             )
-        like = next(p for p in model.parameters())
-        gain = torch.ones((), dtype=like.dtype) if module.weight is None else module.weight.detach()
+        parameter = next(p for p in model.parameters())
+        gain = torch.ones((), dtype=parameter.dtype) if module.weight is None else module.weight.detach()
         if norm.gain == "one_plus_dim":
             gain = 1 + gain
         if module.logit_scale is not None:
             gain = gain * module.logit_scale.detach()
-        found[f"{name}.weight"] = (gain * module.factor, norm.eps)
-    if len({eps for _, eps in found.values()}) > 1:
+        gains[f"{name}.weight"] = (gain * module.factor, norm.eps)
+    if len({eps for _, eps in gains.values()}) > 1:
         raise RefusedError(f"the q/k norms of this model have different eps, but {to} has one eps for all")
-    return found
+    return gains
 
 
 def _shards(weights: Mapping[str, Tensor]) -> Iterator[list[str]]:
@@ -516,48 +516,48 @@ def _stored(checkpoint: Checkpoint, file: Path) -> dict[str, Tensor]:
 
 
 def _changed(planned: MovePlan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    changed_tensors: dict[str, Tensor] = {}
     for name, x in tensors.items():
         move = planned.moves.get(name)
         if move is not None:
-            found[move.name] = (x if move.change is None else move.change(x)).contiguous()
+            changed_tensors[move.name] = (x if move.change is None else move.change(x)).contiguous()
     # Tensors in a safetensors file can't share memory, so one that appears twice (a tied embedding) is copied.
     places: set[int] = set()
-    for name, x in found.items():
+    for name, x in changed_tensors.items():
         if x.data_ptr() in places:
-            found[name] = x.clone()
+            changed_tensors[name] = x.clone()
         places.add(x.data_ptr())
     for name, (near, shape) in planned.zeros.items():
         if near in tensors:
-            found[name] = torch.zeros(shape, dtype=tensors[near].dtype)
-    return found
+            changed_tensors[name] = torch.zeros(shape, dtype=tensors[near].dtype)
+    return changed_tensors
 
 
-def _copy_rest(source: Path, part: Path) -> None:
+def _copy_rest(source: Path, folder: Path) -> None:
     for file in source.iterdir():
         skipped = file.name == "config.json" or file.name.endswith(_WEIGHTS) or file.name.startswith(".")
         if file.is_file() and not skipped:
-            shutil.copyfile(file, part / file.name)
+            shutil.copyfile(file, folder / file.name)
 
 
-def _write(part: Path, planned: MovePlan, files: Iterable[tuple[str, Mapping[str, Tensor]]]) -> None:
+def _write(folder: Path, planned: MovePlan, files: Iterable[tuple[str, Mapping[str, Tensor]]]) -> None:
     """Writes the changed tensors of each file (a single file as "model.safetensors"), the index and the config."""
     sizes: dict[str, tuple[str, int]] = {}
     for name, stored in files:
         tensors = _changed(planned, stored)
-        save_file(tensors, part / name, metadata={"format": "pt"})
-        with open(part / name, "rb") as written:
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        with open(folder / name, "rb") as written:
             os.fsync(written.fileno())
         sizes |= {tensor: (name, x.nbytes) for tensor, x in tensors.items()}
     if len({file for file, _ in sizes.values()}) > 1:
         total = sum(size for _, size in sizes.values())
         names = {name: file for name, (file, _) in sizes.items()}
-        write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": names})
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": names})
     elif sizes:
         only = next(iter(sizes.values()))[0]
         if only != "model.safetensors":
-            os.replace(part / only, part / "model.safetensors")
-    write_json(part / "config.json", dict(planned.config))
+            os.replace(folder / only, folder / "model.safetensors")
+    write_json(folder / "config.json", dict(planned.config))
 
 
 @contextmanager
@@ -567,15 +567,15 @@ def _whole(out: Path, source: Path | None) -> Iterator[Path]:
         raise RunDirectoryError(f"{out} is the checkpoint itself; choose a different folder to write to")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunDirectoryError(f"{out} already exists and will not be overwritten; choose a different folder")
-    part: Path | None = None
+    folder: Path | None = None
     advice = ". Expected a writable folder with free space; existing files were not changed"
     try:
         with reported(f"cannot write {out}", advice):
             out.parent.mkdir(parents=True, exist_ok=True)
-            part = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".part"))
-            yield part
-            os.chmod(part, 0o755)
-            os.replace(part, out)
+            folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".part"))
+            yield folder
+            os.chmod(folder, 0o755)
+            os.replace(folder, out)
     finally:
-        if part is not None and part.exists():
-            shutil.rmtree(part)
+        if folder is not None and folder.exists():
+            shutil.rmtree(folder)

@@ -21,7 +21,8 @@ from qkeel.remedies.apply import forget
 from qkeel.remedies.base import where
 from qkeel.remedies.change_norm import HeadNorm
 from qkeel.remedies.change_spec import settle
-from qkeel.remedies.retrofit.replay import Gap, QueryRows, Reference, Replay, predictions
+from qkeel.remedies.retrofit.outputs import Reference, predictions
+from qkeel.remedies.retrofit.replay import QueryRows, Replay
 from qkeel.remedies.sigma_reparam import SigmaReparam, fold_layer, stored
 from qkeel.sites.find import find_sites
 from qkeel.spec import InverseSqrt, NoNorm
@@ -98,23 +99,23 @@ class InsertedNorm:
 
 @final
 class Best:
-    """The parameter values with the smallest gap so far, starting with the current values."""
+    """The parameter values with the smallest distance so far, starting with the current values."""
 
-    def __init__(self, parameters: Sequence[Tensor], measure: Callable[[], Gap]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], measure: Callable[[], float]) -> None:
         self.parameters, self._measure = parameters, measure
-        self.gap, self._values = measure(), copies(parameters)
+        self._distance, self._values = measure(), copies(parameters)
 
     def offer(self) -> bool:
-        """Measures the gap of the current values. Keeps them if it is smaller, or else restores the best values.
+        """Measures the distance at the current values. Keeps them if it is smaller, or else restores the best values.
 
         Returns whether the current values were kept."""
-        gap = self._measure()
-        better = gap.kl < (math.inf if math.isnan(self.gap.kl) else self.gap.kl)
-        if better:
-            self.gap, self._values = gap, copies(self.parameters)
+        distance = self._measure()
+        is_better = distance < (math.inf if math.isnan(self._distance) else self._distance)
+        if is_better:
+            self._distance, self._values = distance, copies(self.parameters)
         else:
             put_back(self.parameters, self._values)
-        return better
+        return is_better
 
 
 def copies(parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -136,8 +137,8 @@ def fit(norm: InsertedNorm, replay: Replay, *, iterations: int) -> None:
         return replay.divergence().mean()
 
     @torch.no_grad()
-    def measure() -> Gap:
-        return Gap(kl=float(loss()), loss=None)
+    def measure() -> float:
+        return float(loss())
 
     best = Best(norm.gains, measure)
     with torch.no_grad():
@@ -152,10 +153,10 @@ def fit(norm: InsertedNorm, replay: Replay, *, iterations: int) -> None:
 def least_squares(old: Sequence[QueryRows], new: Sequence[QueryRows], *, shared: bool) -> Tensor:
     """Returns the factor a [h] of the derivation, or the ratio of the spreads if the covariance is not positive."""
     cov = var = spread = torch.zeros((), dtype=torch.float64)
-    for one, two in zip(old, new):
-        kind = widest(one.visible.device)
-        p = torch.where(one.visible & one.counted[..., None], one.log_weights().exp(), 0.0).to(kind)
-        z, x = (torch.where(one.visible, r.logits.to(kind), 0.0) for r in (one, two))
+    for old_rows, new_rows in zip(old, new):
+        kind = widest(old_rows.visible.device)
+        p = torch.where(old_rows.visible & old_rows.counted[..., None], old_rows.log_weights().exp(), 0.0).to(kind)
+        z, x = (torch.where(old_rows.visible, r.logits.to(kind), 0.0) for r in (old_rows, new_rows))
         z, x = (v - (p * v).sum(-1, keepdim=True) for v in (z, x))
         cov = cov + (p * z * x).sum((0, 2, 3)).cpu()
         var = var + (p * x * x).sum((0, 2, 3)).cpu()
@@ -186,8 +187,8 @@ def descend_along(
 
     def closure() -> Tensor:
         with torch.enable_grad():
-            loss, found = gradients()
-        for p, g in zip(parameters, found):
+            loss, gradients_of = gradients()
+        for p, g in zip(parameters, gradients_of):
             p.grad = g
         return loss.detach()
 
@@ -261,9 +262,9 @@ class Balance:
 
     def _begin(self, pairs: Callable[[int], Tensor]) -> None:
         self._pairs = [pairs(site.head_dim) for site in self.sites]
-        like = self.weights[0]
+        weight = self.weights[0]
         self.numbers = [
-            nn.Parameter(torch.zeros(site.n_kv_heads, int(p.max()) + 1, device=like.device))
+            nn.Parameter(torch.zeros(site.n_kv_heads, int(p.max()) + 1, device=weight.device))
             for site, p in zip(self.sites, self._pairs)
         ]
 
@@ -274,10 +275,12 @@ class Balance:
     def _factor(self, p: Tensor, rows: Sequence[_ScaledRows]) -> Tensor:
         axis = rows[0].heads.axis if p.ndim > 1 else 0
         lines = torch.ones(len(rows[0].heads.rows_of(p)), device=p.device, dtype=torch.float32)
-        for one in rows:
-            t = self.numbers[one.site][:, self._pairs[one.site]]
-            t = t if len(t) == one.heads.n else self.sites[one.site].per_query_head(t)
-            lines = lines.index_put((one.heads.index.to(p.device).flatten(),), (one.sign * t).exp().flatten())
+        for scaled_rows in rows:
+            t = self.numbers[scaled_rows.site][:, self._pairs[scaled_rows.site]]
+            t = t if len(t) == scaled_rows.heads.n else self.sites[scaled_rows.site].per_query_head(t)
+            lines = lines.index_put(
+                (scaled_rows.heads.index.to(p.device).flatten(),), (scaled_rows.sign * t).exp().flatten()
+            )
         return across(lines, axis, p).to(p.dtype)
 
     @torch.no_grad()
@@ -364,12 +367,12 @@ def fold(model: nn.Module) -> Folded:
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to fold, got {type(model).__name__}")
-    plain = unwrapped(model)
-    written, kept = _fold_scaled_layers(plain)
+    inner_model = unwrapped(model)
+    written, kept = _fold_scaled_layers(inner_model)
     if written and not kept:  # otherwise the handle still has layers to restore
-        forget(plain, lambda remedy: isinstance(remedy, SigmaReparam))
-    for site in find_sites(plain) if any(isinstance(m, SpecModule) for m in plain.modules()) else ():
-        reason = _fold_scale(plain, site)
+        forget(inner_model, lambda remedy: isinstance(remedy, SigmaReparam))
+    for site in find_sites(inner_model) if any(isinstance(m, SpecModule) for m in inner_model.modules()) else ():
+        reason = _fold_scale(inner_model, site)
         (kept if reason else written).extend([f"{where(site)}: {reason or 'its scale'}"] if reason is not None else [])
     if not written:
         raise RefusedError(
@@ -383,13 +386,15 @@ def _fold_scaled_layers(model: nn.Module) -> tuple[list[str], list[str]]:
     """Folds the layers under sigma_reparam whose weights nothing else uses. Returns phrases for these and for the
     others."""
     written, kept, held = list[str](), list[str](), _holders(model)
-    layers = [(f"sigma_reparam of {name or 'the model'}", m, stored(m)) for name, m in model.named_modules()]
-    for phrase, layer, weights in [each for each in layers if each[2]]:
-        others = {n: m for p in weights.values() for n, m in held[id(p)].items() if m is not layer}
-        if others:
+    for name, layer in list(model.named_modules()):  # folding removes modules
+        phrase, weights = f"sigma_reparam of {name or 'the model'}", stored(layer)
+        if not weights:
+            continue
+        other_holders = {n: m for p in weights.values() for n, m in held[id(p)].items() if m is not layer}
+        if other_holders:
             kept.append(
-                f"{phrase}: {', '.join(n or 'the model' for n in others)} shares its weight and would change too; give "
-                "the layer a weight of its own before the remedy is applied, or remove() the handle"
+                f"{phrase}: {', '.join(n or 'the model' for n in other_holders)} shares its weight and would change "
+                "too; give the layer a weight of its own before the remedy is applied, or remove() the handle"
             )
         else:
             fold_layer(layer)
@@ -401,13 +406,13 @@ def _holders(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
     """Returns the modules that hold each parameter, by id of the parameter and name of the module.
 
     A module with several names is one module. A layer whose weight is computed from the parameter holds it."""
-    found: dict[int, dict[str, nn.Module]] = {}
+    holders: dict[int, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
         owner = _owner(name)
         for p in parameters_of(module).values():
             if p is not None:
-                found.setdefault(id(p), {})[owner] = model.get_submodule(owner)
-    return found
+                holders.setdefault(id(p), {})[owner] = model.get_submodule(owner)
+    return holders
 
 
 def _owner(name: str) -> str:
@@ -449,8 +454,13 @@ def _into_weights(model: nn.Module, site: AttentionSite, ratio: Tensor) -> str:
     pieces: list[HeadSlice] = [term.query[-1] for term in site.terms]
     if site.reparametrised:
         return "W_q is computed from another weight"
-    others = [s for other in find_sites(model) if other.module is not site.module for s in (*other.query, *other.key)]
-    owned = {id(model.get_parameter(s.parameter)) for s in others}
+    other_slices = [
+        s
+        for other_site in find_sites(model)
+        if other_site.module is not site.module
+        for s in (*other_site.query, *other_site.key)
+    ]
+    owned = {id(model.get_parameter(s.parameter)) for s in other_slices}
     for piece in pieces:
         if id(model.get_parameter(piece.parameter)) in owned:
             return f"{piece.parameter} is shared with another attention layer"
@@ -474,9 +484,9 @@ def _into_gain(module: SpecModule, norm: Norm, ratio: Tensor) -> str:
     if not per_head and bool((ratio != ratio[0]).any()):
         return f"a scale per head does not fit into gain={norm.gain}, which heads share"
     gain, by = module.get_parameter("q_norm"), ratio[:, None] if per_head else ratio[0]
-    one = 1.0 if norm.gain == "one_plus_dim" else 0.0
+    offset = 1.0 if norm.gain == "one_plus_dim" else 0.0
     by = by.to(gain.device, widest(gain.device))
-    gain.copy_((gain.to(by.dtype) + one) * by - one)
+    gain.copy_((gain.to(by.dtype) + offset) * by - offset)
     if norm.bias:
         bias = module.get_parameter("q_norm_bias")
         bias.copy_(bias.to(by.dtype) * by)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.example import arguments
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, RefusedError, check
@@ -22,16 +22,9 @@ from qkeel.remedies.apply import apply, parse
 from qkeel.remedies.base import evaluating
 from qkeel.remedies.qk_norm import QKNorm
 from qkeel.remedies.retrofit.fit_gains import Balance, Best, InsertedNorm, copies, descend, fit, put_back
-from qkeel.remedies.retrofit.replay import (
-    Gap,
-    LayerGap,
-    Reference,
-    Replay,
-    RetrofitReport,
-    captured,
-    divergence,
-    predictions,
-)
+from qkeel.remedies.retrofit.outputs import Reference, held_out, predictions
+from qkeel.remedies.retrofit.replay import Replay, captured
+from qkeel.remedies.retrofit.report import LayerGap, RetrofitReport
 from qkeel.sites.find import find_sites
 
 
@@ -87,14 +80,16 @@ def retrofit(
 ) -> Retrofit:
     """Inserts a q/k norm into a *trained* model so that its outputs stay as close to the old ones as the norm allows.
 
-    The gains are fitted site by site on the inputs of the old model (see `retrofit.fit_gains` for the derivation), and
-    q and k are optionally distilled. The gap to the old model is measured before and after fitting, and for each layer.
+    The gains are fitted site by site on the inputs of the old model (see `retrofit.fit_gains` for the derivation), then
+    together on its outputs: by the KL divergence if these are scores of classes, else by the squared error. q and k are
+    optionally distilled. The gap to the old model is measured before and after, on a fifth of the data (the last
+    batches, or the last rows of a single batch) that is not fitted.
 
     Args:
         model: the trained model.
         remedy: "qk_norm" with its options, such as "qk_norm:gain=head_dim".
         batch: a tensor of tokens or a dict of arguments, or a list of several batches, which may also be tuples of
-            arguments. The gains are fitted and the gaps are measured on these batches.
+            arguments. Give several sequences, since with a single one the gap can only be measured on what was fitted.
         optimizer: the optimizer to which the gains are added.
         config: the settings of the retrofit, by default RetrofitConfig().
 
@@ -113,7 +108,7 @@ def retrofit(
         raise InvalidTypeError(f"expected a torch.nn.Module to retrofit, got {type(model).__name__}")
     norm_remedy = _norm_remedy(remedy)
     several = _several(batch)
-    given = [arguments(one) for one in several]
+    fitted_batches, measured_batches, measured_on = held_out([arguments(one) for one in several])
     plain = unwrapped(model)
     if dist.world() > 1 and (wrapper := dist.wrapped_by(plain)):
         raise RefusedError(
@@ -121,59 +116,65 @@ def retrofit(
             "Retrofit it before it is wrapped or split"
         )
     with evaluating(plain):
-        reference = Reference(plain, given)
+        reference, measured = Reference(plain, fitted_batches), Reference(plain, measured_batches)
         found_sites = find_sites(plain, several[0])
         # Only the first site of each module.
         sites = list({id(site.module): site for site in reversed(found_sites)}.values())[::-1]
         balance = Balance.of(reference, sites) if fitting.balance else None
-        replays = captured(plain, sites, given)
+        replays = captured(plain, sites, fitted_batches)
     with ExitStack() as undo:
         undo.callback(apply(plain, norm_remedy, optimizer, batch=several[0]).remove)
         # The requested eps, or that of the model's other norms.
         eps = fitting.eps or getattr(getattr(plain, "config", None), "rms_norm_eps", None)
         norms = [InsertedNorm(site, eps if isinstance(eps, float) else None) for site in sites]
         with evaluating(plain):
-            report, restore = _fit_all(reference, sites, norms, (replays, balance), fitting)
+            report, restore = _fit_all(reference, measured, sites, norms, (replays, balance), fitting)
         undo.callback(restore)
+        report = dataclasses.replace(report, held_out=measured_on)
         return Retrofit(undo.pop_all().close, report)
 
 
 def _fit_all(
     reference: Reference,
+    measured: Reference,
     sites: Sequence[AttentionSite],
     norms: Sequence[InsertedNorm],
     known: tuple[Sequence[Replay], Balance | None],
     fitting: RetrofitConfig,
 ) -> tuple[RetrofitReport, Callable[[], None]]:
-    """Fits the norms in stages, and keeps the result of a stage only if it reduces the gap.
+    """Fits the norms in stages, and keeps the result of a stage only if it reduces the gap on the fitted data.
 
     Returns the report, and a function that restores the weights."""
     replays, balance = known
     gains = [p for norm in norms for p in norm.gains]
-    best = Best(gains, reference.gap)
-    naive, naive_kl = best.gap, [_per_head(replay) for replay in replays]
+    naive = measured.gap()
+    best, naive_kl = Best(gains, lambda: reference.gap().distance), [_per_head(replay) for replay in replays]
     for norm, replay in zip(norms, replays):
         fit(norm, replay, iterations=fitting.iterations)
     best.offer()
     if fitting.iterations:
-        descend(gains, reference.divergence, fitting.iterations)
+        descend(gains, reference.distance, fitting.iterations)
         best.offer()
+    fitted, balanced, distilled = measured.gap(), None, None
     layers = tuple(
         LayerGap(name=site.name, attention_kl_naive=before, attention_kl=_per_head(replay))
         for site, before, replay in zip(sites, naive_kl, replays)
     )
     with ExitStack() as undo:
-        balanced, distilled = None, None
         if balance is not None and fitting.iterations:
             undo.callback(balance.restore)
-            kept = Best([*balance.weights, *gains], reference.gap)
-            balance.descend(gains, reference.divergence, fitting.iterations)
-            balanced = kept.gap if kept.offer() else None
+            best = Best([*balance.weights, *gains], lambda: reference.gap().distance)
+            balance.descend(gains, reference.distance, fitting.iterations)
+            if best.offer():
+                balanced = measured.gap()
         if fitting.distil:
-            distilled = _distil(reference, sites, gains, fitting, undo)
+            _distil(reference, sites, gains, fitting, undo)
+            distilled = measured.gap()
         restore = undo.pop_all().close
-    steps = {"naive": naive, "fitted": best.gap, "balanced": balanced, "distilled": distilled}
-    return RetrofitReport(old_loss=reference.loss, layers=layers, **steps), restore
+    report = RetrofitReport(
+        old_loss=measured.loss, naive=naive, fitted=fitted, balanced=balanced, distilled=distilled, layers=layers
+    )
+    return report, restore
 
 
 def _per_head(replay: Replay) -> tuple[float, ...]:
@@ -187,22 +188,22 @@ def _distil(
     gains: Sequence[nn.Parameter],
     fitting: RetrofitConfig,
     undo: ExitStack,
-) -> Gap:
-    """Trains the q and k weights and the gains to reduce KL(old ‖ new), and keeps the result only if the KL fell."""
+) -> None:
+    """Trains the q and k weights and the gains to reduce the distance to the old outputs, and keeps the result only if
+    that fell."""
     model = reference.model
     names = dict.fromkeys(s.parameter for site in sites for s in (*site.query, *site.key))
     weights = [model.get_parameter(name) for name in names]
     undo.callback(put_back, weights, copies(weights))
     trained = [*weights, *gains]
-    grads, best = [p.grad for p in trained], Best(trained, reference.gap)
+    grads, best = [p.grad for p in trained], Best(trained, lambda: reference.gap().distance)
     optimizer = torch.optim.AdamW(trained, lr=fitting.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, fitting.distil)
     try:
         for step in range(fitting.distil):
             i = step % len(reference.batches)
             with torch.enable_grad():
-                new = predictions(model, reference.batches[i])
-                loss = divergence(reference.old[i], new, reference.batches[i])
+                loss = reference.distance_of(i, predictions(model, reference.batches[i]))
             for p, g in zip(trained, torch.autograd.grad(loss, trained)):
                 p.grad = g
             optimizer.step()
@@ -211,7 +212,6 @@ def _distil(
     finally:
         for p, g in zip(trained, grads):
             p.grad = g
-    return best.gap
 
 
 def _norm_remedy(remedy: str | QKNorm) -> QKNorm:

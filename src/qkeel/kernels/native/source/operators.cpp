@@ -11,6 +11,7 @@
 #include <initializer_list>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 namespace {
 
@@ -25,9 +26,13 @@ constexpr int64_t WIDEST = 1024;  // numbers in a head, where a kernel has a buf
 
 void ok(AOTITorchError error) { expect(!error, "memory, and a tensor with storage"); }
 
-Type type_of(const Tensor& x) {
+int32_t code_of(const Tensor& x) {
   int32_t code;
   ok(aoti_torch_get_dtype(x.get(), &code));
+  return code;
+}
+Type type_of(const Tensor& x) {
+  const int32_t code = code_of(x);
   if (code == aoti_torch_dtype_float32()) return Type::FLOAT;
   if (code == aoti_torch_dtype_bfloat16()) return Type::BFLOAT16;
   if (code == aoti_torch_dtype_float16()) return Type::HALF;
@@ -72,26 +77,20 @@ Tensor dense(const Tensor& x) {
 }
 Maybe whole(const Maybe& x) { return x ? Maybe(contiguous(*x)) : x; }
 
-Tensor empty_strided(std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides, int32_t type) {
+Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int32_t type) {
   AtenTensorHandle made;
-  ok(aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides.begin(), type, aoti_torch_device_type_cpu(), 0, &made));
+  ok(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), type, aoti_torch_device_type_cpu(), 0, &made));
   return Tensor(made);
 }
-Tensor floats1(int64_t n) { return empty_strided({n}, {1}, aoti_torch_dtype_float32()); }
-Tensor floats2(int64_t a, int64_t b) { return empty_strided({a, b}, {b, 1}, aoti_torch_dtype_float32()); }
-Tensor floats3(int64_t a, int64_t b, int64_t c) {
-  return empty_strided({a, b, c}, {b * c, c, 1}, aoti_torch_dtype_float32());
-}
-Tensor floats4(int64_t n, const Array& q) {  // [n b h t]
-  const int64_t b = q.size[0], h = q.size[1], t = q.size[2];
-  return empty_strided({n, b, h, t}, {b * h * t, h * t, t, 1}, aoti_torch_dtype_float32());
+Tensor float_tensor(std::vector<int64_t> sizes) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * sizes[i];
+  return empty_strided(sizes, strides, aoti_torch_dtype_float32());
 }
 // [b h t e] in q's dtype, a token's heads next to each other.
 Tensor room_for_output(const Tensor& like, const Array& q, int64_t e) {
-  int32_t code;
-  ok(aoti_torch_get_dtype(like.get(), &code));
   const int64_t b = q.size[0], h = q.size[1], t = q.size[2];
-  return empty_strided({b, h, t, e}, {t * h * e, e, h * e, 1}, code);
+  return empty_strided({b, h, t, e}, {t * h * e, e, h * e, 1}, code_of(like));
 }
 // As x lies, where x has no gaps; else as torch chooses.
 Tensor room_like(const Tensor& x, const Array& a) {
@@ -104,11 +103,7 @@ Tensor room_like(const Tensor& x, const Array& a) {
     next *= a.size[i];
   }
   if (!gapless) return empty_like(x);
-  int32_t code;
-  ok(aoti_torch_get_dtype(x.get(), &code));
-  AtenTensorHandle made;
-  ok(aoti_torch_empty_strided(4, a.size, a.stride, code, aoti_torch_device_type_cpu(), 0, &made));
-  return Tensor(made);
+  return empty_strided({a.size, a.size + 4}, {a.stride, a.stride + 4}, code_of(x));
 }
 
 bool stored(const Array& x) { return x.type == Type::FLOAT || x.type == Type::BFLOAT16 || x.type == Type::HALF; }
@@ -153,8 +148,8 @@ Four attention_(Tensor q, Tensor k, Tensor v, Maybe mask, Maybe slopes, double s
   q = dense(q), k = dense(k), v = dense(v), slopes = whole(slopes);
   const Array queries = array(q), values = array(v);
   const int64_t b = queries.size[0], h = queries.size[1], t = queries.size[2];
-  Tensor out = room_for_output(q, queries, values.size[3]), lse = floats3(b, h, t);
-  Tensor top = stats ? floats3(b, h, t) : floats1(0), entropy = stats ? floats3(b, h, t) : floats1(0);
+  Tensor out = room_for_output(q, queries, values.size[3]), lse = float_tensor({b, h, t});
+  Tensor top = stats ? float_tensor({b, h, t}) : float_tensor({0}), entropy = stats ? float_tensor({b, h, t}) : float_tensor({0});
   attention(queries, array(k), values, array(mask), array(slopes), float(scale), causal, window, float(cap),
             {array(out), array(lse), stats ? array(top) : Array{}, stats ? array(entropy) : Array{}});
   return {out, lse, top, entropy};
@@ -220,7 +215,7 @@ Pair encode(Tensor x, const Maybe& gain, Maybe cos, Maybe sin, int64_t kind, dou
   check_encoding(array(x), array(gain), array(cos), array(sin));
   x = dense(x), cos = whole(cos), sin = whole(sin);
   const Array rows = array(x);
-  Tensor y = room_like(x, rows), inverse = floats1(0);
+  Tensor y = room_like(x, rows), inverse = float_tensor({0});
   if (inverses && kind) {  // [b h t] in the order of x, so that rows write next to each other
     const int64_t b = rows.size[0], h = rows.size[1], t = rows.size[2];
     const bool heads_inner = rows.stride[1] < rows.stride[2];
@@ -232,13 +227,11 @@ Pair encode(Tensor x, const Maybe& gain, Maybe cos, Maybe sin, int64_t kind, dou
 Pair norm_rope_(Tensor x, Maybe gain, Maybe cos, Maybe sin, int64_t kind, double eps, bool) {
   return encode(x, gain, cos, sin, kind, eps, true);
 }
-Tensor norm_rope_alone(Tensor x, Maybe gain, Maybe cos, Maybe sin, int64_t kind, double eps) {
-  return std::get<0>(encode(x, gain, cos, sin, kind, eps, false));
-}
 // q and k of a few tokens, turned alike, at the price of one call.
 Pair norm_rope_two(Tensor q, Tensor k, Maybe gain_q, Maybe gain_k, Maybe cos, Maybe sin, int64_t kind_q, int64_t kind_k,
                    double eps) {
-  return {norm_rope_alone(q, gain_q, cos, sin, kind_q, eps), norm_rope_alone(k, gain_k, cos, sin, kind_k, eps)};
+  return {std::get<0>(encode(q, gain_q, cos, sin, kind_q, eps, false)),
+          std::get<0>(encode(k, gain_k, cos, sin, kind_k, eps, false))};
 }
 
 Pair norm_rope_backward_(Tensor up, Tensor kept, Tensor inverse, Maybe gain, Maybe cos, Maybe sin, int64_t kind,
@@ -250,7 +243,7 @@ Pair norm_rope_backward_(Tensor up, Tensor kept, Tensor inverse, Maybe gain, May
   expect(floating(of_rows, 3) && is_size(of_rows, {rows.size[0], rows.size[1], rows.size[2]}), "inverses [b h t]");
   up = dense(up), kept = dense(kept), cos = whole(cos), sin = whole(sin);
   Tensor dx = room_like(kept, array(kept));
-  Tensor dgain = gain ? floats2(gains.dims == 2 ? rows.size[1] : 1, rows.size[3]) : floats1(0);
+  Tensor dgain = gain ? float_tensor({gains.dims == 2 ? rows.size[1] : 1, rows.size[3]}) : float_tensor({0});
   norm_rope_backward(array(up), array(kept), of_rows, gains, array(cos), array(sin), kind, float(eps), kept_x, array(dx),
                      gain ? array(dgain) : Array{});
   return {dx, dgain};
@@ -278,7 +271,7 @@ Three logit_rows_(Tensor q, Tensor k, Tensor scale, Maybe low, Maybe high, Maybe
   q = dense(q), k = dense(k);
   const Array queries = array(q), keys = array(k);
   const int64_t b = queries.size[0], h = queries.size[1], t = queries.size[2];
-  Tensor rows = floats4(11, queries), norms = floats3(b, keys.size[1], keys.size[2]);
+  Tensor rows = float_tensor({11, b, h, t}), norms = float_tensor({b, keys.size[1], keys.size[2]});
   Tensor counts = empty_strided({b, h, t}, {h * t, t, 1}, aoti_torch_dtype_int64());
   logit_rows(queries, keys, array(scale), array(low), array(high), array(mask), float(cap), float(threshold), array(rows),
              array(counts), array(norms));
@@ -288,31 +281,9 @@ Three logit_rows_(Tensor q, Tensor k, Tensor scale, Maybe low, Maybe high, Maybe
 Tensor logit_extremes_(Tensor q, Tensor k, Tensor scale, Maybe low, Maybe high, Maybe mask) {
   check_rows(array(q), array(k), array(scale), array(low), array(high), array(mask));
   q = dense(q), k = dense(k);
-  Tensor rows = floats4(2, array(q));
+  Tensor rows = float_tensor({2, q.size(0), q.size(1), q.size(2)});
   logit_extremes(array(q), array(k), array(scale), array(low), array(high), array(mask), array(rows));
   return rows;
-}
-
-Pair guided_maxima_(Tensor q, Tensor k, Tensor lse, double scale, bool causal, int64_t m) {
-  const Array queries = array(q), sums = array(lse);
-  check_heads(queries, array(k)), check_narrow(queries);
-  expect(queries.type == array(k).type && m > 0 && floating(sums, 3) &&
-             is_size(sums, {queries.size[0], queries.size[1], queries.size[2]}),
-         "lse float32 [b h t], at least one row, and q and k of one dtype");
-  q = dense(q), k = dense(k);
-  Tensor found = floats2(queries.size[0], queries.size[1]), others = floats2(queries.size[0], queries.size[1]);
-  guided_maxima(array(q), array(k), sums, float(scale), causal, m, array(found), array(others));
-  return {found, others};
-}
-
-Pair logsumexp_bracket_(Tensor lse, Maybe counted, bool causal, int64_t s) {
-  const Array sums = array(lse), rows = array(counted);
-  expect(floating(sums, 3), "lse float32 [b h t]");
-  expect(!rows.given || (rows.dims == 2 && rows.type == Type::BOOL && is_size(rows, {sums.size[0], sums.size[2]})),
-         "the rows that count as booleans [b t]");
-  Tensor lower = floats1(sums.size[1]), upper = floats1(sums.size[1]);
-  logsumexp_bracket(sums, rows, causal, s, array(lower), array(upper));
-  return {lower, upper};
 }
 
 } // namespace
@@ -326,7 +297,6 @@ STABLE_TORCH_LIBRARY(qkeel_native, m) {
         " int window) -> Tensor");
   m.def("norm_rope(Tensor x, Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps, bool keep_x)"
         " -> (Tensor, Tensor)");
-  m.def("norm_rope_alone(Tensor x, Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps) -> Tensor");
   m.def("norm_rope_two(Tensor q, Tensor k, Tensor? gain_q, Tensor? gain_k, Tensor? cos, Tensor? sin, int kind_q,"
         " int kind_k, float eps) -> (Tensor, Tensor)");
   m.def("norm_rope_backward(Tensor dy, Tensor kept, Tensor inverse, Tensor? gain, Tensor? cos, Tensor? sin, int kind,"
@@ -335,8 +305,6 @@ STABLE_TORCH_LIBRARY(qkeel_native, m) {
   m.def("logit_rows(Tensor q, Tensor k, Tensor scale, Tensor? low, Tensor? high, Tensor? mask, float cap,"
         " float threshold) -> (Tensor, Tensor, Tensor)");
   m.def("logit_extremes(Tensor q, Tensor k, Tensor scale, Tensor? low, Tensor? high, Tensor? mask) -> Tensor");
-  m.def("guided_maxima(Tensor q, Tensor k, Tensor lse, float scale, bool causal, int rows) -> (Tensor, Tensor)");
-  m.def("logsumexp_bracket(Tensor lse, Tensor? counted, bool causal, int s) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(qkeel_native, CPU, m) {
@@ -344,12 +312,9 @@ STABLE_TORCH_LIBRARY_IMPL(qkeel_native, CPU, m) {
   m.impl("attention_backward", TORCH_BOX(&attention_backward_));
   m.impl("decode", TORCH_BOX(&decode_));
   m.impl("norm_rope", TORCH_BOX(&norm_rope_));
-  m.impl("norm_rope_alone", TORCH_BOX(&norm_rope_alone));
   m.impl("norm_rope_two", TORCH_BOX(&norm_rope_two));
   m.impl("norm_rope_backward", TORCH_BOX(&norm_rope_backward_));
   m.impl("gain_spread", TORCH_BOX(&gain_spread_));
   m.impl("logit_rows", TORCH_BOX(&logit_rows_));
   m.impl("logit_extremes", TORCH_BOX(&logit_extremes_));
-  m.impl("guided_maxima", TORCH_BOX(&guided_maxima_));
-  m.impl("logsumexp_bracket", TORCH_BOX(&logsumexp_bracket_));
 }

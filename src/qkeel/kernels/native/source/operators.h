@@ -31,9 +31,5 @@ void logit_rows(const Array& q, const Array& k, const Array& scale, const Array&
                 float cap, float threshold, const Array& rows, const Array& counts, const Array& key_norms);
 void logit_extremes(const Array& q, const Array& k, const Array& scale, const Array& low, const Array& high,
                     const Array& mask, const Array& rows);
-void guided_maxima(const Array& q, const Array& k, const Array& lse, float scale, bool causal, int64_t m,
-                   const Array& found, const Array& others);
-void logsumexp_bracket(const Array& lse, const Array& counted, bool causal, int64_t s, const Array& lower,
-                       const Array& upper);
 
 } // namespace qkeel

@@ -1,0 +1,118 @@
+"""FlexAttention on a GPU: windows and soft caps in one fused kernel, which also returns the largest logits.
+
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d dimensions per head, w window.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from qkeel.kernels.contract import Kernel, Refusal
+from qkeel.kernels.norm_rope.encode import folded
+from qkeel.patching.modes import transformed, with_tangents
+from qkeel.spec.call import AttentionCall
+from qkeel.spec.logits import Cap
+from qkeel.spec.slot import Outputs, PerRow
+
+_DEVICE = "cuda"
+
+
+@final
+class Flex(Kernel):
+    """Softmax attention on a GPU, with or without a soft cap, causality and a window.
+
+    The first call of each kind takes some seconds to compile. Calls with equal lengths, window and causality share
+    their block mask. "auto" never chooses this kernel, since it has not been timed on a GPU.
+    """
+
+    def supports(self, call: AttentionCall) -> Refusal | None:
+        spec, out = call.spec, "use impl='auto'"
+        if call.q.device.type != _DEVICE:
+            return Refusal("FlexAttention is used on a GPU only, since elsewhere it materialises the T×T matrix", out)
+        if spec.normalizer.kind != "softmax" or spec.cap.kind == "other" or not spec.position.folds:
+            return Refusal("FlexAttention is used only for softmax, with positions folded into q and k", out)
+        if type(call) is not AttentionCall or call.mask is not None or call.dropout or not call.plain:
+            return Refusal(
+                "FlexAttention is used only without a mask, packed sequences, dropout or explicit positions", out
+            )
+        if not (call.q.shape[2] and call.k.shape[2]):
+            return Refusal("FlexAttention needs at least one query and one key", out)
+        if torch.compiler.is_compiling() or transformed() or with_tangents():
+            return Refusal(
+                "qkeel compiles FlexAttention itself, which does not work in another graph or in torch.func transforms",
+                out,
+            )
+        return None
+
+    def __call__(self, call: AttentionCall) -> Outputs:
+        return _attend(call, None)[0]
+
+    def with_maxima(self, call: AttentionCall) -> tuple[Outputs, PerRow, PerRow]:
+        """Returns the output, and each row's detached logsumexp and largest logit [b h t], both of capped logits.
+
+        Both are -inf for rows that see no key.
+        """
+        out, auxiliary = _attend(call, AuxRequest(lse=True, max_scores=True))
+        assert auxiliary.lse is not None
+        assert auxiliary.max_scores is not None
+        lse, top = auxiliary.lse.detach(), auxiliary.max_scores.detach()
+        return out, lse, torch.where(lse.isnan(), lse, top)  # a GPU's maximum drops NaN
+
+
+def _attend(call: AttentionCall, aux_request: AuxRequest | None) -> tuple[Tensor, AuxOutput]:
+    q, k, v, scale = folded(call)
+    auxiliary = _compiled()(
+        q,
+        k,
+        v,
+        score_mod=None if call.spec.cap.limit is None else _capped(call.spec.cap),
+        block_mask=visible(call),
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest() if aux_request is None else aux_request,
+    )
+    return auxiliary
+
+
+@functools.lru_cache(maxsize=8)
+def _capped(cap: Cap) -> Callable[..., Tensor]:
+    """Returns the same function for equal caps, since a new one would be compiled again."""
+    return lambda logit, b, h, row, key: cap.apply(logit)
+
+
+def visible(call: AttentionCall) -> BlockMask | None:
+    """Returns FlexAttention's block mask for causality and window; None if every row sees all keys."""
+    if call.window is None and not call.causal:
+        return None
+    return _block_mask(call.q.shape[2], call.k.shape[2], call.window, call.causal, call.q.device)
+
+
+@functools.lru_cache(maxsize=8)
+def _block_mask(t: int, s: int, window: int | None, causal: bool, device: torch.device) -> BlockMask:
+    back = s - t  # a constant in the compiled mask: 0 for square calls of any length
+
+    # Plain lambdas, since FlexAttention counts a mask's parameters and a type-checking wrapper would hide them.
+    with torch.inference_mode(False):  # the mask is cached, and a later pass may need gradients
+        if window is None:
+            return create_block_mask(lambda b, h, row, key: row + back >= key, None, None, t, s, device=device)
+        return create_block_mask(
+            lambda b, h, row, key: (
+                (row + back - key < window) & (row + back - key >= 0 if causal else row + back - key > -window)
+            ),
+            None,
+            None,
+            t,
+            s,
+            device=device,
+        )
+
+
+@functools.cache
+def _compiled() -> Callable[..., tuple[Tensor, AuxOutput]]:
+    return torch.compile(flex_attention, fullgraph=True)  # otherwise many kinds of calls fall back to the T×T matrix

@@ -1,0 +1,1 @@
+"""Attention of a few new tokens to a long cache, in C++."""

@@ -1,0 +1,95 @@
+"""Statistics of logits on a GPU by the Triton kernels, for the calls that these support.
+
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d dimensions per head.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qkeel.functional.norms import wide
+from qkeel.kernels.native import triton as available
+from qkeel.spec.call import AttentionCall, BandCall
+
+
+class _LogitOperands(NamedTuple):
+    """q, k and scale, whose product is the logits before the cap, and the keyword arguments that say which keys are
+    visible.
+
+    The scale is a tensor that broadcasts to [b h t 1] if it differs by row or head."""
+
+    q: Tensor
+    k: Tensor
+    scale: Any
+    visibility: dict[str, Any]
+
+
+def row_fields(call: AttentionCall, threshold: float) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Returns the ROW_FIELDS [n b h t] of every query row, the number of keys each row sees, and the key norms,
+    computed in one GPU pass.
+
+    Rows excluded by the call's `query_mask` are computed as well. Returns None if the GPU kernel does not support the
+    call; it supports neither sinks nor token classes.
+    """
+    if call.classes is not None or call.spec.normalizer.kind != "softmax":
+        return None
+    operands = _operands(call, pairs=True)
+    if operands is None:
+        return None
+    from qkeel.kernels.logits import triton_row_fields
+
+    q, k, scale, visibility = operands
+    return triton_row_fields.row_fields(q, k, scale, threshold, cap=call.spec.cap.limit, **visibility)
+
+
+def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
+    """Returns the largest and smallest logit [h], computed in a GPU pass with two comparisons per logit; None if
+    unsupported."""
+    operands = _operands(call, pairs=False)
+    if operands is None:
+        return None
+    from qkeel.kernels.logits import triton_extremes
+
+    q, k, scale, visibility = operands
+    if isinstance(scale, Tensor):  # the kernel takes a number
+        q, scale = q * scale, 1.0
+    largest, smallest = triton_extremes.extremes(q, k, scale, counted=call.query_mask, **visibility)
+    return largest.amax((0, 2)), smallest.amin((0, 2))
+
+
+def _operands(call: AttentionCall, pairs: bool) -> _LogitOperands | None:
+    """Returns the operands for Triton's statistics kernels; None if they do not support the call.
+
+    The kernels do not support other devices, biases, masks of pairs (unless `pairs` is True), explicit positions, or
+    subclasses other than BandCall. q and k are encoded in float32. If the spec does not encode them, they keep their
+    precision, which gives the same products.
+    """
+    band = call if isinstance(call, BandCall) else None
+    if type(call) is not AttentionCall and (band is None or band.slopes is not None):
+        return None  # a subclass may override visibility and bias
+    spec, mask = call.spec, call.mask if band is None else band.padding
+    boolean = mask is not None and mask.dtype == torch.bool
+    is_padding = mask is not None and boolean and mask.shape[1] == mask.shape[2] == 1
+    of_pairs = pairs and boolean and not is_padding and band is None
+    if not (mask is None or is_padding or of_pairs):
+        return None
+    if not ((call.plain or band is not None) and spec.position.folds and spec.cap.kind != "other"):
+        return None
+    if not available.takes(call.q, call.k):
+        return None
+    scale = spec.factor(call.pos_q, call.q.shape[-1], call.params, wide(call.q.dtype))
+    bare = spec.norm.kind == spec.position.kind == "none" and not isinstance(scale, Tensor)
+    q, k = (call.q, call.k) if bare else call.encoded()
+    visibility: dict[str, Any] = {"keys": None}
+    if mask is not None and is_padding:
+        visibility["keys"] = mask[:, 0, 0].expand(-1, k.shape[2])
+    elif of_pairs:
+        visibility["pairs"] = mask
+    if band is None:
+        visibility |= {"causal": call.causal, "window": call.window}
+    else:
+        visibility |= {"causal": False, "window": (band.low, band.high)}
+    return _LogitOperands(q, k, scale, visibility)

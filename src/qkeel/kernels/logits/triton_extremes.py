@@ -1,0 +1,170 @@
+"""The largest and smallest logit of every head in one Triton pass over q and k: a product and two comparisons a logit.
+
+Neither the values nor a T×T matrix are needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]  # not on every system
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from qkeel.kernels.logits.triton_visible_keys import (
+    Spans,
+    bounds,
+    dense,
+    first_and_last,
+    key_mask,
+    tile_sizes,
+    visible,
+)
+
+_ALL = tl.constexpr(tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _extremes(
+    q,
+    k,
+    keys,
+    starts,
+    stops,
+    counted,
+    tops,
+    lows,
+    scale,
+    heads,
+    share,
+    times,
+    length,
+    window,
+    tiles,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    keys_b,
+    keys_s,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
+    SPANS: tl.constexpr,
+    COUNTED: tl.constexpr,
+):
+    """Computes the largest and smallest logit of a tile of rows: NaN if a logit is NaN, -inf and inf if nothing was
+    read."""
+    of = (tl.program_id(0) // tiles).to(tl.int64)  # sequence and head
+    n, h = of // heads, of % heads
+    tile = tiles - 1 - tl.program_id(0) % tiles  # longest rows first under a causal mask
+    row, i = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
+    ok = row < times
+    if COUNTED:
+        ok = ok & (tl.load(counted + n * times + row, mask=ok, other=0) != 0)
+    at, first = row + length - times, tile * ROWS + length - times
+    query_rows = q + n * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + i[None, :]
+    x = tl.load(query_rows, mask=ok[:, None] & (i[None, :] < D), other=0.0)
+    low_key, high_key, begin, shared_end, stop = bounds(
+        starts, stops, row, ok, first, first + ROWS - 1, length, window, KEYS, CAUSAL, WINDOW, MASK, SPANS
+    )
+    top = tl.full([ROWS, KEYS], float("-inf"), tl.float32)
+    low = -top
+    theirs = k + n * k_b + (h // share) * k_h + i[:, None]
+    for past in range(begin, shared_end, KEYS):
+        key = past + tl.arange(0, KEYS)
+        y = tl.load(theirs + key.to(tl.int64)[None, :] * k_t, mask=i[:, None] < D, other=0.0)
+        z = tl.dot(x, y, input_precision="ieee")
+        top, low = tl.maximum(top, z, propagate_nan=_ALL), tl.minimum(low, z, propagate_nan=_ALL)
+    for past in range(shared_end, stop, KEYS):
+        key = past + tl.arange(0, KEYS)
+        y = tl.load(
+            theirs + key.to(tl.int64)[None, :] * k_t, mask=(key[None, :] < length) & (i[:, None] < D), other=0.0
+        )
+        z = tl.dot(x, y, input_precision="ieee")
+        is_visible = visible(
+            keys + n * keys_b, key, at, ok, low_key, high_key, length, window, keys_s, CAUSAL, WINDOW, MASK, SPANS
+        )
+        top = tl.maximum(top, tl.where(is_visible, z, float("-inf")), propagate_nan=_ALL)
+        low = tl.minimum(low, tl.where(is_visible, z, float("inf")), propagate_nan=_ALL)
+    top, low = tl.where(ok[:, None], top, float("-inf")), tl.where(ok[:, None], low, float("inf"))
+    lost = tl.sum(tl.sum((top != top).to(tl.int32), 1), 0) != 0  # a maximum over registers drops NaN
+    tl.store(tops + of * tiles + tile, tl.where(lost, float("nan"), tl.max(tl.max(top, 1), 0) * scale))
+    tl.store(lows + of * tiles + tile, tl.where(lost, float("nan"), tl.min(tl.min(low, 1), 0) * scale))
+
+
+LAUNCHED: dict[str, Any] = {"extremes": _extremes}
+
+
+def extremes(
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    scale: float,
+    *,
+    causal: bool,
+    window: int | Spans | None = None,
+    keys: Bool[Tensor, "_ s"] | None = None,
+    counted: Bool[Tensor, "b t"] | None = None,
+) -> tuple[Float[Tensor, "b h tiles"], Float[Tensor, "b h tiles"]]:
+    """Returns the largest and the smallest logit, before a cap, of each tile of rows; NaN if a logit is NaN.
+
+    Args:
+        q: encoded queries: float32, bfloat16 or float16; d at most 256.
+        k: encoded keys of the same dtype; h / g query heads share a key head.
+        scale: factor on the logits.
+        causal: a query sees the keys up to its position, with positions aligned at the end.
+        window: a query sees only keys fewer than this many positions away. If two tensors are given instead (without
+            `causal`), each row sees the keys from its first index up to, but not including, its second, the same for
+            all sequences.
+        keys: True where a key may be visible, for all sequences or for each.
+        counted: the query rows to count; None: all.
+    """
+    b, h, t, d = q.shape
+    g, s = k.shape[1:3]
+    if scale <= 0:
+        q, scale = q * scale, 1.0
+    q, k = dense(q), dense(k)
+    wide, tile = tile_sizes(q)
+    near = None if isinstance(window, tuple) else window
+    tiles = triton.cdiv(t, tile[0])
+    tops, lows = (q.new_empty((b, h, tiles), dtype=torch.float32) for _ in range(2))
+    mask, over = key_mask(q, keys)
+    rows = q if counted is None else counted.contiguous().to(torch.uint8)
+    with torch.cuda.device_of(q):
+        LAUNCHED["extremes"][(tiles * b * h,)](
+            q,
+            k,
+            mask,
+            *first_and_last(window, q),
+            rows,
+            tops,
+            lows,
+            scale,
+            h,
+            h // g,
+            t,
+            s,
+            near or 0,
+            tiles,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *over,
+            D=d,
+            WIDE=wide,
+            ROWS=tile[0],
+            KEYS=tile[1],
+            CAUSAL=causal,
+            WINDOW=near is not None,
+            MASK=keys is not None,
+            SPANS=isinstance(window, tuple),
+            COUNTED=counted is not None,
+            num_warps=tile[2],
+        )
+    return tops, lows

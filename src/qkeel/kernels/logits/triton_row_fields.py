@@ -1,0 +1,412 @@
+"""All statistics of every query row of a call, computed from q and k in one pass by a Triton kernel.
+
+The pass computes only one of attention's two matrix products, and needs neither the values nor a T×T matrix. It returns
+what the compiled pass on a CPU returns (`kernels.native.logit_pass`): the fields of `functional.statistics.ROW_FIELDS`
+in one tensor. The entropy is updated together with the sum of exponentials while the maximum grows: W ← f (W + L (M -
+M')), L ← f L, f = e^(M - M'); H = ln L - W / L. So nothing cancels at large logits.
+
+Shapes: b batch, h query heads, g key heads, t queries, s keys, d dimensions per head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]  # not on every system
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from qkeel.functional.statistics import ROW_FIELDS
+from qkeel.kernels.logits.triton_visible_keys import (
+    Spans,
+    bounds,
+    dense,
+    first_and_last,
+    key_mask,
+    tile_sizes,
+    visible,
+)
+
+# Rows, keys and warps of a tile by head size, in 16 bits and in float32: the fewest instructions a logit of those that
+# spill no registers on Hopper.
+_TILES = {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 64, 4), 128: (128, 64, 8), 256: (64, 32, 8)}
+_TILES_FLOAT32 = {16: (64, 32, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (32, 32, 4), 256: (16, 16, 4)}
+_MASKED = (64, 32, 4)  # where keys or pairs are masked: what a larger tile needs more would not fit in the registers
+_LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+_NONE = tl.constexpr(2**31 - 1)  # no key
+_YES, _NO = tl.constexpr(True), tl.constexpr(False)
+
+
+@triton.jit
+def capped(z, cap, CAP: tl.constexpr):
+    """Returns cap · tanh(z / cap), computed with an exponential that cannot overflow."""
+    if CAP:
+        e = tl.exp(-2.0 * tl.abs(z) / cap)
+        t = cap * (1.0 - e) / (1.0 + e)
+        z = tl.where(z < 0, -t, t)
+    return z
+
+
+@triton.jit
+def _add(
+    x,
+    y,
+    inverse,
+    factor,
+    cap,
+    threshold,
+    is_visible,
+    key,
+    top,
+    low,
+    most,
+    mass,
+    along,
+    total,
+    above,
+    squares,
+    widest,
+    cosines,
+    n,
+    begin,
+    CAP: tl.constexpr,
+    MASK: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    """Adds a tile of keys to the running statistics of the rows; with ALL, every key is seen.
+
+    `most`, `mass` and `along` refer to logits in units of ln 2. All weights of a tile are relative to the same rounded
+    maximum, so its rounding cancels from the entropy.
+    """
+    products = tl.dot(x, y, input_precision="ieee")
+    if not ALL:
+        products = tl.where(is_visible, products, 0.0)  # a hidden key may hold anything
+        n += tl.sum(is_visible.to(tl.int32), 1)
+        if MASK:
+            begin = tl.minimum(begin, tl.min(tl.where(is_visible, key[None, :], _NONE), 1))
+    else:
+        n += products.shape[1]
+    total += tl.sum(products, 1)
+    squares += tl.sum(products * products, 1)
+    angles = products * inverse[None, :]
+    angles = angles if ALL else tl.where(is_visible, angles, 0.0)
+    cosines += tl.sum(angles, 1)
+    widest = tl.maximum(widest, tl.max(angles if ALL else tl.where(is_visible, angles, float("-inf")), 1))
+    most_product = tl.max(products if ALL else tl.where(is_visible, products, float("-inf")), 1)
+    least_product = tl.min(products if ALL else tl.where(is_visible, products, float("inf")), 1)
+    none, up = least_product > most_product, factor >= 0  # pyright: ignore[reportOperatorIssue]
+    largest = tl.where(none, 0.0, tl.where(up, most_product, least_product)) * factor
+    least = tl.where(none, 0.0, tl.where(up, least_product, most_product)) * factor
+    largest, low = tl.where(none, float("-inf"), largest), tl.minimum(low, tl.where(none, float("inf"), least))
+    top = tl.maximum(top, largest)
+    if tl.max(largest, 0) > threshold:
+        over = products * factor[:, None] > threshold
+        above += tl.sum((over if ALL else over & is_visible).to(tl.int32), 1)
+    highest = capped(tl.where(none, 0.0, largest), cap, CAP) * _LOG2_E
+    new = tl.maximum(most, tl.where(none, float("-inf"), highest))
+    base = tl.where(new == float("-inf"), 0.0, new)  # before the first key any finite number works
+    was = tl.where(most == float("-inf"), base, most)
+    if CAP:
+        away = capped(products * factor[:, None], cap, CAP) * _LOG2_E - base[:, None]
+    else:
+        away = products * (factor * _LOG2_E)[:, None] - base[:, None]
+    away = away if ALL else tl.where(is_visible, away, 0.0)
+    p = tl.exp2(away)
+    p = p if ALL else tl.where(is_visible, p, 0.0)
+    fade = tl.exp2(was - base)
+    along = fade * (along + mass * (was - base)) + tl.sum(p * away, 1)
+    mass = fade * mass + tl.sum(p, 1)
+    return top, low, new, mass, along, total, above, squares, widest, cosines, n, begin
+
+
+@triton.jit
+def _fields(
+    q,
+    k,
+    inverses,
+    keys,
+    pairs,
+    starts,
+    stops,
+    scales,
+    fields,
+    counts,
+    scale,
+    cap,
+    threshold,
+    heads,
+    share,
+    times,
+    length,
+    window,
+    tiles,
+    rows_in_all,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    keys_b,
+    keys_s,
+    pairs_b,
+    pairs_h,
+    pairs_t,
+    pairs_s,
+    scales_b,
+    scales_h,
+    scales_t,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
+    SPANS: tl.constexpr,
+    CAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    of = (tl.program_id(0) // tiles).to(tl.int64)  # sequence and head
+    n, h = of // heads, of % heads
+    start = (tiles - 1 - tl.program_id(0) % tiles) * ROWS  # longest rows first under a causal mask
+    row, i = start + tl.arange(0, ROWS), tl.arange(0, WIDE)
+    ok = row < times
+    past_keys = length - times  # queries are aligned to the end of the keys
+    at = row + past_keys
+    query_rows = q + n * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + i[None, :]
+    x = tl.load(query_rows, mask=ok[:, None] & (i[None, :] < D), other=0.0)
+    factor = tl.zeros([ROWS], tl.float32) + scale
+    if SCALED:
+        factor = tl.load(scales + n * scales_b + h * scales_h + row * scales_t, mask=ok, other=1.0)
+    low_key, high_key, begin, shared_end, stop = bounds(
+        starts,
+        stops,
+        row,
+        ok,
+        start + past_keys,
+        start + ROWS - 1 + past_keys,
+        length,
+        window,
+        KEYS,
+        CAUSAL,
+        WINDOW,
+        MASK or PAIRS,
+        SPANS,
+    )
+    nothing = tl.zeros([ROWS], tl.float32)
+    top = nothing + float("-inf")
+    low, most, widest = -top, top, top
+    mass, along, total, squares, cosines = nothing, nothing, nothing, nothing, nothing
+    above, seen_keys = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32)
+    first = tl.zeros([ROWS], tl.int32) + (_NONE if MASK or PAIRS else 0)
+    if not (MASK or PAIRS):
+        if SPANS:
+            first = low_key
+        if WINDOW:
+            first = tl.maximum(at - window + 1, 0)
+    theirs, turns = k + n * k_b + (h // share) * k_h, inverses + (n * (heads // share) + h // share) * length
+    for past in range(begin, shared_end, KEYS):
+        key = past + tl.arange(0, KEYS)
+        y = tl.load(theirs + key.to(tl.int64)[None, :] * k_t + i[:, None], mask=i[:, None] < D, other=0.0)
+        inverse = tl.load(turns + key)
+        top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first = _add(
+            x,
+            y,
+            inverse,
+            factor,
+            cap,
+            threshold,
+            True,
+            key,
+            top,
+            low,
+            most,
+            mass,
+            along,
+            total,
+            above,
+            squares,
+            widest,
+            cosines,
+            seen_keys,
+            first,
+            CAP,
+            MASK or PAIRS,
+            _YES,
+        )
+    for past in range(shared_end, stop, KEYS):
+        key = past + tl.arange(0, KEYS)
+        y = tl.load(
+            theirs + key.to(tl.int64)[None, :] * k_t + i[:, None],
+            mask=(key[None, :] < length) & (i[:, None] < D),
+            other=0.0,
+        )
+        is_visible = visible(
+            keys + n * keys_b, key, at, ok, low_key, high_key, length, window, keys_s, CAUSAL, WINDOW, MASK, SPANS
+        )
+        if PAIRS:
+            to_pairs = pairs + n * pairs_b + h * pairs_h + row.to(tl.int64)[:, None] * pairs_t
+            shown = tl.load(to_pairs + key.to(tl.int64)[None, :] * pairs_s, mask=is_visible, other=0)
+            is_visible = is_visible & (shown != 0)
+        inverse = tl.load(turns + key, mask=key < length, other=0.0)
+        top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first = _add(
+            x,
+            y,
+            inverse,
+            factor,
+            cap,
+            threshold,
+            is_visible,
+            key,
+            top,
+            low,
+            most,
+            mass,
+            along,
+            total,
+            above,
+            squares,
+            widest,
+            cosines,
+            seen_keys,
+            first,
+            CAP,
+            MASK or PAIRS,
+            _NO,
+        )
+    sees_a_key = seen_keys > 0
+    row_and_key = sees_a_key & ok
+    z = tl.load(
+        theirs + first.to(tl.int64)[:, None] * k_t + i[None, :], mask=row_and_key[:, None] & (i[None, :] < D), other=0.0
+    )
+    wide = x.to(tl.float32)
+    z = tl.sum(wide * z.to(tl.float32), 1)
+    z = capped(z * factor, cap, CAP) * _LOG2_E if CAP else z * (factor * _LOG2_E)
+    norm = tl.sqrt(tl.sum(wide * wide, 1))
+    inverse = tl.where(norm > 0, 1.0 / tl.where(norm > 0, norm, 1.0), 0.0)
+    # The hardware's maxima drop NaN, sums do not, so the sums show rows with a NaN or infinite logit.
+    nan, full = float("nan"), mass > 0
+    lost = mass != mass
+    bad = lost | (sees_a_key & ((mass == 0) & (low <= top)))
+    logs = tl.log(tl.where(full, mass, 1.0))
+    spread = logs - along / tl.where(full, mass, 1.0) * _LN_2
+    weight = tl.exp2(z - tl.where(sees_a_key, most, 0.0)) / tl.where(full, mass, 1.0)
+    unknown = lost & (top != float("inf"))
+    best = tl.where(sees_a_key, capped(tl.where(sees_a_key, top, 0.0), cap, CAP), float("-inf"))
+    cosine, turned = tl.where(sees_a_key, widest, 0.0) * inverse, cosines * inverse
+    count = seen_keys.to(tl.float32)
+    to, apart = fields + of * times + row, of * 0 + rows_in_all  # in 64 bits
+    tl.store(to, tl.where(unknown, nan, top), mask=ok)
+    tl.store(to + apart, tl.where(unknown, nan, low), mask=ok)
+    tl.store(to + 2 * apart, tl.where(unknown, nan, best), mask=ok)
+    tl.store(to + 3 * apart, total * factor, mask=ok)
+    tl.store(to + 4 * apart, above.to(tl.float32), mask=ok)
+    entropy = tl.where(bad | (spread != spread), nan, tl.where(spread > 0, spread, 0.0))
+    tl.store(to + 5 * apart, entropy, mask=ok)
+    tl.store(to + 6 * apart, tl.where(bad, nan, tl.minimum(weight, 1.0)), mask=ok)
+    tl.store(to + 7 * apart, tl.sqrt(squares), mask=ok)
+    tl.store(to + 8 * apart, tl.where(lost, nan, tl.minimum(tl.maximum(cosine, -1.0), 1.0)), mask=ok)
+    turned = tl.where(turned > count, count, tl.where(turned < -count, -count, turned))  # keeps NaN
+    tl.store(to + 9 * apart, turned, mask=ok)
+    tl.store(to + 10 * apart, norm, mask=ok)
+    tl.store(counts + of * times + row, seen_keys.to(tl.int64), mask=ok)
+
+
+LAUNCHED: dict[str, Any] = {"fields": _fields}
+
+
+def _bytes_of(pairs: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
+    """Returns a mask of pairs as bytes, with its strides when it is broadcast to [b h t s]; copies nothing."""
+    wide = pairs.view(torch.uint8).expand(shape)
+    return wide, wide.stride()
+
+
+def row_fields(
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    scale: float | Tensor,
+    threshold: float,
+    *,
+    causal: bool,
+    window: int | Spans | None = None,
+    cap: float | None = None,
+    keys: Bool[Tensor, "_ s"] | None = None,
+    pairs: Bool[Tensor, "#b #h #t s"] | None = None,
+) -> tuple[Float[Tensor, "fields b h t"], Int[Tensor, "b h t"], Float[Tensor, "b g s"]]:
+    """Returns ROW_FIELDS of all rows, the number of keys that each row sees, and the key norms.
+
+    A row with a NaN logit has NaN in its extremes, sums and entropy. A row with an infinite logit has NaN as its
+    entropy. The fields of a row that sees no key are meaningless.
+
+    Args:
+        q: encoded queries: float32, bfloat16 or float16; d at most 256.
+        k: encoded keys of the same dtype; h / g query heads share a key head.
+        scale: factor on the products, a number or a tensor that broadcasts to [b h t 1].
+        threshold: logits above it are counted, in nats.
+        causal: a query sees the keys up to its position, with positions aligned at the end.
+        window: as in `extremes.extremes`, like keys.
+        cap: cap of a softcap, or None.
+        pairs: True where a query may see a key.
+    """
+    assert len(ROW_FIELDS) == 11
+    b, h, t, d = q.shape
+    g, s = k.shape[1:3]
+    q, k = dense(q), dense(k)
+    wide, _ = tile_sizes(q)
+    rows, columns, warps = (_TILES_FLOAT32 if q.dtype == torch.float32 else _TILES)[wide]
+    masked = keys is not None or pairs is not None or isinstance(window, tuple)
+    if masked and q.dtype != torch.float32 and wide <= 128:
+        rows, columns, warps = _MASKED
+    norms = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)
+    inverse = norms.clamp_min(torch.finfo(torch.float32).tiny).reciprocal()  # of a key of zeros all products are 0
+    fields = q.new_empty((len(ROW_FIELDS), b, h, t), dtype=torch.float32)
+    counts = q.new_empty((b, h, t), dtype=torch.int64)
+    number = not isinstance(scale, Tensor)
+    scales = norms if number else scale.float().expand(b, h, t, 1)
+    near, (mask, over) = None if isinstance(window, tuple) else window, key_mask(q, keys)
+    shown, strides = (q, (0, 0, 0, 0)) if pairs is None else _bytes_of(pairs, (b, h, t, s))
+    tiles = triton.cdiv(t, rows)
+    with torch.cuda.device_of(q):
+        LAUNCHED["fields"][(tiles * b * h,)](
+            q,
+            k,
+            inverse,
+            mask,
+            shown,
+            *first_and_last(window, q),
+            scales,
+            fields,
+            counts,
+            scale if number else 1.0,
+            cap or 1.0,
+            threshold,
+            h,
+            h // g,
+            t,
+            s,
+            near or 0,
+            tiles,
+            b * h * t,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *over,
+            *strides,
+            *((0, 0, 0) if number else scales.stride()[:3]),
+            D=d,
+            WIDE=wide,
+            ROWS=rows,
+            KEYS=columns,
+            CAUSAL=causal,
+            WINDOW=near is not None,
+            MASK=keys is not None,
+            SPANS=isinstance(window, tuple),
+            CAP=cap is not None,
+            SCALED=not number,
+            PAIRS=pairs is not None,
+            num_warps=warps,
+        )
+    return fields, counts, norms

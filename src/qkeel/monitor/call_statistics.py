@@ -1,0 +1,180 @@
+"""The statistics of attention calls, what the calls have in common, and the moments of their logsumexps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, final, get_args
+
+import torch
+from torch import Tensor
+
+from qkeel.capture.calls import ScoresCall, Seen, call_logsumexp, maxima, statistics
+from qkeel.errors import unknown
+from qkeel.functional.norms import widest
+from qkeel.functional.statistics import KernelRows, LogitStats, row_moments, sink_gate
+from qkeel.heads.site import AttentionSite, Kind, NormGain
+from qkeel.kernels.statistics import extreme_stats, plain_max_stats, plain_stats
+from qkeel.monitor.alarms import Setting
+from qkeel.monitor.gather import NumberKey, PartialValue, SiteNumbers
+from qkeel.monitor.pass_values import PassValues
+from qkeel.monitor.token_classes import PassTokens
+from qkeel.spec import AttentionCall, Sink
+
+# True for every statistic; "max" for the largest logit only.
+Wanted = Literal[True, "max"]
+
+
+# What is measured in addition if it is requested by name.
+Extra = Literal["gates", "updates", "residual", "chosen"]
+
+
+def wanted(stats: bool | str) -> tuple[Wanted, frozenset[Extra]]:
+    """Returns the statistics that a string requests, and the additional ones joined to it by `+`, as in "all+gates" or
+    "max+gates".
+
+    Raises: UnknownNameError for a name that does not exist.
+
+    >>> wanted("all+gates")
+    (True, frozenset({'gates'}))
+    """
+    first, *others = ["all"] if stats is True else str(stats).split("+")
+    known = get_args(Wanted)[1:]
+    if first != "all" and first not in known:
+        raise unknown("statistics", first, ("all", *known))
+    for name in others:
+        if name not in get_args(Extra):
+            raise unknown("further statistics", name, get_args(Extra))
+    return (True if first == "all" else first), frozenset(others)  # type: ignore[return-value]
+
+
+@final
+class CallStatistics:
+    """Statistics of calls over the tokens that count; what the calls have in common is recorded in `setting`."""
+
+    def __init__(self, tokens: PassTokens, setting: SettingSeen, wanted: Wanted = True) -> None:
+        self.tokens, self.setting, self._wanted = tokens, setting, wanted
+
+    def call(self, call: Seen) -> LogitStats:
+        """Measures a call in a separate pass over its logits."""
+        self.setting.see(call)
+        counted = self.tokens.on(call)
+        return maxima(counted) if self._wanted == "max" else statistics(counted)
+
+    def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> LogitStats | None:
+        """Like `call`, but for a call of torch's own attention function without a mask; None if that is not
+        supported."""
+        if not self.tokens.all_count:
+            return None
+        self.setting.see_plain(q, scale)
+        return (plain_max_stats if self._wanted == "max" else plain_stats)(q, k, scale, causal)
+
+    def of_rows(self, call: AttentionCall, rows: KernelRows) -> LogitStats:
+        """The largest logits, from the attention pass itself, whose kernel returns them for each row."""
+        self.setting.see(call)
+        mask = self.tokens.on(call).query_mask
+        tops = rows.largest if mask is None else rows.largest.masked_fill(~mask[:, None], -torch.inf)
+        return extreme_stats(tops)
+
+
+_NAMES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
+
+
+@final
+class SettingSeen:
+    """Collects what the calls have in common. If the calls differ in a fact, the rules that need this fact stay off."""
+
+    def __init__(self) -> None:
+        self._formats: set[tuple[torch.dtype, Literal["fused", "eager"]]] = set()
+        self._dims: set[int] = set()
+        self._scales: set[float | None] = set()
+
+    def see(self, call: Seen) -> None:
+        """Records the setting of one attention call."""
+        written = isinstance(call, ScoresCall)  # its scores are in memory
+        dtype = call.logits.dtype if isinstance(call, ScoresCall) and call.q is None else None
+        if call.q is not None:
+            dtype = call.q.dtype
+            self._dims.add(call.q.shape[-1])
+            self._scales.add(call.spec.scale.constant(call.q.shape[-1]))
+        if dtype is not None:
+            self._formats.add((dtype, "eager" if written else "fused"))
+
+    def see_plain(self, q: Tensor, scale: float) -> None:
+        """Records the setting of one call of torch's own attention function."""
+        self._dims.add(q.shape[-1])
+        self._scales.add(scale)
+        self._formats.add((q.dtype, "fused"))
+
+    def of(self, sites: Sequence[AttentionSite]) -> Setting:
+        """The facts that apply to all sites, and the q/k norm of the sites that have one, which is needed for the bound
+        from its gains."""
+        head_dim = next(iter(self._dims)) if len(self._dims) == 1 else None
+        dtype, kernel = next(iter(self._formats)) if len(self._formats) == 1 else (None, None)
+        scale = next(iter(self._scales)) if len(self._scales) == 1 else None
+        known = kernel == "eager" or scale is not None
+        kinds: set[Kind] = {gain.kind for site in sites for gain in _both(site)}
+        return Setting(
+            dtype=_NAMES.get(dtype) if dtype is not None and known else None,
+            kernel=kernel,
+            head_dim=head_dim,
+            scale=scale,
+            norm=next(iter(kinds)) if len(kinds) == 1 else None,
+        )
+
+
+def _both(site: AttentionSite) -> tuple[NormGain, ...]:
+    """The norms of q and k, if both have one."""
+    return (*site.query_gains, *site.key_gains) if site.query_gains and site.key_gains else ()
+
+
+@final
+class RowSums(PassValues[tuple[str, str], Tensor]):
+    """Collects, by site, the `row_moments` of the logsumexps of a step's query rows and of the gates that learned sinks
+    compute from them: lse_mean, lse_std, sink_logit, gate_mean, gate_std [h]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sinks: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, site: str, call: Seen) -> None:
+        """Adds the rows of one more call."""
+        lse = call_logsumexp(call)
+        over = lse != -torch.inf  # NaN must remain visible
+        if call.query_mask is not None:
+            over = over & call.query_mask[:, None]
+        self._count((site, "lse"), lse, over)
+        sink = self._sink(call)
+        if sink is not None:
+            self._sinks[site] = sink.mean((0, 2)).expand(lse.shape[1])
+            self._count((site, "gate"), sink_gate(lse, sink), over)
+
+    def _sink(self, call: Seen) -> Tensor | None:
+        """The logit of each head's learned sink, which broadcasts to [b h t]; None if there is no learned sink."""
+        if isinstance(call, ScoresCall):
+            return None if call.sink is None else call.sink.to(widest(call.sink.device))
+        normalizer = call.spec.normalizer
+        if not isinstance(normalizer, Sink) or not normalizer.learned:
+            return None
+        return call.params["sink"].detach().flatten().to(widest(call.q.device))[None, :, None]
+
+    def _count(self, of: tuple[str, str], x: Tensor, over: Tensor) -> None:
+        self.count(of, row_moments(x, over))
+
+    def joined(self, key: tuple[str, str], old: Tensor, new: Tensor) -> Tensor:
+        return old + new
+
+    def read(self) -> SiteNumbers:
+        """The numbers since the last read, once."""
+        found = dict[NumberKey, Tensor | PartialValue]()
+        for (site, of), (n, total, squares) in self.taken().items():
+            for name, x in (("mean", total), ("square", squares)):
+                found[site, f"{of}_{name}"] = PartialValue(value=x / n.clamp_min(1), weight=n, own=True)
+        for site, sink in self._sinks.items():
+            found[site, "sink_logit"] = PartialValue(value=sink, weight=torch.ones_like(sink), own=True)
+        self._sinks = {}
+        return found

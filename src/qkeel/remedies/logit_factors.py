@@ -1,0 +1,142 @@
+"""Which weights take a head's γ, and to which power, so that its logit, and nothing else, is multiplied by γ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from qkeel.errors import RefusedError
+from qkeel.heads.site import AttentionSite, HeadSlice
+from qkeel.remedies.base import Target, where
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LogitFactor:
+    """A weight that is scaled by γ or, with `root`, by √γ.
+
+    The γ of each of the weight's n heads is the smallest γ of the query heads `heads`."""
+
+    weight: HeadSlice
+    heads: Int64[Tensor, "n r"]
+    root: bool
+
+
+def factors_by_site(target: Target, *, by_group: bool) -> list[list[LogitFactor]]:
+    """Returns the weights of each site that take its γ, such that no other logit and no value changes.
+
+    A weight that other layers use too, or that also makes values, is left alone, and its partner takes all of γ. Layers
+    whose weights are the same on both sides are one layer that runs several times: a head of theirs has one γ, by its
+    largest logit in all of them.
+
+    Raises:
+        RefusedError: other layers use the weights on both sides of a product, so no factor on them is exact.
+    """
+    factors: list[list[LogitFactor]] = []
+    for site in target.sites:
+        in_use = list(target.value_weights(site))
+        for other in target.all_sites or target.sites:
+            if other is not site and not _is_same_layer(site, other, target):
+                in_use.extend(_last_weights(other))
+        fixed = [s for s in _last_weights(site) if any(target.overlap(s, other) for other in in_use)]
+        exact = logit_factors(site, by_group=by_group, fixed=fixed)
+        if exact is None:
+            raise RefusedError(
+                f"qk_clip at {where(site)}: other layers or the values use {', '.join(s.parameter for s in fixed)} "
+                "too, and the weights that are left cannot take the factor of each head alone. Set groups=group if "
+                "only query heads share a key head; otherwise use lalr or qk_lr, which scale steps and not weights"
+            )
+        factors.append(exact)
+    return factors
+
+
+def _is_same_layer(site: AttentionSite, other: AttentionSite, target: Target) -> bool:
+    """True if the remedy acts on both sites and every head has the same weights in both."""
+    if len(site.terms) != len(other.terms) or not any(other is chosen for chosen in target.sites):
+        return False
+    for a, b in zip(_last_weights(site), _last_weights(other)):
+        if target.parameter(a.parameter) is not target.parameter(b.parameter) or not a.same(b):
+            return False
+    return True
+
+
+def _last_weights(site: AttentionSite) -> list[HeadSlice]:
+    """Returns the last weight on the path to q and to k in each term, in order."""
+    return [path[-1] for term in site.terms for path in (term.query, term.key)]
+
+
+def logit_factors(
+    site: AttentionSite, *, by_group: bool, fixed: Collection[HeadSlice] = ()
+) -> list[LogitFactor] | None:
+    """Returns the weights to scale by γ or √γ so that each product of a site is scaled by γ, or None if that is
+    impossible.
+
+    Only the last weight on the path to each q and k is scaled. The powers on the two sides of a product add up to 1. A
+    weight shared by several query heads is not scaled, so its partner is scaled by γ, and any other weights paired with
+    that partner are left unscaled; the same holds for `fixed` weights. All remaining weights are scaled by
+    √γ. With `by_group`, a weight that a group of query heads shares is scaled too: both the weight and its partner are
+    scaled by the √γ of the group's largest logit.
+    """
+    weights: list[HeadSlice] = []
+    terms = [(_place(weights, term.query[-1]), _place(weights, term.key[-1])) for term in site.terms]
+    kept = {_place(weights, s) for s in fixed}
+    unscaled = set(kept)
+    for i, s in enumerate(weights):
+        if s.n < site.n_heads and (not by_group or s.n == 1 < site.n_kv_heads):
+            unscaled.add(i)
+    for a, b in terms:
+        if {a, b} <= unscaled:
+            unscaled -= {a, b} - kept
+    powers = _powers(terms, unscaled)
+    if powers is None:
+        return None
+    factors: list[LogitFactor] = []
+    for connected in _connected(terms, len(weights)):
+        n = min(weights[i].n for i in connected)
+        for i in connected:
+            s, power = weights[i], powers.get(i, 0.5)
+            if power == 0.0:
+                continue
+            if s.n == site.n_heads and power == 1.0:
+                heads = torch.arange(s.n)[:, None]
+            elif s.n == n and (power == 0.5 or (kept and by_group)):
+                heads = site.users(n)
+            elif s.n == site.n_heads and power == 0.5:
+                heads = site.users(n)[site.used(n)]
+            else:
+                return None
+            factors.append(LogitFactor(weight=s, heads=heads, root=power == 0.5))
+    return factors
+
+
+def _place(weights: list[HeadSlice], s: HeadSlice) -> int:
+    """Returns the index of a weight's rows in a list of weights, to which new rows are added."""
+    for i, other in enumerate(weights):
+        if other.parameter == s.parameter and other.same(s):
+            return i
+    weights.append(s)
+    return len(weights) - 1
+
+
+def _powers(terms: Sequence[tuple[int, int]], unscaled: set[int]) -> dict[int, float] | None:
+    """Returns the powers that follow if some weights are unscaled, or None if the powers are contradictory."""
+    powers = dict.fromkeys(unscaled, 0.0)
+    both_ways = [*terms, *((b, a) for a, b in terms)]
+    for _ in terms:  # each iteration reaches one more product along a chain
+        for a, b in both_ways:
+            if a in powers and powers.setdefault(b, 1.0 - powers[a]) != 1.0 - powers[a]:
+                return None
+    return powers
+
+
+def _connected(terms: Sequence[tuple[int, int]], n: int) -> Iterator[list[int]]:
+    """Yields the weights in groups that are connected by products."""
+    group = list(range(n))
+    for a, b in terms:
+        old, new = group[a], group[b]
+        group = [new if g == old else g for g in group]
+    for g in dict.fromkeys(group):
+        yield [i for i in range(n) if group[i] == g]

@@ -1,0 +1,237 @@
+"""Trial steps on a small matrix: whether a remedy may change an optimizer's steps, or the weights between them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from qkeel.errors import RefusedError, caution
+from qkeel.remedies.saved_state import GROUP_KEY
+
+ParamGroup = dict[str, Any]
+
+# Entries of a parameter group that belong to its parameters, its scheduler or a remedy, not to the update rule.
+_NOT_OPTIONS = ("params", "param_names", "initial_lr", GROUP_KEY)
+_SLOW_COPY_STEPS = 12  # steps after which a slow copy of the weights has overwritten them
+_LATE_STEP = 1_000_000  # the step of the trial, since schedules inside an optimizer act late (Adafactor's 1/√t)
+
+
+def optimizers_inside(optimizer: object) -> list[Optimizer]:
+    """Returns the optimizers that an object holds in its attributes, alone or in lists, tuples and dicts."""
+    inner: list[Optimizer] = []
+    for value in vars(optimizer).values():
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        inner.extend(entry for entry in held if isinstance(entry, Optimizer))
+    return inner
+
+
+def check_one_optimizer(optimizer: Optimizer, remedy: str) -> None:
+    """Raises RefusedError for an object that steps several optimizers, whose own steps change no weights."""
+    inner = optimizers_inside(optimizer)
+    if len(inner) > 1:
+        kinds = ", ".join(type(one).__name__ for one in inner)
+        raise RefusedError(
+            f"{remedy} acts on the steps of optimizers, and this {type(optimizer).__name__} only calls several of them "
+            f"({kinds}). Pass these, as in apply(model, {remedy!r}, [first, second])"
+        )
+
+
+def check_steps(
+    optimizer: Optimizer,
+    remedy: str,
+    tensors: Iterable[Tensor | None],
+    *,
+    is_scaled: bool = True,
+    needs_decoupled_decay: bool = False,
+) -> None:
+    """Raises RefusedError unless a remedy may change an optimizer's steps of these tensors.
+
+    Every remedy that acts in steps changes the weights between two of them, and an optimizer that keeps a copy of its
+    own would undo that (schedule-free, lookahead). LBFGS takes each change for its own step when it estimates the
+    curvature. With `is_scaled`, the remedy scales steps, which is exact only for a step that is linear in the learning
+    rate. All of this is tried on a small matrix, never on the user's weights.
+
+    Args:
+        optimizer: the optimizer, which stays as it is.
+        remedy: the remedy's name, for the messages.
+        tensors: the tensors that the remedy changes; only their groups are tried.
+        is_scaled: whether the remedy scales steps. An optimizer that cannot be tried is then refused; otherwise it is
+            accepted with a warning.
+        needs_decoupled_decay: whether weight decay must be separable from the rest of the step.
+    """
+    if not is_scaled and isinstance(optimizer, torch.optim.LBFGS):
+        raise RefusedError(
+            f"{remedy} changes weights after the step, and LBFGS mistakes every change of the weights for its own "
+            "step when it estimates the curvature; use a first-order optimizer, such as AdamW"
+        )
+    for group, device in _groups_of(optimizer, tensors):
+        with _undisturbed(device):
+            if is_scaled:
+                _check_linear(optimizer, remedy, group, device)
+            _check_keeps_changes(optimizer, remedy, group, device)
+            if needs_decoupled_decay and group.get("weight_decay") and not _is_decoupled(optimizer, group, device):
+                raise RefusedError(
+                    f"{remedy} can leave decoupled weight decay at its full size, but "
+                    f"{type(optimizer).__name__} adds its weight decay to the gradient; use decay=scaled or AdamW"
+                )
+
+
+def _groups_of(optimizer: Optimizer, tensors: Iterable[Tensor | None]) -> Iterator[tuple[ParamGroup, torch.device]]:
+    """Yields the groups that contain any of the tensors, and the device of these tensors."""
+    wanted = {id(tensor) for tensor in tensors if tensor is not None}
+    for group in optimizer.param_groups:
+        devices = [p.device for p in group["params"] if id(p) in wanted]
+        if devices:
+            yield group, devices[0]
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """A context that restores random number generators, in which gradients are enabled."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+        yield
+
+
+def _check_linear(optimizer: Optimizer, remedy: str, group: ParamGroup, device: torch.device) -> None:
+    kind = type(optimizer).__name__
+    failure: Exception | None = None
+    for dtype in (torch.float64, torch.float32):  # some optimizers and some devices support only float32
+        try:
+            is_linear = _is_linear(optimizer, group, device, dtype)
+        except Exception as error:
+            failure = error
+            continue
+        if not is_linear:
+            raise RefusedError(
+                f"{remedy} needs an optimizer whose step is proportional to the learning rate; a probe step of "
+                f"{kind} at half the rate was not half as long. Use AdamW, SGD, Muon, …"
+            )
+        return
+    raise RefusedError(
+        f"{remedy} needs an optimizer whose step is proportional to the learning rate, and a probe step of "
+        f"{kind} failed: {failure}. Use AdamW, SGD, Muon, …; if it wraps another optimizer, pass that one"
+    ) from failure
+
+
+def _check_keeps_changes(optimizer: Optimizer, remedy: str, group: ParamGroup, device: torch.device) -> None:
+    kind = type(optimizer).__name__
+    try:
+        keeps = _keeps_changes(optimizer, group, device)
+    except Exception as error:
+        caution(
+            f"{remedy} changes weights after the step. It is unknown whether {kind} keeps the change: a trial on a "
+            f"small matrix failed ({type(error).__name__}: {error}). Check after some steps that the remedy's effect "
+            "lasts"
+        )
+        return
+    if not keeps:
+        raise RefusedError(
+            f"{remedy} changes weights after the step, and {kind} would overwrite them from its own copy of the "
+            "weights (schedule-free, lookahead, …); use an optimizer that updates the weights directly"
+        )
+
+
+def _is_linear(optimizer: Optimizer, group: ParamGroup, device: torch.device, dtype: torch.dtype) -> bool:
+    """Steps a small matrix at two rates from the same state, late in training, and compares the two steps."""
+    steps: list[Tensor] = []
+    for factor in (1.0, 0.5):
+        weight, gradient = _matrix(device, dtype)
+        trial = TrialOptimizer(optimizer, weight, _plain(group))
+        for _ in range(2):
+            trial.step(gradient)
+        for state in trial.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"] * 0 + _LATE_STEP
+        before = weight.detach().clone()
+        for options in trial.optimizer.param_groups:
+            options["lr"] = options["lr"] * factor
+        trial.step(gradient)
+        steps.append(weight.detach() - before)
+    full, half = steps
+    longest = float(full.abs().max())
+    tolerance = 1e-4 if dtype == torch.float64 else 5e-2
+    return longest > 0 and torch.allclose(full * 0.5, half, rtol=tolerance, atol=tolerance * longest * 1e-3)
+
+
+def _is_decoupled(optimizer: Optimizer, group: ParamGroup, device: torch.device) -> bool:
+    """True if steps with a zero gradient are w ← (1 - ηλ)·w. Two steps are checked, because of possible momentum."""
+    weight, gradient = _matrix(device, torch.float32)
+    trial = TrialOptimizer(optimizer, weight, {**_plain(group), "lr": 0.01, "weight_decay": 0.5})
+    start = weight.detach().clone()
+    for _ in range(2):
+        trial.step(torch.zeros_like(gradient))
+    return torch.allclose(weight.detach(), start * (1 - 0.01 * 0.5) ** 2, rtol=1e-5)
+
+
+def _keeps_changes(optimizer: Optimizer, group: ParamGroup, device: torch.device) -> bool:
+    """Halves a small matrix between two steps at a rate of almost 0, and returns whether it stays halved."""
+    weight, gradient = _matrix(device, torch.float32)
+    options = {**_plain(group), "lr": 1e-7}
+    if "weight_decay" in group:
+        options["weight_decay"] = 0.0
+    trial = TrialOptimizer(optimizer, weight, options)
+    for _ in range(2):
+        trial.step(gradient)
+    with torch.no_grad():
+        weight.mul_(0.5)
+    halved = weight.detach().clone()
+    for _ in range(_SLOW_COPY_STEPS):
+        trial.step(gradient)
+    return torch.allclose(weight.detach(), halved, rtol=1e-2, atol=1e-2)
+
+
+def _matrix(device: torch.device, dtype: torch.dtype) -> tuple[nn.Parameter, Tensor]:
+    """Returns a small matrix and a gradient for it."""
+    weight = nn.Parameter((torch.eye(4, dtype=dtype) + 0.1).to(device))
+    return weight, torch.linspace(-1, 1, 16, dtype=dtype).view(4, 4).sin().to(device)
+
+
+class TrialOptimizer:
+    """A new optimizer of the same class with one parameter, whose steps run without any hooks."""
+
+    def __init__(self, optimizer: Optimizer, weight: nn.Parameter, group: ParamGroup) -> None:
+        self.optimizer, self._weight = optimizer_like(optimizer, weight, group), weight
+        step = type(self.optimizer).step
+        # The class's step without the hooks that are registered for all optimizers.
+        self._step: Callable[[Optimizer], object] = vars(step)["__wrapped__"] if vars(step).get("hooked") else step
+
+    def step(self, gradient: Tensor) -> None:
+        """Takes one step with this gradient."""
+        self._weight.grad = gradient.clone()
+        self._step(self.optimizer)
+
+
+def optimizer_like(optimizer: Optimizer, weight: nn.Parameter, group: ParamGroup) -> Optimizer:
+    """Returns a new optimizer for one parameter, of the same class and with the options of the group.
+
+    It is created by the constructor of the class, since some classes, such as Adagrad, set up their state there. It
+    shares nothing with the original. A class whose constructor takes different arguments is replaced by the base class
+    that defines its step.
+    """
+    options = {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
+    failure: Exception | None = None
+    for cls in type(optimizer).__mro__:
+        if issubclass(cls, Optimizer) and inspect.unwrap(cls.step) is inspect.unwrap(type(optimizer).step):
+            accepted = inspect.signature(cls).parameters
+            keywords = {name: value for name, value in options.items() if name in accepted}
+            try:
+                return cls([{"params": [weight], **options}], **keywords)  # type: ignore[call-arg]
+            except Exception as error:
+                failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+def _plain(group: ParamGroup) -> ParamGroup:
+    """Returns a group's options without the choice of implementation, at the highest known rate of the group."""
+    flags = {flag: False for flag in ("fused", "foreach", "capturable", "differentiable") if flag in group}
+    rates = [float(group[name]) for name in ("lr", "initial_lr", "max_lr") if group.get(name) is not None]
+    # A warm-up may begin at rate 0. At a rate of 1, half a step clearly differs from a full step.
+    rate = max(rates, default=0.0) or 1.0
+    return {**group, **flags, "lr": torch.tensor(rate) if isinstance(group.get("lr"), Tensor) else rate}

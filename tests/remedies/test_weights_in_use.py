@@ -1,0 +1,260 @@
+"""Weights that hooks or parametrizations compute, that layers share, or that also make values: drawn at random, and
+compared with float64 references that know nothing of qkeel. A remedy acts exactly, or it is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import qkeel
+from qkeel.errors import RefusedError
+
+SEEDS = range(40)
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+
+
+class Double(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def doubled(layer: nn.Linear) -> nn.Linear:
+    parametrize.register_parametrization(layer, "weight", Double())
+    return layer
+
+
+def pruned(layer: nn.Linear) -> nn.Linear:
+    return prune.l1_unstructured(layer, "weight", 0.4)
+
+
+def pruned_rows(layer: nn.Linear) -> nn.Linear:
+    return prune.ln_structured(layer, "weight", 0.3, n=2, dim=1)
+
+
+def computed_by_hook(layer: nn.Linear) -> nn.Linear:
+    stored = layer.weight
+    del layer._parameters["weight"]
+    layer.register_parameter("raw", stored)
+
+    def compute(module: nn.Module, _: object) -> None:
+        module.weight = module.raw / module.raw.norm() * 4  # type: ignore[operator]
+
+    compute(layer, None)
+    layer.register_forward_pre_hook(compute)
+    return layer
+
+
+def with_a_gain(layer: nn.Linear) -> nn.Linear:
+    """Weight norm whose gain differs from the norm of its weight, as after some training."""
+    layer = nn.utils.weight_norm(layer)
+    with torch.no_grad():
+        layer.weight_g.mul_(3)
+    return layer
+
+
+WRAPS: dict[str, Callable[[nn.Linear], nn.Linear]] = {
+    "plain": lambda layer: layer,
+    "spectral_norm": nn.utils.spectral_norm,
+    "weight_norm": with_a_gain,
+    "parametrized spectral_norm": parametrizations.spectral_norm,
+    "parametrized weight_norm": parametrizations.weight_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "pruned": pruned,
+    "pruned rows": pruned_rows,
+    "doubled": doubled,
+    "own hook": computed_by_hook,
+}
+SHARING = ("nothing", "keys", "queries", "both", "a chain", "keys and values", "one layer three times")
+
+
+class Layer(nn.Module):
+    """One attention layer; `kv` says whether its keys are its values."""
+
+    def __init__(self, q: nn.Module, k: nn.Module, v: nn.Module, heads: int, size: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.heads, self.size = q, k, v, heads, size
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (f(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        groups = self.heads // k.shape[1]
+        return q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + functional.scaled_dot_product_attention(*self.parts(x)).transpose(1, 2).flatten(2)
+
+
+@dataclasses.dataclass
+class Drawn:
+    """A model, its input, and what was drawn."""
+
+    model: nn.Sequential
+    x: Tensor
+    wrap: str
+    sharing: str
+
+    @torch.no_grad()
+    def observed(self) -> list[tuple[Tensor, Tensor]]:
+        """The logits of every layer [b h t s] and its values, each with the drawn input, in evaluation mode."""
+        training = self.model.training
+        self.model.eval()
+        observed = []
+        for layer in self.model:
+            for module in (layer.q, layer.k, layer.v):
+                module(self.x)  # the hooks compute the weights
+            q, k, v = layer.parts(self.x)
+            observed.append((q @ k.mT / math.sqrt(layer.size), v.clone()))
+        self.model.train(training)
+        return observed
+
+
+def draw(seed: int) -> Drawn:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    wrap, sharing = rng.choice([*WRAPS, "plain", "plain", "plain", "pruned"]), rng.choice(SHARING)
+    heads, size = rng.choice([2, 4]), rng.choice([4, 8])
+    groups = rng.choice([heads, heads // 2])
+    width = heads * size
+
+    def projection(n: int) -> nn.Module:
+        layer = nn.Linear(width, n * size, bias=rng.random() < 0.5).double()
+        with torch.no_grad():
+            layer.weight.mul_(rng.uniform(1, 4))
+        return WRAPS[wrap](layer)
+
+    layers = [
+        Layer(projection(heads), projection(groups), nn.Linear(width, groups * size).double(), heads, size)
+        for _ in range(3)
+    ]
+    a, b, c = layers
+    if sharing in ("keys", "both"):
+        b.k = a.k
+    if sharing in ("queries", "both"):
+        b.q = a.q
+    if sharing == "a chain":
+        b.q, c.k = a.q, b.k
+    if sharing == "keys and values":
+        a.v = a.k
+    if sharing == "one layer three times":
+        layers = [a, a, a]
+    model = nn.Sequential(*layers)
+    x = torch.randn(2, 6, width, dtype=torch.float64)
+    with torch.no_grad():
+        for _ in range(30):  # power iterations settle
+            model(x)
+    return Drawn(model, x, wrap, sharing)
+
+
+def inputs_of_layers(drawn: Drawn) -> list[Tensor]:
+    inputs = []
+    x = drawn.x
+    with torch.no_grad():
+        for layer in drawn.model:
+            inputs.append(x)
+            x = layer(x)
+    return inputs
+
+
+def largest(drawn: Drawn, inputs: list[Tensor]) -> Tensor:
+    """The largest logit [layer head] of each layer on its own input."""
+    tops = []
+    with torch.no_grad():
+        for layer, x in zip(drawn.model, inputs):
+            q, k, _ = layer.parts(x)
+            tops.append((q @ k.mT / math.sqrt(layer.size)).amax((0, 2, 3)))
+    return torch.stack(tops)
+
+
+def applied(drawn: Drawn, spec: str, lr: float = 0.0) -> torch.optim.Optimizer | None:
+    """The optimizer of a model under a remedy, or None if the remedy is refused."""
+    optimizer = torch.optim.SGD(drawn.model.parameters(), lr=lr)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            qkeel.apply(drawn.model, spec, optimizer, batch=drawn.x)
+        except RefusedError:
+            return None
+    return optimizer
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_clip_scales_each_head_to_the_threshold_and_changes_nothing_else(seed: int) -> None:
+    drawn = draw(seed)
+    inputs = inputs_of_layers(drawn)
+    tops, before = largest(drawn, inputs), drawn.observed()
+    threshold = float(tops.median())
+    if threshold <= 0:
+        pytest.skip("no positive logits")
+    optimizer = applied(drawn, f"qk_clip:threshold={threshold}")
+    if optimizer is None:
+        assert drawn.wrap not in ("plain", "pruned", "pruned rows") or drawn.sharing != "nothing"
+        return
+    drawn.model(drawn.x).square().mean().backward()
+    optimizer.step()
+    if drawn.sharing == "one layer three times":  # one head that runs three times
+        tops = tops.amax(0, keepdim=True).expand_as(tops)
+    if drawn.sharing == "both":
+        tops = torch.stack([torch.maximum(tops[0], tops[1])] * 2 + [tops[2]])
+    gamma = (threshold / tops).clamp(max=1)
+    for (z, v), (old_z, old_v), factor in zip(drawn.observed(), before, gamma, strict=True):
+        torch.testing.assert_close(z, old_z * factor[:, None, None])
+        assert torch.equal(v, old_v)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_frozen_heads_compute_the_same_logits_after_steps(seed: int) -> None:
+    drawn = draw(seed)
+    before = drawn.observed()
+    optimizer = applied(drawn, "frozen_qk", lr=0.1)
+    if optimizer is None:
+        assert drawn.wrap not in ("plain", "pruned", "pruned rows")
+        return
+    for _ in range(2):
+        drawn.model(drawn.x).square().mean().backward()
+        optimizer.step()
+    for (z, _), (old_z, _) in zip(drawn.observed(), before, strict=True):
+        torch.testing.assert_close(z, old_z)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_cap_bounds_the_weights_in_use(seed: int) -> None:
+    drawn = draw(seed)
+    optimizer = applied(drawn, "spectral_cap:cap=0.5")
+    if optimizer is None:
+        assert drawn.wrap != "plain" or drawn.sharing == "keys and values"
+        return
+    values = [v for _, v in drawn.observed()]
+    drawn.model(drawn.x).square().mean().backward()
+    optimizer.step()
+    for layer, old, (_, new) in zip(drawn.model, values, drawn.observed(), strict=True):
+        assert torch.equal(old, new)
+        for module in (layer.q, layer.k):
+            heads = module.weight.detach().unflatten(0, (-1, layer.size))
+            assert (torch.linalg.matrix_norm(heads, 2) <= 0.5 * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rates_follow_the_weights_in_use(seed: int) -> None:
+    drawn, plain = draw(seed), draw(seed)
+    rate = 1e-3
+    optimizer = applied(drawn, "lalr:tau=0.5", lr=rate)
+    if optimizer is None:
+        assert drawn.wrap != "plain"
+        return
+    reference = torch.optim.SGD(plain.model.parameters(), lr=rate)
+    for one, step in ((drawn, optimizer), (plain, reference)):
+        one.model(one.x).square().mean().backward()
+        step.step()
+    start = dict(draw(seed).model.named_parameters())
+    for (name, p), full in zip(drawn.model.named_parameters(), plain.model.parameters(), strict=True):
+        is_weight = (".q." in name or ".k." in name) and "bias" not in name
+        taken = (p - start[name]).detach()
+        torch.testing.assert_close(taken, (full - start[name]).detach() * (0.5 if is_weight else 1.0))
