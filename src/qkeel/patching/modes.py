@@ -457,6 +457,11 @@ def recomputing() -> bool:
     return _graph_task() != -1
 
 
+def in_function_transform() -> bool:
+    """True inside a torch.func transform, whose tensors are invalid outside it."""
+    return get_interpreter_stack() is not None
+
+
 def in_vmap() -> bool:
     """True inside torch.func.vmap, whose tensors lack the mapped dimension."""
     levels = get_interpreter_stack()
