@@ -136,10 +136,17 @@ def read_product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product 
 
 def _operand(x: Tensor, letters: str, of_scores: str, summed: Sequence[str]) -> Operand:
     """A factor with the dimensions of the scores, whose letters are `of_scores`, and the summed ones at the end."""
-    order = [letters.index(letter) for letter in of_scores if letter in letters]
-    order += [letters.index(letter) for letter in summed]
-    shape = [x.shape[letters.index(letter)] if letter in letters else 1 for letter in of_scores]
-    width = math.prod(x.shape[letters.index(letter)] for letter in summed)
+    sizes = dict(zip(letters, x.shape))
+    order = []
+    shape = []
+    for letter in of_scores:
+        if letter in sizes:
+            order.append(letters.index(letter))
+        shape.append(sizes.get(letter, 1))
+    width = 1
+    for letter in summed:
+        order.append(letters.index(letter))
+        width *= sizes[letter]
     return Operand(x.permute(order).reshape(*shape, width), x)
 
 
@@ -153,7 +160,8 @@ def _letters(equation: object, first: int, second: int) -> tuple[str, str, str] 
     if not comma or "," in right:
         return None
     spare = [letter for letter in string.ascii_letters if letter not in equation]
-    n_left, n_right = (n - len(x.replace("...", "")) for n, x in ((first, left), (second, right)))
+    n_left = first - len(left.replace("...", ""))
+    n_right = second - len(right.replace("...", ""))
     ellipsis = "".join(spare[: max(n_left, n_right, 0)])
     left = left.replace("...", ellipsis[len(ellipsis) - n_left :])
     right = right.replace("...", ellipsis[len(ellipsis) - n_right :])
@@ -161,10 +169,13 @@ def _letters(equation: object, first: int, second: int) -> tuple[str, str, str] 
     if arrow:
         result = result.replace("...", ellipsis)
     else:
-        result = ellipsis + "".join(sorted(x for x in set(both) if both.count(x) == 1 and x not in ellipsis))
+        alone = [letter for letter in set(both) if both.count(letter) == 1 and letter not in ellipsis]
+        result = ellipsis + "".join(sorted(alone))
     summed = set(left) & set(right) - set(result)
-    repeated = any(len(set(x)) < len(x) for x in (left, right, result))
-    if repeated or not summed or set(both) - summed != set(result):
+    for letters in (left, right, result):
+        if len(set(letters)) < len(letters):
+            return None
+    if not summed or set(both) - summed != set(result):
         return None
     return left, right, result
 
