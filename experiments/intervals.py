@@ -1,4 +1,4 @@
-"""Statistics of the experiments: exact and bootstrap intervals, levels for many rows, Holm's correction.
+"""Statistics of the claims: exact intervals for few seeds, and levels for many rows.
 
 What a page of `qkeel report` needs, Student's interval of paired differences, is `qkeel.metrics.paired_effect`.
 """
@@ -12,54 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import scipy.stats
-
-from qkeel.metrics import PairedEffect, paired_effect
-
-
-def quantile(level: float, freedom: int) -> float:
-    """Returns the t for which P(|T| ≤ t) = level.
-
-    >>> round(quantile(0.95, 7), 6)
-    2.364624
-    """
-    return float(scipy.stats.t.ppf((1 + level) / 2, freedom))
-
-
-def p_value(differences: Sequence[float], margin: float = 0.0) -> float:
-    """Returns the two-sided p-value of the hypothesis that the mean is inside ±margin; if all differences are equal, it
-    is that of a sign test."""
-    values = np.asarray(differences, dtype=np.float64)
-    if abs(values.mean()) <= margin:
-        return 1.0
-    if values.std() <= 1e-9 * abs(values.mean()):
-        return 2.0 ** (1 - len(values))
-    return float(scipy.stats.ttest_1samp(values, math.copysign(margin, values.mean())).pvalue)
-
-
-def paired_effects(
-    several: Sequence[Sequence[float]] | np.ndarray, margin: float | None = None, level: float = 0.95
-) -> list[PairedEffect]:
-    """Judges several comparisons together; with a probability of at least `level`, no comparison is falsely called
-    better or worse.
-
-    Holm's procedure tests the i-th smallest of m p-values at (1 - level) / (m - i) and stops at the first failure. Each
-    interval has the level of its own test, so it lies beyond the margin if and only if the test rejects.
-
-    Source: Holm 1979, A simple sequentially rejective multiple test procedure.
-
-    >>> [e.verdict for e in paired_effects([[0.1, 0.11, 0.12, 0.1], [0.1, -0.1, 0.2, 0.1]])]
-    ['better', 'undecided']
-    """
-    p = [p_value(differences, margin or 0.0) for differences in several]
-    levels, test = [level] * len(p), 1 - (1 - level) / max(1, len(p))
-    failed = False
-    for rank, i in enumerate(sorted(range(len(p)), key=p.__getitem__)):
-        if not failed:  # after the first failure all larger p-values fail too, at the level of the first
-            test = 1 - (1 - level) / (len(p) - rank)
-            failed = p[i] > 1 - test
-        levels[i] = test
-    return [paired_effect(differences, margin, own) for differences, own in zip(several, levels)]
 
 
 def largest_stable_lr(rows: Sequence[Mapping[str, Any]]) -> float | None:
@@ -74,48 +26,6 @@ def largest_stable_lr(rows: Sequence[Mapping[str, Any]]) -> float | None:
             break
         largest = lr
     return largest
-
-
-# Bootstrap intervals over seeds, for statistics other than a mean of differences.
-
-RESAMPLES = 10_000
-
-
-def bootstrap_interval(
-    values: Sequence[float],
-    statistic: Callable[..., np.ndarray] = np.mean,
-    level: float = 0.95,
-    seed: int = 0,
-) -> tuple[float, float]:
-    """Returns a bootstrap interval of a statistic over seeds; the result is bit-identical for the same values.
-
-    Percentiles are expanded to Φ(±t·√(n / (n - 1))), with Student's t in place of the normal quantile, because plain
-    percentiles are too narrow for few seeds. With 3 seeds or fewer, the interval spans all values that resampling can
-    produce.
-
-    Args:
-        values: one number per seed; infinity is allowed.
-        statistic: reduces [samples n] along `axis`, like numpy.mean or numpy.min.
-        level: coverage, between 0 and 1.
-        seed: seed of the resampling.
-
-    Raises:
-        ValueError: there are fewer than 2 values, or a value is NaN.
-
-    Source: Efron 1979; Hesterberg 2015, What Teachers Should Know About the Bootstrap.
-
-    >>> [round(x, 2) for x in bootstrap_interval([0.10, 0.12, 0.11, 0.13])]
-    [0.1, 0.13]
-    """
-    known = np.asarray(values, dtype=np.float64)
-    if known.ndim != 1 or len(known) < 2 or np.isnan(known).any():
-        raise ValueError(f"expected at least 2 numbers, one per seed, got {values!r}")
-    n = len(known)
-    picks = np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
-    drawn = np.sort(statistic(known[picks], axis=1))
-    share = math.erfc(quantile(level, n - 1) * math.sqrt(n / (n - 1) / 2)) / 2
-    at = math.floor(share * RESAMPLES)
-    return float(drawn[at]), float(drawn[RESAMPLES - 1 - at])
 
 
 # Exact intervals for few seeds, and corrections for repeated looks at growing data and for many rows on a page.

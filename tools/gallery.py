@@ -1,6 +1,6 @@
 """Takes the pictures of docs/gallery.md and README anew: `python tools/gallery.py [NAME …] [--folder RUNS]`.
 
-Needs Chromium, Pillow and matplotlib. With --folder, runs are kept there and finished ones are not repeated. If a
+Needs Chromium and Pillow. With --folder, runs are kept there and finished ones are not repeated. If a
 command fails, the program ends and no picture is changed.
 """
 
@@ -14,10 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 from PIL import Image
-
-import qkeel
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images" / "gallery"
@@ -25,7 +22,7 @@ SCHEMES = {"light": "1", "dark": "0"}  # as Chromium numbers the schemes that a 
 WATCH = "-- python examples/train_gpt.py --lr 3e-2 --steps 150"
 # Name of the picture -> the commands that make its page, the page, and the rows of it that are shown.
 PAGES = {
-    "demo": (("qkeel demo --out demo",), "demo/report.html", 1570),
+    "demo": (("qkeel demo --out demo",), "demo/report.html", 1500),
     "watch": (
         (f"qkeel watch --out runs/gpt {WATCH}", "qkeel report runs/gpt -o watch.html"),
         "watch.html",
@@ -71,32 +68,6 @@ def photograph(page: Path, name: str, height: int) -> None:
             image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(picture, optimize=True)
 
 
-def draw_logits(study: Path, scheme: str) -> None:
-    """Draws the first page's picture: the largest logit of the demo's runs at its high rate, without a remedy and with
-    QK-norm, a line for each seed."""
-    runs = [qkeel.load(done.parent) for done in sorted((study / "runs").glob("*/DONE"))]
-    highest_rate = max(run.config["optim"]["lr"] for run in runs)
-    colours = {"none": "0.35" if scheme == "light" else "0.75", "qk_norm": "C0"}
-    dark = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "#131416")
-    style = ["default"] if scheme == "light" else ["dark_background", dark]
-    with plt.style.context(style):
-        figure, ax = plt.subplots(figsize=(5.6, 2.9), layout="constrained")
-        for remedy, colour in colours.items():
-            steps, tops = [], []
-            for run in runs:
-                if run.config["remedy"] == remedy and run.config["optim"]["lr"] == highest_rate:
-                    steps, logits = run.steps["step"], run.steps["max_logit"]
-                    ax.plot(steps, logits, color=colour, linewidth=1.2)
-                    tops.append(logits[-1])
-            words = "no remedy" if remedy == "none" else remedy
-            ax.annotate(f" {words}\n {max(tops):,.0f}", (steps[-1], max(tops)), color=colour, va="center", size=12)
-        ax.set(yscale="log", xlim=(0, 1.25 * steps[-1]), xlabel="optimizer step", xticks=range(0, 151, 50))
-        ax.set_title(f"largest attention logit, learning rate {highest_rate:g}", loc="left", size=12)
-        ax.spines[["top", "right"]].set_visible(False)
-        figure.savefig(IMAGES / f"drift-{scheme}.png", dpi=200)
-        plt.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", choices=[*PAGES, []], help="pictures to take [all]")
@@ -113,9 +84,6 @@ def main() -> None:
                 for command in commands:
                     run(command, folder)
             photograph(folder / page, name, height)
-            if name == "demo":
-                for scheme in SCHEMES:
-                    draw_logits(folder / "demo", scheme)
 
 
 if __name__ == "__main__":

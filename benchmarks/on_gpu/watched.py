@@ -49,12 +49,12 @@ WAYS: dict[str, dict[str, Any] | None] = {
     OFF: None,
     "between measured steps": {"every": Adaptive(least=NEVER, most=NEVER)},
     "everything, every 10th step": {"every": Every(10)},
-    "largest logits and entropies, every 10th step": {"every": Every(10), "stats": "entropy"},
+    "largest logits, every 10th step": {"every": Every(10), "stats": "max"},
     "everything, at every step": {},
-    "largest logits and entropies, at every step": {"stats": "entropy"},
+    "largest logits, at every step": {"stats": "max"},
 }
 EAGER = "nobody watches, not compiled"
-COMPILED = (OFF, "everything, every 10th step", "largest logits and entropies, every 10th step")
+COMPILED = (OFF, "everything, every 10th step", "largest logits, every 10th step")
 MEASURED = (OFF, "everything, at every step")
 FEW = (OFF, "between measured steps", "everything, every 10th step")  # a billion weights are 16 GB a case
 

@@ -338,8 +338,6 @@ BAD = [
             ("--test-sequences 0", "at least 1 held-out sequence, got 0"),
             ("--test-lengths 32", "multiples of the training length 64, got 32"),
             ("--blocks mha4 --d-model 60", "an even number of dimensions; got 15"),
-            ("--needle 2", "at most 1 for needle"),
-            ("--needle 0.5 --needle-keys 9", "9 needles with 3 questions each need a context of at least 71 tokens"),
             ("--posthoc knaa/ntk", "kna"),
             ("--posthoc ntk:windw=8", "option of ntk"),
             ("--posthoc pi@64", "larger multiple of the training length 64, got 64"),

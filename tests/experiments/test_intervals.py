@@ -8,59 +8,11 @@ import math
 import numpy as np
 import pytest
 from experiments.intervals import (
-    bootstrap_interval,
     common_level,
     exact_interval,
     largest_stable_lr,
     nominal,
-    p_value,
-    paired_effects,
 )
-
-
-def test_holm_over_many_comparisons_errs_at_the_level_of_one() -> None:
-    rng = np.random.default_rng(1)
-    studies = [paired_effects(rng.normal(0.0, 1.0, (8, 4))) for _ in range(400)]
-    wrong = sum(any(e.verdict != "undecided" for e in study) for study in studies) / 400
-    assert wrong <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 400)
-    # Step by step: the smallest p at 0.05 / 3, the next at 0.05 / 2; from the first that fails on, no further.
-    clear, nearly, none = [5.0, 5.1, 4.9, 5.0], [1.0, 1.6, 0.9, 2.0], [1.0, -1.0, 0.5, -0.4]
-    found = paired_effects([none, clear, nearly])
-    assert [round(1 - e.level, 6) for e in found] == [0.05, 0.016667, 0.025]
-    assert [e.verdict for e in found] == ["undecided", "better", "better"]
-    assert [e.verdict for e in paired_effects([none] * 5 + [nearly])] == ["undecided"] * 6
-    assert all((e.low > 0) == (e.verdict == "better") for e in found)
-    assert paired_effects([]) == []
-
-
-def test_holm_with_a_margin_errs_at_the_level_where_every_true_mean_is_on_the_margin() -> None:
-    rng, margin = np.random.default_rng(3), 0.5
-    drawn = [rng.normal(margin, 1.0, (6, 8)) for _ in range(400)]
-    studies = [paired_effects(study, margin) for study in drawn]
-    each = [pair for study, effects in zip(drawn, studies) for pair in zip(study, effects)]
-    assert sum(any(e.verdict == "better" for e in one) for one in studies) / 400 <= 0.05 + 3 * math.sqrt(0.0475 / 400)
-    for values, one in each:
-        p = p_value(values, margin)
-        assert (one.verdict in ("better", "worse")) == (p <= 1 - one.level)
-        assert (one.verdict == "equal") == (abs(one.low) < margin and abs(one.high) < margin)
-
-
-def test_the_bootstrap_covers_a_mean_and_says_the_same_again() -> None:
-    rng = np.random.default_rng(2)
-    inside = 0
-    for values in rng.normal(0.0, 1.0, (60, 8)):
-        low, high = bootstrap_interval(values.tolist())
-        inside += low <= 0 <= high
-    assert inside >= 51  # 95 % of 60 less 3 standard errors
-    values = [0.1, 0.3, 0.03, 0.1]
-    assert bootstrap_interval(values, np.min) == bootstrap_interval(values, np.min)
-    low, high = bootstrap_interval(values, np.min)
-    assert low == 0.03
-    assert high <= 0.3
-    assert bootstrap_interval([-math.inf, 0.1, 0.1], np.min) == (-math.inf, 0.1)
-    for bad in ([0.1], [0.1, math.nan]):
-        with pytest.raises(ValueError, match="at least 2 numbers"):
-            bootstrap_interval(bad)
 
 
 def sign_p(values: np.ndarray, centre: float) -> float:

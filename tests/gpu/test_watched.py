@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 
 import qkeel
 from qkeel.errors import QkeelError
-from qkeel.monitor.cadence import BoundChange
 from qkeel.remedies import REMEDIES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
@@ -71,7 +70,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, st
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("stats", [True, "entropy", "max"])
+@pytest.mark.parametrize("stats", [True, "max"])
 def test_what_is_recorded_is_what_a_cpu_records(name: str, stats: Any) -> None:
     found = []
     for device in ("cuda", "cpu"):
@@ -95,7 +94,7 @@ def test_watching_leaves_every_bit_of_training(name: str, monkeypatch: pytest.Mo
     before, losses = torch.are_deterministic_algorithms_enabled(), []
     torch.use_deterministic_algorithms(True)  # two runs that nobody watches would differ without
     try:
-        for stats in (None, True, "entropy"):
+        for stats in (None, True, "max"):
             model, optimizer, tokens = made(name, "cuda")
             monitor = None if stats is None else qkeel.watch(model, optimizer, stats=stats, rules=[])
             losses.append(train(model, optimizer, tokens, 4))
@@ -139,28 +138,3 @@ def test_sites_are_those_of_a_cpu(name: str) -> None:
         found.append([(site.name, site.n_heads, site.n_kv_heads) for site in qkeel.find_sites(model, tokens)])
     assert found[0] == found[1]
     assert len(found[0]) == 2
-
-
-def test_a_bound_arrives_without_waiting_and_none_is_lost() -> None:
-    change, before = BoundChange(), torch.cuda.get_sync_debug_mode()
-    for bound in (2.0, 3.0):
-        change.see(torch.tensor(bound, device="cuda"))
-        change.step()
-        torch.cuda.synchronize()
-    change.step()
-    assert change.factor == 1.5
-    bounds = [torch.tensor(bound, device="cuda") for bound in (8.0, 4.0, 4.0)]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.cuda._sleep(200_000_000)  # the device is behind while these three are noted
-        for bound in bounds:
-            change.see(bound)
-            change.step()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    seen = []
-    for _ in range(3):
-        torch.cuda.synchronize()
-        change.step()
-        seen.append(change.factor)
-    assert max(seen) == 4.0

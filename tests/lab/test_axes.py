@@ -14,8 +14,9 @@ import pytest
 from qkeel.cli.app import main
 from qkeel.errors import InvalidValueError, QkeelError, RunDirectoryError
 from qkeel.lab import Execution, Grid, ModelConfig, RunConfig, make_plan, run_plan
-from qkeel.lab.plan import PlannedRun, tuned_plan, tuning_plan
+from qkeel.lab.plan import PlannedRun
 from qkeel.lab.studies import STUDIES
+from qkeel.lab.tuning import tuned_plan, tuning_plan
 from qkeel.records import read_json
 from qkeel.report import write
 from qkeel.report.study_runs import read_study

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,8 @@ import numpy as np
 import pytest
 
 from qkeel.errors import DataError
-from qkeel.lab import RunConfig, run
 from qkeel.lab.config import DataConfig
-from qkeel.lab.text import batch, heldout, load, places, split
+from qkeel.lab.text import batch, heldout, load, split
 
 
 def text(n: int, seed: int = 0) -> bytes:
@@ -166,30 +164,3 @@ def test_an_unreadable_file_is_a_data_error(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
     refused(data(path), "cannot read .*secret.txt: Permission denied")
-
-
-def test_windows_that_come_once_have_each_token_as_input_and_target_once_in_an_order_of_the_seed() -> None:
-    config = DataConfig(source="topics", context=32, batch=8, windows="once")
-    corpus = load(config)
-    steps = places(corpus, config) // config.batch
-    windows = np.concatenate([batch(corpus, config, 3, step) for step in range(200)])
-    assert np.array_equal(windows[:8], batch(corpus, config, 3, 0))
-    assert not np.array_equal(windows[:8], batch(corpus, config, 4, 0))
-    marked = dataclasses.replace(corpus, train=np.arange(len(corpus.train)))  # each token is its own place
-    every = np.concatenate([batch(marked, config, 3, step) for step in range(steps)])
-    inputs, targets = every[:, :-1].ravel(), every[:, 1:].ravel()
-    assert len(np.unique(inputs)) == len(inputs) == len(np.unique(targets)) == steps * 8 * 32
-    with pytest.raises(DataError, match="use fewer steps, more text, or windows=drawn"):
-        batch(marked, config, 3, steps)
-
-
-def test_a_run_that_needs_more_windows_than_there_are_is_refused_before_its_first_step(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("a few words, and then some more of them " * 50)
-    data = DataConfig(source=str(tmp_path / "text.txt"), context=16, batch=4, windows="once")
-    with pytest.raises(DataError, match=r"has 112 training windows of 16 bytes, and 100 steps of 4 need 400"):
-        run(RunConfig(data=data, steps=100, device="cpu"), tmp_path / "run")
-
-
-def test_a_run_with_drawn_windows_keeps_the_name_it_had() -> None:
-    assert "windows" not in RunConfig().identity()["data"]
-    assert RunConfig(data=DataConfig(windows="once")).identity()["data"]["windows"] == "once"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,11 +29,6 @@ def save(tmp_path: Path) -> Save:
     return make
 
 
-def listed(path: Path, *entries: dict[str, str]) -> str:
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    return str(path)
-
-
 def test_the_digits_are_the_1797_of_the_set() -> None:
     digits = load_pictures("digits", 8)
     assert digits.pixels.shape == (1797, 8, 8, 1)
@@ -52,14 +46,6 @@ def test_a_tenth_of_each_class_is_held_out_and_no_image_stands_on_both_sides() -
     assert not sides[0] & sides[1]
 
 
-def test_the_photos_are_tiles_with_their_place_as_caption() -> None:
-    photos = load_pictures("photos", 8)
-    assert photos.pixels.shape == (1200, 8, 8, 1)
-    assert (photos.captions[0], photos.captions[-1]) == ("china 0 0", "flower 19 29")
-    assert photos.classes == ("china", "flower")
-    assert photos.labels.tolist() == [0] * 600 + [1] * 600
-
-
 def test_patches_are_cut_row_by_row() -> None:
     image = np.arange(16, dtype=np.float32).reshape(1, 4, 4, 1)
     assert patches(image, 2)[0].tolist() == [[[0, 1, 4, 5], [2, 3, 6, 7]], [[8, 9, 12, 13], [10, 11, 14, 15]]]
@@ -68,15 +54,6 @@ def test_patches_are_cut_row_by_row() -> None:
 def test_grey_is_the_luma_of_colour() -> None:
     assert grey(np.ones((1, 1, 1, 3), np.float32))[0, 0, 0] == pytest.approx(1.0)
     assert grey(np.array([[[[0, 1, 0]]]], np.float32)).item() == pytest.approx(0.587)
-
-
-def test_a_list_of_captions_is_read(save: Save, tmp_path: Path) -> None:
-    entries = [{"path": save(f"{i}.png", i).name, "text": f"  picture {i} "} for i in range(3)]
-    found = load_pictures(listed(tmp_path / "all.jsonl", *entries), 8)
-    assert found.captions == ["picture 0", "picture 1", "picture 2"]
-    assert found.pixels.shape == (3, 8, 8, 1)
-    assert found.held.sum() == 1
-    assert found.classes == ()
 
 
 def test_folders_are_classes(save: Save, tmp_path: Path) -> None:
@@ -117,25 +94,6 @@ def test_a_folder_that_cannot_be_used_is_refused_with_the_reason(name: str, save
     make(save)
     with pytest.raises(DataError, match=message):
         load_pictures(str(tmp_path), 8)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 1 is not JSON"),
-        ("[1]", 'expected {"path"'),
-        ('{"path": "a.png"}', 'expected {"path"'),
-        ('{"path": "a.png", "text": "  "}', "the caption of a.png is empty"),
-        ("", "lists no image"),
-        ('{"path": "gone.png", "text": "gone"}', r"gone\.png is missing"),
-    ],
-)
-def test_a_bad_list_is_refused(tmp_path: Path, line: str, message: str) -> None:
-    pytest.importorskip("PIL.Image")
-    path = tmp_path / "all.jsonl"
-    path.write_text(line + "\n")
-    with pytest.raises(DataError, match=message):
-        load_pictures(str(path), 8)
 
 
 @pytest.mark.parametrize(

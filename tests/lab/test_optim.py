@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from qkeel.errors import InvalidValueError
 from qkeel.lab import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
-from qkeel.lab.build_run import Muon, build_decoder, build_optimizer, layers, learning_rate, resolve
+from qkeel.lab.build_run import build_decoder, build_optimizer, layers, learning_rate, resolve
 from qkeel.lab.checkpoint import RunState
+from qkeel.lab.muon import Muon
 from qkeel.lab.train import set_rate, train_step
 from qkeel.spec import InverseSqrt
 

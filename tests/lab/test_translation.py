@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
 
 from qkeel.errors import InvalidValueError
 from qkeel.lab import DataConfig, ModelConfig, run
 from qkeel.lab.build_run import resolve
 from qkeel.lab.checkpoint import RunState
+from qkeel.lab.second_language import CLAUSE, WORD, translated
 from qkeel.lab.studies import TRANSLATION_BASE
 from qkeel.lab.tasks import BEGIN_TRANSLATION
-from qkeel.lab.text import CLAUSE, WORD, load, translated
+from qkeel.lab.text import load
 from qkeel.lab.train import evaluate, train_step
 from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder
 
@@ -91,6 +95,34 @@ def test_a_run_names_its_attentions_and_the_source_is_what_it_learns_from(tmp_pa
     plain = dataclasses.replace(TINY, data=dataclasses.replace(TINY.data, task="text"))
     assert "pairs" not in plain.identity()["data"]
     assert TINY.identity()["data"]["pairs"] == 50
+
+
+def test_bleu_compares_greedy_translations_with_the_true_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[list[str], list[str]]] = []
+
+    def corpus_bleu(translations: list[str], references: list[list[str]]) -> SimpleNamespace:
+        calls.append((translations, *references))
+        return SimpleNamespace(score=12.5)
+
+    monkeypatch.setitem(sys.modules, "sacrebleu", SimpleNamespace(corpus_bleu=corpus_bleu))
+    trained = run(TINY, tmp_path / "a")
+    assert trained.summary()["val_bleu"] == 12.5
+    ((translations, references),) = calls  # once, after training
+    state = RunState(resolve(TINY))
+    assert references == [bytes(row).decode("latin-1") for row in state.heldout.targets.tolist()]
+    state.model.load_state_dict(load_file(trained.checkpoint, "model."))
+    state.model.eval()
+    for source, translation in zip(state.heldout.inputs[:, :13], translations, strict=True):
+        predicted = torch.tensor(list(translation.encode("latin-1")))
+        logits = state.model(torch.cat([source, predicted[:-1]])[None])
+        assert torch.equal(logits[0, :, :256].argmax(-1), predicted)
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    assert state.task.decoded(state.model, state.heldout) == {}
+
+
+def load_file(path: Path, prefix: str) -> dict[str, torch.Tensor]:
+    tensors = safetensors.torch.load_file(path)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 @pytest.mark.slow

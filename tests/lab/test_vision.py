@@ -74,12 +74,11 @@ def test_a_study_of_rates_reports_accuracy(tmp_path: Path) -> None:
     assert "val_accuracy" in (tmp_path / "s" / "table.csv").read_text().splitlines()[0]
 
 
-def test_images_without_classes_cannot_be_classified(tmp_path: Path) -> None:
+def test_images_of_one_class_cannot_be_classified(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
+    (tmp_path / "cat").mkdir()
     for i in range(3):
-        image.new("L", (8, 8), i).save(tmp_path / f"{i}.png")
-    lines = [f'{{"path": "{i}.png", "text": "a"}}\n' for i in range(3)]
-    (tmp_path / "all.jsonl").write_text("".join(lines))
-    config = dataclasses.replace(SMALL, images=ImagesConfig(images=str(tmp_path / "all.jsonl")))
-    with pytest.raises(DataError, match="has 0 classes; vision expects at least 2"):
+        image.new("L", (8, 8), i).save(tmp_path / "cat" / f"{i}.png")
+    config = dataclasses.replace(SMALL, images=ImagesConfig(images=str(tmp_path)))
+    with pytest.raises(DataError, match="has 1 classes; vision expects at least 2"):
         VisionTask(resolve(config))

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qkeel import apply, find_sites
-from qkeel.sites import Tap
+from qkeel import apply, find_sites, watch
 
 C, D = 16, 8
 
@@ -98,9 +97,9 @@ def test_each_set_of_weights_is_a_site_with_its_own_statistics(seed: int) -> Non
     assert sorted(queries.values()) == sorted(model.largest_by_weights(x))
     assert all(site.verified and site.n_heads == C // D for site in sites)
     assert len(queries) == len(sites) == len(model.parts)
-    with torch.no_grad(), Tap(model, sites=sites) as tap:
+    with torch.no_grad(), watch(model, sites=sites) as monitor:
         model(x)
-        read = tap.read()
+        read = monitor.read()
     for name, largest in model.largest_by_weights(x).items():
         (site,) = [site for site, query in queries.items() if query == name]
         torch.testing.assert_close(read[site].max_logit.double(), largest, rtol=1e-5, atol=1e-5)

@@ -111,16 +111,16 @@ class RunView:
 def extrapolated(table: Sequence[Row]) -> Table:
     """Returns a table of accuracies and the shares of accuracy retained, by block, form, method and length."""
     shown = Table(box=None, pad_edge=False)
-    names = ("accuracy_train", "accuracy_nonrepeat", "accuracy_repeat", "accuracy_last", "kept_nonrepeat")
+    names = ("accuracy_train", "accuracy_nonrepeat", "accuracy_repeat", "kept_nonrepeat")
     for head in ("block", "form", "post hoc"):
         shown.add_column(head)
-    for head in ("length", "trained", "non-repeat", "repeat", "last", "kept", "seeds"):
+    for head in ("length", "trained", "non-repeat", "repeat", "kept", "seeds"):
         shown.add_column(head, justify="right")
     keys = ("block", "form", "posthoc", "test_length")
     for key in dict.fromkeys(tuple(row[k] for k in keys) for row in table):
         rows = [row for row in table if tuple(row[k] for k in keys) == key and row["accuracy_nonrepeat"] is not None]
         means = [100 * sum(row[name] or 0 for row in rows) / len(rows) for name in names] if rows else []
-        cells = [*(f"{mean:.1f}" for mean in means), str(len(rows))] if rows else ["–"] * 6
+        cells = [*(f"{mean:.1f}" for mean in means), str(len(rows))] if rows else ["–"] * 5
         shown.add_row(*map(str, key), *cells)
     return shown
 
@@ -141,6 +141,8 @@ def ranking(table: Sequence[Row]) -> Table:
             top = max((row["max_logit"] for row in here), default=None)
             right = [row["val_accuracy"] for row in here if row.get("val_accuracy") is not None]
             share = f", {100 * sum(right) / len(right):.1f} % correct" if right else ""
+            bleu = [row["val_bleu"] for row in here if row.get("val_bleu") is not None]
+            share += f", BLEU {sum(bleu) / len(bleu):.1f}" if bleu else ""
             cells.append(f"{mean:.3f}{share} ({number(top)})" if mean is not None else "–")
         shown.add_row(escape(remedy), *cells)
     return shown

@@ -50,19 +50,16 @@ from qkeel.lab.execute import (
 )
 from qkeel.lab.executors import Outcome, default_jobs
 from qkeel.lab.plan import (
-    FOLDER,
     Grid,
     LongContexts,
     Plan,
     PlannedRun,
     Study,
     StudyOption,
-    in_words,
-    tuned_plan,
-    tuning_plan,
 )
 from qkeel.lab.quick_demo import quick_demo
 from qkeel.lab.studies import MULTIMODAL_BASE, STUDIES
+from qkeel.lab.tuning import FOLDER, in_words, tuned_plan, tuning_plan
 from qkeel.options import annotations
 from qkeel.records.file_formats import read_toml
 from qkeel.report import write

@@ -53,7 +53,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    **more: Any,
+    **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Computes transformers' "sdpa" attention with `qkeel.nn.functional_attention`, which also supports a softcap.
 
@@ -66,7 +66,7 @@ def attend(
         key: [b g s d]; h is a multiple of g.
         value: [b g s e].
         attention_mask: boolean or additive, broadcast to [b h t s]; if None, `is_causal` decides what is visible.
-        more: `dropout`, `scaling` (1/√d by default), `is_causal` (by default the module's attribute, or else True),
+        arguments: `dropout`, `scaling` (1/√d by default), `is_causal` (by default the module's attribute, else True),
             `position_bias`, which is added to the logits, `softcap`, a learned sink per head (`s_aux` [h], as in
             GPT-OSS), and the keys that an indexer chose for each query (`indices` [b t n], as in DeepSeek V3.2).
 
@@ -76,8 +76,8 @@ def attend(
     Raises:
         RefusedError: the model passes an argument that changes attention in another way.
     """
-    _check(module, query, more)
-    scaling, bias, causal = more.get("scaling"), more.get("position_bias"), more.get("is_causal")
+    _check(module, query, arguments)
+    scaling, bias, causal = arguments.get("scaling"), arguments.get("position_bias"), arguments.get("is_causal")
     t, s = query.shape[2], key.shape[2]
     causal = bool(vars(module).get("is_causal", True) if causal is None else causal)
     causal = causal and attention_mask is None and t > 1
@@ -86,16 +86,16 @@ def attend(
         bias = None if bias is None else bias[..., :t]
     if bias is not None:
         attention_mask, causal = _biased(bias, attention_mask, causal), False
-    if more.get("indices") is not None:
-        attention_mask, causal = _chosen(more["indices"], attention_mask, causal, s), False
-    dropout, sinks = more.get("dropout", 0.0), _sinks(more)
-    if more.get("softcap") is not None or sinks is not None:
+    if arguments.get("indices") is not None:
+        attention_mask, causal = _chosen(arguments["indices"], attention_mask, causal, s), False
+    dropout, sinks = arguments.get("dropout", 0.0), _sinks(arguments)
+    if arguments.get("softcap") is not None or sinks is not None:
         scale = Fixed(query.shape[-1] ** -0.5 if scaling is None else scaling)
-        cap = NoCap() if more.get("softcap") is None else Softcap(more["softcap"])
+        cap = NoCap() if arguments.get("softcap") is None else Softcap(arguments["softcap"])
         spec = AttentionSpec(scale=scale, cap=cap, normalizer=Softmax() if sinks is None else Sink())
         params = None if sinks is None else {"sink": sinks.view(-1, 1, 1)}
-        how = {"causal": causal, "mask": attention_mask, "dropout": dropout}
-        out = attention(query, key, value, spec=spec, params=params, **how)
+        options = {"causal": causal, "mask": attention_mask, "dropout": dropout}
+        out = attention(query, key, value, spec=spec, params=params, **options)
         return out.transpose(1, 2).contiguous(), None
     share = query.shape[1] // key.shape[1]
     if share > 1 and attention_mask is not None and not query.is_cpu:  # fused GPU kernels take a mask or GQA, not both
@@ -105,12 +105,12 @@ def attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check(module: nn.Module, query: Tensor, more: Kwargs) -> None:
-    for name, given in more.items():
-        unknown = isinstance(given, Tensor) and name not in _HARMLESS | _COMPUTED and _names(type(module), name)
-        several = name in ("s_aux", "sinks") and isinstance(given, Tensor) and given.numel() != query.shape[1]
-        chosen = name == "indices" and isinstance(given, Tensor) and given.ndim != 3
-        if unknown or several or chosen or (name == "cache" and given is not None):
+def _check(module: nn.Module, query: Tensor, arguments: Kwargs) -> None:
+    for name, value in arguments.items():
+        unknown = isinstance(value, Tensor) and name not in _HARMLESS | _COMPUTED and _names(type(module), name)
+        several = name in ("s_aux", "sinks") and isinstance(value, Tensor) and value.numel() != query.shape[1]
+        chosen = name == "indices" and isinstance(value, Tensor) and value.ndim != 3
+        if unknown or several or chosen or (name == "cache" and value is not None):
             raise RefusedError(
                 f"{type(module).__name__} passes {name}= to its attention, which {NAME!r} does not support; "
                 'load the model with attn_implementation="eager"'
@@ -130,9 +130,9 @@ def _names(kind: type[nn.Module], argument: str) -> bool:
     return any(argument == const or (isinstance(const, tuple) and argument in const) for const in consts)
 
 
-def _sinks(more: Kwargs) -> Tensor | None:
+def _sinks(arguments: Kwargs) -> Tensor | None:
     """Returns the sink logit of each head [h], or None."""
-    return more.get("s_aux") if more.get("sinks") is None else more["sinks"]
+    return arguments.get("s_aux") if arguments.get("sinks") is None else arguments["sinks"]
 
 
 def _chosen(indices: Tensor, mask: Tensor | None, causal: bool, keys: int) -> Tensor:
@@ -155,7 +155,7 @@ def _biased(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     return torch.where(mask, bias, torch.finfo(bias.dtype).min)
 
 
-def mask(**given) -> Tensor | None:  # type: ignore[no-untyped-def]  # what transformers gives any mask
+def mask(**arguments) -> Tensor | None:  # type: ignore[no-untyped-def]  # what transformers gives any mask
     """Returns transformers' "sdpa" mask for models that call the configured attention, or else the "eager" mask.
 
     The "sdpa" mask is None if only causality hides keys and otherwise boolean, which a model that implements attention
@@ -165,9 +165,9 @@ def mask(**given) -> Tensor | None:  # type: ignore[no-untyped-def]  # what tran
         RefusedError: the model implements attention itself, so that qkeel's attention would not run.
     """
     try:
-        home = MODEL_MAPPING[type(given["config"])]
+        home = MODEL_MAPPING[type(arguments["config"])]
     except KeyError:
-        return eager_mask(**given)
+        return eager_mask(**arguments)
     home = home[0] if isinstance(home, tuple) else home
     if home is not None and not (home._supports_sdpa or home._supports_attention_backend):
         raise RefusedError(
@@ -175,7 +175,7 @@ def mask(**given) -> Tensor | None:  # type: ignore[no-untyped-def]  # what tran
             'with attn_implementation="eager", which qkeel.watch sees as well'
         )
     # A model without "sdpa" support may extend the mask for keys of its own, as DeepSeek V4 does, so it can't be None.
-    return sdpa_mask(**given) if home is None or home._supports_sdpa else eager_mask(**given)
+    return sdpa_mask(**arguments) if home is None or home._supports_sdpa else eager_mask(**arguments)
 
 
 def register() -> str:
@@ -255,9 +255,9 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Saves the autopilot's state with the checkpoint."""
-        place = _saved(args, state)
-        if self.pilot is not None and state.is_world_process_zero and place.parent.is_dir():
-            write_bytes(place, safetensors.torch.save(self.pilot.state_dict()))
+        checkpoint = _saved(args, state)
+        if self.pilot is not None and state.is_world_process_zero and checkpoint.parent.is_dir():
+            write_bytes(checkpoint, safetensors.torch.save(self.pilot.state_dict()))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -292,17 +292,22 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
 
     def _send(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         for sample in self._queue.take():
-            found = sample.summaries(None if self._per_layer else ())
+            summaries = sample.summaries(None if self._per_layer else ())
             if not self._per_layer:
-                found = {key: v for key, v in found.items() if key.rpartition("/")[2] in layer_fields()}
+                summaries = {key: v for key, v in summaries.items() if key.rpartition("/")[2] in layer_fields()}
             then = copy.copy(state)
             then.global_step = sample.step
-            state.log_history.append({**found, "step": sample.step})
+            state.log_history.append({**summaries, "step": sample.step})
             if self._handler is not None:
                 terminal, reporters = _split(self._handler)
                 # Logging resets the control's requests, and the Trainer has not acted on them yet.
-                reporters.on_log(args, then, copy.copy(control), found)
-                terminal.on_log(args, then, copy.copy(control), {k: found[k] for k in _PRINTED if k in found})
+                reporters.on_log(args, then, copy.copy(control), summaries)
+                terminal.on_log(
+                    args,
+                    then,
+                    copy.copy(control),
+                    {k: summaries[k] for k in _PRINTED if k in summaries},
+                )
 
 
 # The numbers of a sample that the Trainer prints. Its trackers get all of them: hundreds if a model has many layers.
@@ -311,13 +316,15 @@ _PRINTED = ("attn/max_logit", "attn/entropy")
 
 def _split(handler: CallbackHandler) -> tuple[CallbackHandler, CallbackHandler]:
     """Returns one handler for the Trainer's own printing callbacks, and one for all other callbacks."""
-    found = []
+    handlers = []
     for prints in (True, False):
-        part = copy.copy(handler)
-        own = handler.callbacks
-        part.callbacks = [c for c in own if isinstance(c, PrinterCallback | ProgressCallback) is prints]
-        found.append(part)
-    return found[0], found[1]
+        handler_of_kind = copy.copy(handler)
+        callbacks = handler.callbacks
+        handler_of_kind.callbacks = [
+            c for c in callbacks if isinstance(c, PrinterCallback | ProgressCallback) is prints
+        ]
+        handlers.append(handler_of_kind)
+    return handlers[0], handlers[1]
 
 
 def _saved(args: TrainingArguments, state: TrainerState) -> Path:
@@ -329,11 +336,11 @@ def _example(loader: Foreign, model: nn.Module) -> object:
     """Returns two training examples as model inputs, drawn without advancing a random number generator."""
     try:
         with same_random_streams():
-            found = loader.collate_fn([loader.dataset[0], loader.dataset[1]])
+            examples = loader.collate_fn([loader.dataset[0], loader.dataset[1]])
     except (AttributeError, IndexError, TypeError):  # the dataset cannot be indexed
         return None
     device = next(model.parameters()).device
-    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in found.items()}
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in examples.items()}
 
 
 def _calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
@@ -341,6 +348,6 @@ def _calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
     other."""
     for frame in running_frames():
         owner = frame.f_locals.get("self")
-        if isinstance(owner, CallbackHandler) and any(one is callback for one in owner.callbacks):
+        if isinstance(owner, CallbackHandler) and any(member is callback for member in owner.callbacks):
             return owner
     return None

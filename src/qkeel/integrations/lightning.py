@@ -22,7 +22,7 @@ with needed("qkeel.integrations.lightning", "lightning"):
 
 
 @final
-class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-unimported]
+class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-unimported]
     """Watches one module of a LightningModule and passes its summaries to the Trainer's loggers.
 
     Numbers measured at optimizer step s are logged at step s, however often the Trainer itself logs, and also go to the
@@ -68,9 +68,15 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
         """Starts watching with the optimizer that trains the module; by now, a checkpoint has been loaded."""
         self.close(complete=False)
         model = self._watched(pl_module)
-        own = {id(p) for p in model.parameters()}
-        held = [o for o in trainer.optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
-        monitor = self._begin(model, held[0] if held else None, _step(trainer))
+        parameter_ids = {id(p) for p in model.parameters()}
+        held = [
+            o for o in trainer.optimizers if any(id(p) in parameter_ids for g in o.param_groups for p in g["params"])
+        ]
+        monitor = self._begin(
+            model,
+            held[0] if held else None,
+            _step(trainer),
+        )
         self._last = -1
         with contextlib.suppress(MisconfigurationException):  # the number of accumulated batches varies
             self._last = trainer.estimated_stepping_batches - 1
@@ -91,13 +97,13 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Logs the numbers that have arrived from the device so far."""
-        found: dict[str, float] = {}
+        summaries: dict[str, float] = {}
         for sample in self._queue.take():
-            found = sample.summaries()
+            summaries = sample.summaries()
             for logger in trainer.loggers:
-                logger.log_metrics(found, step=sample.step)
-        if found:
-            pl_module.log_dict(found, logger=False, rank_zero_only=True)
+                logger.log_metrics(summaries, step=sample.step)
+        if summaries:
+            pl_module.log_dict(summaries, logger=False, rank_zero_only=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measures the end of training if its last step was not known in advance, and logs the rest."""
@@ -126,13 +132,13 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
 
     def _watched(self, module: nn.Module) -> nn.Module:
         if self._module is not None:
-            found = dict(module.named_modules()).get(self._module)
-            if found is None:
+            watched = dict(module.named_modules()).get(self._module)
+            if watched is None:
                 names = ", ".join(name for name, _ in module.named_children())
                 raise InvalidValueError(
                     f"{type(module).__name__} has no module {self._module!r}; its children: {names}"
                 )
-            return found
+            return watched
         children = [child for child in module.children() if any(True for _ in child.parameters())]
         return children[0] if len(children) == 1 else module
 
@@ -141,3 +147,6 @@ def _step(trainer: Trainer) -> int:
     """Returns the step count that Lightning's own loggers use: the number of batches that ended in an optimizer
     step."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+QkeelCallback = LightningCallback  # the name until 0.1, which the callback of transformers has too

@@ -64,12 +64,25 @@ class CSVSink(Sink):
         self._append(f"{before}steps", steps_frame(step, {k: np.array([float(v)]) for k, v in sample.numbers.items()}))
         heads = {name: values[None] for name, values in sample.heads.items()}
         types = {layer: sample.types.get(layer, "") for layer in sample.layers}
-        self._append(f"{before}heads", heads_frame(step, sample.layers, heads, types))
+        self._append(
+            f"{before}heads",
+            heads_frame(
+                step,
+                sample.layers,
+                heads,
+                types,
+            ),
+        )
 
     def alarm(self, alarm: Alarm) -> None:
         """Writes one row."""
         head = -1 if alarm.head is None else alarm.head
-        row = {"step": alarm.step, "severity": str(alarm.severity), "rule": alarm.rule, "layer": alarm.layer or ""}
+        row = {
+            "step": alarm.step,
+            "severity": str(alarm.severity),
+            "rule": alarm.rule,
+            "layer": alarm.layer or "",
+        }
         row |= {"head": head, "value": alarm.value, "text": str(alarm)}
         self._append("alarms", Frame({name: np.array([value]) for name, value in row.items()}))
 
@@ -112,7 +125,11 @@ class TensorBoardSink(_LibrarySink):
     def open(self, about: Mapping[str, object]) -> None:
         """Starts the event file and describes the watched model."""
         self._writer = self._library()(str(self.directory))
-        self._writer.add_text("qkeel/about", f"```\n{json.dumps(dict(about), indent=2, default=str)}\n```", 0)
+        self._writer.add_text(
+            "qkeel/about",
+            f"```\n{json.dumps(dict(about), indent=2, default=str)}\n```",
+            0,
+        )
 
     def write(self, sample: Sample) -> None:
         """Writes all summaries in one event, because one call per number costs 50 times as much, and then the
@@ -126,7 +143,11 @@ class TensorBoardSink(_LibrarySink):
 
     def alarm(self, alarm: Alarm) -> None:
         """Writes a text summary at the alarm's step."""
-        self._writer.add_text(f"alarms/{alarm.rule}", str(alarm), alarm.step)
+        self._writer.add_text(
+            f"alarms/{alarm.rule}",
+            str(alarm),
+            alarm.step,
+        )
         self._writer.flush()
 
     def close(self, complete: bool) -> None:
@@ -197,7 +218,11 @@ class WandbSink(_LibrarySink):
         """Sends an alert and tags the run."""
         from wandb import AlertLevel  # type: ignore[import-not-found]
 
-        self._run.alert(title=f"qkeel: {alarm.rule}", text=str(alarm), level=AlertLevel[_ALERT_LEVELS[alarm.severity]])
+        self._run.alert(
+            title=f"qkeel: {alarm.rule}",
+            text=str(alarm),
+            level=AlertLevel[_ALERT_LEVELS[alarm.severity]],
+        )
         self._run.tags = (*(self._run.tags or ()), f"qkeel {alarm.severity}: {alarm.rule}"[:64])  # W&B's limit
 
     def close(self, complete: bool) -> None:
@@ -247,20 +272,24 @@ class MLflowSink(_LibrarySink):
         """Starts a run in the requested experiment without changing the program's active experiment."""
         if not self.experiment:
             return self._mlflow.start_run(run_name=self.name)
-        known = self._client.get_experiment_by_name(self.experiment)
-        number = self._client.create_experiment(self.experiment) if known is None else known.experiment_id
+        experiment = self._client.get_experiment_by_name(self.experiment)
+        number = self._client.create_experiment(self.experiment) if experiment is None else experiment.experiment_id
         return self._mlflow.start_run(run_name=self.name, experiment_id=number)
 
     def write(self, sample: Sample) -> None:
         """Logs all summaries, 1,000 per call, which is MLflow's limit."""
-        found = list(sample.summaries().items())
-        for begin in range(0, len(found), 1000):
-            some = dict(found[begin : begin + 1000])
-            self._mlflow.log_metrics(some, step=sample.step, run_id=self._run_id)
+        metrics = list(sample.summaries().items())
+        for begin in range(0, len(metrics), 1000):
+            chunk = dict(metrics[begin : begin + 1000])
+            self._mlflow.log_metrics(chunk, step=sample.step, run_id=self._run_id)
 
     def alarm(self, alarm: Alarm) -> None:
         """Sets a tag named after the rule."""
-        self._client.set_tag(self._run_id, f"qkeel.alarm.{alarm.rule.replace(' ', '_')}", str(alarm))
+        self._client.set_tag(
+            self._run_id,
+            f"qkeel.alarm.{alarm.rule.replace(' ', '_')}",
+            str(alarm),
+        )
 
     def close(self, complete: bool) -> None:
         """Ends the run if the sink started it."""
@@ -299,7 +328,12 @@ class TrackioSink(_LibrarySink):
         stopped: Foreign = None if self._run is None else vars(self._run).get("_stop_flag")
         self._own = self._run is None or (stopped is not None and stopped.is_set())  # run.finish() leaves it in context
         if self._own:
-            self._run = module.init(project=self.project, name=self.name, config={"qkeel": dict(about)}, embed=False)
+            self._run = module.init(
+                project=self.project,
+                name=self.name,
+                config={"qkeel": dict(about)},
+                embed=False,
+            )
 
     def write(self, sample: Sample) -> None:
         """Logs the sample in one call and restores the step counter of a joined run."""
@@ -314,7 +348,12 @@ class TrackioSink(_LibrarySink):
         from trackio import AlertLevel  # type: ignore[import-not-found]
 
         level = AlertLevel[_ALERT_LEVELS[alarm.severity]]
-        self._run.alert(title=f"qkeel: {alarm.rule}", text=str(alarm), level=level, step=alarm.step)
+        self._run.alert(
+            title=f"qkeel: {alarm.rule}",
+            text=str(alarm),
+            level=level,
+            step=alarm.step,
+        )
 
     def close(self, complete: bool) -> None:
         """Finishes the run if the sink started it."""

@@ -40,7 +40,11 @@ COMPARED = ("qkeel", "torch", "device", "cpu", "compiled_kernels")  # affect the
 
 
 def computed_with(config: RunConfig) -> Json:
-    """Returns the versions, processor and kernels, which affect the last digits of the results; see COMPARED."""
+    """Returns the versions, processor and kernels, which affect the last digits of the results; see COMPARED.
+
+    >>> sorted(computed_with(RunConfig(device="cpu")))
+    ['compiled_kernels', 'cpu', 'device', 'qkeel', 'torch']
+    """
     device = config.device
     return {
         "qkeel": VERSION,
@@ -72,11 +76,13 @@ def check_alike(path: Path, before: Json, now: Json) -> None:
         before, now = ({**about, "corpus SHA-256": text.get("sha256")} for about, text in zip((before, now), texts))
         unlike.append("corpus SHA-256")
     if unlike:
-        how = "; ".join(f"{name}: {before.get(name, 'not recorded')} there, {now.get(name)} here" for name in unlike)
+        differences = "; ".join(
+            f"{name}: {before.get(name, 'not recorded')} there, {now.get(name)} here" for name in unlike
+        )
         raise RunDirectoryError(
-            f"{path} was computed differently ({how}), and runs with different rounding or a different text must not "
-            "be mixed. Restore the old environment (QKEEL_NATIVE=0 switches compiled kernels off), or choose another "
-            "directory; nothing was changed."
+            f"{path} was computed differently ({differences}), and runs with different rounding or a different text "
+            "must not be mixed. Restore the old environment (QKEEL_NATIVE=0 switches compiled kernels off), or choose "
+            "another directory; nothing was changed."
         )
 
 
@@ -139,18 +145,22 @@ class RunState:
         self.task = load_task(config)
         self.device = torch.device(config.device)
         self.heldout = self.task.heldout(config.eval_sequences).to(self.device)
+        # The probe is the same in every run of a task, so that logits of remedies are compared on equal text.
         self.probed = self.task.heldout(config.probe_sequences).to(self.device)
+        # Some layers draw their own weights when they are built, before `init_weights` replaces them.
         torch.manual_seed(config.seed)
         self.model = self.task.build(torch.Generator().manual_seed(config.seed))
         _nudge(self.model, config.nudge)
         self.model.to(self.device)
         self.attentions = tuple(name for name, m in self.model.named_modules() if isinstance(m, SpecModule))
+        # Remedies come after the optimizer: some scale its steps, others add parameters to its groups.
         self.optimizer = build_optimizer(config.optim, self.model, width_ratio(config.model))
         self.handle = put_on(config, self.model, self.optimizer)
         # Loss scaling keeps gradients within the range of fp16. A scale is a power of two, so it does not round.
         self.scaler = GradScaler(self.device.type, enabled=config.dtype == "fp16")
         self.skipped_steps = 0
         self.model.train()
+        # Compiled last, so that the graph contains what the remedy changed.
         if config.compile:
             self.model.compile()
 
@@ -179,17 +189,16 @@ class RunState:
 @torch.no_grad()
 def _nudge(model: nn.Module, ulps: int) -> None:
     """Increases the first weight of the first matrix in the blocks by `ulps` float32 steps."""
-    weight = next((p for p in model.get_submodule("blocks").parameters() if p.dim() == 2), None) if ulps else None
-    if weight is not None:
-        first = weight.detach().view(-1)[:1]
-        first.view(torch.int32).add_(-ulps if first < 0 else ulps)  # the bits of floats are ordered like magnitudes
+    matrices = [p for p in model.get_submodule("blocks").parameters() if p.dim() == 2]
+    if ulps and matrices:
+        first = matrices[0].detach().view(-1)[:1]
+        # The bits of floats, read as integers, are ordered like their magnitudes.
+        first.view(torch.int32).add_(-ulps if first < 0 else ulps)
 
 
 # The checkpoint of a run: one safetensors file, replaced atomically. Nothing is pickled.
 
 _SCALING = "loss_scale.numbers"  # scale, sound steps since it changed, skipped steps
-# The state per parameter of AdamW, SGD and Muon.
-_STATES = (frozenset(["step", "exp_avg", "exp_avg_sq"]), frozenset(["momentum_buffer"]), frozenset(["momentum"]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -225,11 +234,13 @@ def save(directory: RunDirectory, run: RunState, progress: RunProgress) -> None:
         scaler = run.scaler.state_dict()
         scaling = [scaler["scale"], scaler["_growth_tracker"], run.skipped_steps]
         tensors[_SCALING] = torch.tensor(scaling, dtype=torch.float64)
-    tensors.update(_random_state())
+    tensors["random.cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        tensors["random.cuda"] = torch.cuda.get_rng_state()
     about = {**dataclasses.asdict(progress), "optimizer": numbers}
-    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     make_directory(directory.checkpoint.parent, parents=False)
-    write_bytes(directory.checkpoint, safetensors.torch.save(plain, {"qkeel": json.dumps(about)}))
+    write_bytes(directory.checkpoint, safetensors.torch.save(on_cpu, {"qkeel": json.dumps(about)}))
 
 
 def load(directory: RunDirectory, run: RunState) -> RunProgress:
@@ -256,7 +267,11 @@ def read_checkpoint(directory: RunDirectory) -> RunCheckpoint:
         tensors = safetensors.torch.load(data)  # checks the header too
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         about = json.loads(header["__metadata__"]["qkeel"])
-        progress = RunProgress(about["step"], float(about["cpu_seconds"]), about["sizes"])
+        progress = RunProgress(
+            about["step"],
+            float(about["cpu_seconds"]),
+            about["sizes"],
+        )
         return RunCheckpoint(progress, tensors, about["optimizer"])
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DamagedFileError(f"{path} differs from what was written ({error}), so it was damaged.") from error
@@ -278,7 +293,9 @@ def restore(directory: RunDirectory, run: RunState, checkpoint: RunCheckpoint) -
             state = {**run.scaler.state_dict(), "scale": scale, "_growth_tracker": int(sound_steps)}
             run.scaler.load_state_dict(state)
             run.skipped_steps = int(skipped_steps)
-        _set_random_state(tensors)
+        torch.set_rng_state(tensors["random.cpu"])
+        if "random.cuda" in tensors and torch.cuda.is_available():
+            torch.cuda.set_rng_state(tensors["random.cuda"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise RunDirectoryError(
             f"{directory.checkpoint} is not a complete checkpoint of this run ({error}). It was not written by this "
@@ -288,6 +305,7 @@ def restore(directory: RunDirectory, run: RunState, checkpoint: RunCheckpoint) -
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters and buffers by name; shared tensors appear once."""
+    # A tied head and its embedding are one tensor; written twice, they could be restored to different values.
     ids: set[int] = set()
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -305,8 +323,6 @@ def _load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if current[name].shape != tensor.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(current[name].shape)}")
-        if current[name].dtype != tensor.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}, expected {current[name].dtype}")
         current[name].copy_(tensor)
 
 
@@ -319,38 +335,5 @@ def _load_optimizer(
         index, _, key = name.partition(".")
         if not index.isdecimal() or int(index) >= len(parameters):
             raise ValueError(f"state {name} belongs to no parameter; the model has {len(parameters)} parameters")
-        if not isinstance(value, (Tensor, int, float)):
-            raise ValueError(f"state {name} is {value!r}, expected a number")
         state.setdefault(int(index), {})[key] = value
-    for index, entries in state.items():
-        _check_state(index, entries, parameters[index])
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _check_state(index: int, entries: Mapping[str, object], parameter: Tensor) -> None:
-    """Raises ValueError unless `entries` are a valid optimizer state of the parameter."""
-    if frozenset(entries) not in _STATES:
-        raise ValueError(
-            f"parameter {index} has the state {', '.join(sorted(entries))}, which no supported optimizer uses"
-        )
-    for key, value in entries.items():
-        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-        if shape != (() if key == "step" else tuple(parameter.shape)):
-            raise ValueError(
-                f"state {index}.{key} has shape {shape}, but its parameter has shape {tuple(parameter.shape)}"
-            )
-        if isinstance(value, Tensor) and not value.is_floating_point():
-            raise ValueError(f"state {index}.{key} is {value.dtype}, expected floating-point numbers")
-
-
-def _random_state() -> dict[str, Tensor]:
-    states = {"random.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["random.cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_random_state(tensors: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(tensors["random.cpu"])
-    if "random.cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["random.cuda"])

@@ -87,15 +87,21 @@ def claimed(run_directory: RunDirectory, wait: float = 0.0) -> Iterator[Claim]:
         RunInUseError: another process trains the run, and on this machine still did after `wait` seconds.
         RunDirectoryError: the directory cannot be written to.
     """
+    # Before the lock: a run on another machine is refused at once, without waiting for a lock on a network disk.
     _refuse_held(run_directory)
     with run_directory.lock(wait):
         newest = _refuse_held(run_directory)
-        claim = Claim(run_directory, 1 + (newest.number if newest else 0), f"{machine()} {secrets.token_hex(8)}")
+        claim = Claim(
+            run_directory,
+            1 + (newest.number if newest else 0),
+            f"{machine()} {secrets.token_hex(8)}",
+        )
         _create(claim)
         stop = threading.Event()
         thread = threading.Thread(target=_touch_regularly, args=(claim.path, stop), daemon=True)
         thread.start()
         try:
+            # Two machines may have created the same number at the same moment on a disk that is not coherent.
             claim.check()
             remove(path for path in run_directory.path.glob("claim.*") if path != claim.path)
             yield claim

@@ -89,21 +89,11 @@ class DataConfig:
     """Number of token ids; by default 256 for text, whose tokens are bytes, and the largest token id + 1 for .bin."""
     task: Literal["text", "multimodal", "vision", "translation"] = "text"
     """Predict text, text and images in one sequence, the class of an image, or a translation."""
-    windows: Literal["drawn", "once"] = "drawn"
-    """Text: whether to draw training windows at random, so that text may repeat, or to use each window once."""
-    needle: Share = 0.0
-    """Share of training sequences with needles (tokens that store a value under a key) and questions about them."""
     pairs: Count = 1000
     """Translation: number of pairs of a text and its translation to train on."""
-    needle_keys: Count = 4
-    """Number of needles per text, one for each key; ignored if there are no needles."""
 
     def __post_init__(self) -> None:
         settle(self)
-        if self.needle and self.task != "text":
-            raise InvalidValueError(f"needles need task=text, got needle={self.needle} and task={self.task}")
-        if self.windows == "once" and self.task != "text":
-            raise InvalidValueError(f"windows=once needs task=text, got task={self.task}")
         if not self.source:
             raise InvalidValueError("expected the name or path of a corpus as data source, got an empty string")
 
@@ -114,7 +104,7 @@ class ImagesConfig:
     """The images and how the model reads them; used only by tasks with images."""
 
     images: str = "digits"
-    """digits, photos, a folder with one subfolder per class, or a .jsonl file with the fields path and text."""
+    """digits, or a folder with one subfolder per class."""
     image_size: Count = 8
     """Height and width of an image in pixels; images of a different size are rejected."""
     patch: Count = 2
@@ -186,7 +176,6 @@ _CADENCE = ("checkpoint_every",)
 # Fields that were added later are left out if they have their default values, so that the run_id of older runs does not
 # change.
 _NEWER = {
-    "data": {"needle": 0.0, "windows": "drawn"},
     "model": {"position": "", "deepnorm": False, "mlp_ratio": 4.0, "parametrisation": "standard"},
     "optim": {"decay": "coupled"},
     "": {"accumulate": 1, "nudge": 0},
@@ -195,6 +184,9 @@ _NEWER = {
 # the other values. The field is ignored if it has this value.
 _RETIRED: dict[tuple[str, str], tuple[object, str]] = {
     ("data", "tokens"): ("bytes", "write the tokens of another tokenizer to a .bin file and give it as the source"),
+    ("data", "windows"): ("drawn", "training windows are drawn at random"),
+    ("data", "needle"): (0.0, "train on texts without needles"),
+    ("data", "needle_keys"): (4, "train on texts without needles"),
 }
 
 
@@ -240,14 +232,17 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         settle(self)
-        for part, kind in zip((self.model, self.data, self.optim, self.images), _PARTS, strict=True):
-            if not isinstance(part, kind):
+        for section, kind in zip((self.model, self.data, self.optim, self.images), _PARTS, strict=True):
+            if not isinstance(section, kind):
                 name = kind.__name__.removesuffix("Config").lower()
-                raise InvalidTypeError(f"expected a {kind.__name__} as {name}, got {part!r}")
+                raise InvalidTypeError(f"expected a {kind.__name__} as {name}, got {section!r}")
         _check_multiple("batch", self.data.batch, "accumulate", self.accumulate)
         _check_multiple("eval_every", self.eval_every, "log_every", self.log_every)
-        if self.model.parametrisation == "mup":
-            _check_mup(self)
+        if self.model.parametrisation == "mup":  # has no rule for other optimizers, nor for the input of a ViT
+            if self.optim.name != "adamw":
+                raise InvalidValueError(f"expected optimizer adamw with parametrisation=mup, got {self.optim.name}")
+            if self.data.task == "vision" or self.images.image_input == "patches":
+                raise InvalidValueError("parametrisation=mup is for models that read tokens, not patches of images")
         if self.device.split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
             raise InvalidValueError(f"expected device auto, cpu, cuda, cuda:N or mps, got {self.device!r}")
 
@@ -265,8 +260,6 @@ class RunConfig:
             for name, nothing in names.items():
                 if table[name] == nothing:
                     del table[name]
-        if not self.data.needle:
-            del values["data"]["needle_keys"]
         if self.model.parametrisation == "standard":
             del values["model"]["base_width"], values["model"]["base_head_dim"]
         if self.data.task != "translation":
@@ -303,19 +296,16 @@ def with_values(config: RunConfig, **values: object) -> RunConfig:
     >>> with_values(RunConfig(), optim={"lr": 0.1}, seed=3).optim.lr
     0.1
     """
-    parts = {"model": config.model, "data": config.data, "optim": config.optim, "images": config.images}
+    parts = {
+        "model": config.model,
+        "data": config.data,
+        "optim": config.optim,
+        "images": config.images,
+    }
     tables = {
         name: dataclasses.replace(parts[name], **fields) for name, fields in values.items() if isinstance(fields, dict)
     }
     return dataclasses.replace(config, **{**values, **tables})
-
-
-def _check_mup(config: RunConfig) -> None:
-    """Raises if µP has no rule for the optimizer or for the model's input."""
-    if config.optim.name != "adamw":
-        raise InvalidValueError(f"expected optimizer adamw with parametrisation=mup, got {config.optim.name}")
-    if config.data.task == "vision" or config.images.image_input == "patches":
-        raise InvalidValueError("parametrisation=mup is for models that read tokens, not patches of images")
 
 
 def _check_multiple(name: str, value: int, of: str, divisor: int, advice: str = "") -> None:

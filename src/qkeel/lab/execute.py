@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import json
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -22,25 +21,17 @@ from qkeel.lab.checkpoint import RunState, identity, refuse_mixture
 from qkeel.lab.config import RunConfig
 from qkeel.lab.executors import Job, Outcome, default_jobs, outcomes, parse_executor
 from qkeel.lab.lengths import check_methods, long_rows, missing
-from qkeel.lab.plan import (
-    FOLDER,
-    Grid,
-    LongContexts,
-    Plan,
-    PlannedRun,
-    Study,
-    check_choices,
-    tuned_plan,
-    tuning_plan,
-)
+from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun, Study
 from qkeel.lab.studies import find_study
+from qkeel.lab.study_file import in_order, joined_study, read_study, study_of
 from qkeel.lab.tasks import load_task
 from qkeel.lab.train import evaluate, measure_probe, train_step
+from qkeel.lab.tuning import FOLDER, tuned_plan, tuning_plan
 from qkeel.options import Json
 from qkeel.records import EXTRAPOLATION_COLUMNS, TABLE_COLUMNS, RunDirectory, RunStatus, write_json, write_text
-from qkeel.records.disk import refuse_path, remove_leftovers
-from qkeel.records.file_formats import parse_json, read_object
-from qkeel.records.run_directory import differences, locked
+from qkeel.records.disk import remove_leftovers
+from qkeel.records.file_formats import parse_json
+from qkeel.records.run_directory import locked
 
 # Progress of a study, read from its files, and an estimate of its duration from a few timed steps.
 
@@ -134,7 +125,11 @@ def make_plan(
         QkeelError: a name is unknown, a value is invalid, a remedy cannot be applied or the data is missing. In that
             case, nothing has been written.
     """
-    plan = (find_study(study) if isinstance(study, str) else study).plan(base, grid, contexts)
+    plan = (find_study(study) if isinstance(study, str) else study).plan(
+        base,
+        grid,
+        contexts,
+    )
     runs = [dataclasses.replace(run, config=resolve(run.config)) for run in plan.runs]
     for config in {(run.role, run.name): run.config for run in runs}.values():
         check(config)
@@ -195,6 +190,7 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution = Execution()) ->
     out = Path(out)
     if plan.grid.tuning_seeds and not plan.tuned:
         plan = tune(plan, out, execution)
+    # All processes of a study write study.json, so a plan is joined with what is there while no other one writes.
     with _alone(out):
         if parse_executor(execution.executor).name == "loky":  # otherwise the computing machines check this
             for run in {run.role: run for run in pending(plan, out)}.values():
@@ -208,6 +204,7 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution = Execution()) ->
                 if outcome.error:
                     failures.append(outcome)
     finally:
+        # A study that is interrupted leaves the table of what has finished.
         with _alone(out):
             table, long_table = write_tables(out)
     return StudyResult(path=out, table=table, long_table=long_table, failures=failures)
@@ -273,6 +270,7 @@ def _outcomes(plan: Plan, out: Path, execution: Execution) -> Generator[Outcome,
     # Other machines start in other folders, so jobs get absolute paths; outcomes name the paths that were typed.
     runs = {str(run_directory(out, run).absolute()): run for run in pending(plan, out)}
     workers = execution.workers if execution.workers is not None else default_jobs(execution.executor)
+    # Each round starts what is left; the rounds end when every run has a result, whoever computed it.
     while runs:
         jobs = [
             Job(run.config.to_dict(), directory, execution.command, plan.contexts and plan.contexts.of(run.name))
@@ -281,7 +279,7 @@ def _outcomes(plan: Plan, out: Path, execution: Execution) -> Generator[Outcome,
         with closing(outcomes(jobs, workers, execution.executor, out.absolute())) as ended:
             for outcome in ended:
                 if outcome.busy:
-                    continue
+                    continue  # looked at again below, until the process that trains it has finished or died
                 run = runs.pop(outcome.directory)
                 error = (outcome.error or _invisible(plan, out, run)) if _is_pending(plan, out, run) else ""
                 yield Outcome(str(run_directory(out, run)), error)
@@ -309,6 +307,7 @@ def _invisible(plan: Plan, out: Path, run: PlannedRun) -> str:
 def _study(out: Path, plan: Plan, command: str) -> Json:
     """Returns the study.json of the plan, joined with the one in the directory."""
     new = study_of(plan, command)
+    # A directory of runs without study.json may be anything, so nothing is added to it.
     if (out / "study.json").exists():
         return joined_study(out, read_study(out), new)
     if out.exists() and any(not p.name.startswith("lock") and p.name != FOLDER for p in out.iterdir()):
@@ -316,7 +315,14 @@ def _study(out: Path, plan: Plan, command: str) -> Json:
             f"{out} is not empty and has no study.json, so it is not a study directory. "
             "Choose another directory; nothing was changed."
         )
-    return {**new, "runs": in_order(new["runs"], new["remedies"], list(new["base"]))}
+    return {
+        **new,
+        "runs": in_order(
+            new["runs"],
+            new["remedies"],
+            list(new["base"]),
+        ),
+    }
 
 
 # table.csv has one row per run in the order of the grid; equal results always produce the same bytes.
@@ -338,11 +344,11 @@ def _row(directory: RunDirectory, entry: Json) -> Json:
     blank = dict.fromkeys(TABLE_COLUMNS)
     named = {name: entry[name] for name in ("remedy", "lr", "seed", "run_id")}
     status = directory.status
-    results = directory.summary() if status is RunStatus.DONE else {}
-    optional = {"mix": entry["role"]} if any("/" in name for name in results) else {}
+    summary = directory.summary() if status is RunStatus.DONE else {}
+    optional = {"mix": entry["role"]} if any("/" in name for name in summary) else {}
     optional |= {"part": entry["part"]} if entry.get("part") else {}
     optional |= {"primary": entry["primary"]} if "primary" in entry else {}
-    return {**blank, **optional, **results, **named, "status": str(status)}
+    return {**blank, **optional, **summary, **named, "status": str(status)}
 
 
 def write_table(out: Path, table: Sequence[Json], names: Sequence[str] = ()) -> None:
@@ -362,127 +368,3 @@ def _cell(value: object) -> str:
     if value is None:
         return ""
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-# study.json, the record of a study.
-
-_AXES = tuple(field.name for field in dataclasses.fields(Grid))
-
-
-def study_of(plan: Plan, command: str) -> Json:
-    """Returns the study.json of a plan."""
-    named = plan.primary
-    about = {
-        "study": plan.name,
-        "command": command,
-        **dataclasses.asdict(plan.grid),
-        "contexts": plan.contexts and dataclasses.asdict(plan.contexts),
-        "tuned": list(plan.tuned) or None,
-        "primary": named and dataclasses.asdict(named),
-        "runs": [run.entry() | ({"primary": named.holds(run)} if named else {}) for run in plan.runs],
-        "base": plan.bases(),
-    }
-    # A round trip through JSON turns tuples into lists, so that the result compares equal to a file's contents.
-    return json.loads(json.dumps(_known(about)))
-
-
-def _known(about: Json) -> Json:
-    return {name: value for name, value in about.items() if value is not None}
-
-
-def joined_study(out: Path, old: Json, new: Json) -> Json:
-    """Joins `old`, the study.json of the directory `out`, with another part of the same study; each run appears once.
-
-    Raises:
-        RunDirectoryError: the two parts differ in more than remedies, rates, seeds and other axes.
-    """
-    _check_same_study(out, old, new)
-    recorded = {entry["run_id"] for entry in old["runs"]}
-    added = [entry for entry in new["runs"] if entry["run_id"] not in recorded]
-    commands = [*old["command"].splitlines(), *(new["command"].splitlines() if added else [])]
-    axes = {name: list(dict.fromkeys([*(old.get(name) or ()), *(new.get(name) or ())])) for name in _AXES}
-    axes = {name: sorted(values) if name in ("lrs", "seeds") else values for name, values in axes.items()}
-    bases = {**old["base"], **new["base"]}
-    about = {
-        "study": new["study"],
-        "command": "\n".join(dict.fromkeys(filter(None, commands))),
-        **axes,
-        "contexts": _joined_contexts(old.get("contexts"), new["contexts"]) if "contexts" in new else None,
-        "tuned": _joined_choices(old, new, out) if "tuned" in new else None,
-        "primary": new.get("primary"),
-        "runs": in_order([*old["runs"], *added], axes["remedies"], list(bases)),
-        "base": bases,
-    }
-    return _known(about)
-
-
-def _joined_choices(old: Json, new: Json, out: Path) -> list[Json]:
-    """Returns the chosen rates of both parts; the rates of `new` take precedence."""
-    before = old.get("tuned", [])
-    check_choices(before, new["tuned"], out)
-    choices = {(choice["role"], choice["remedy"]): choice for choice in [*before, *new["tuned"]]}
-    return list(choices.values())
-
-
-def read_study(out: Path) -> Json:
-    """Reads the study.json of a directory.
-
-    Raises:
-        RunDirectoryError: the file is damaged, or names directories outside the study.
-    """
-    file = out / "study.json"
-    about = read_object(file, "study", "base", "remedies", "lrs", "seeds", "command", "runs")
-    for entry in about["runs"]:
-        refuse_path(entry["run_id"], str(file))
-        if entry.get("role") not in about["base"]:
-            raise RunDirectoryError(
-                f"{file} has no base for the role {entry.get('role')!r} of {entry['run_id']}; it was damaged. "
-                "Restore it, or choose another directory; nothing was changed."
-            )
-    return about
-
-
-def _joined_contexts(old: Json | None, new: Json) -> Json:
-    """Joins the methods and lengths; the numbers of sequences and steps must be equal."""
-    if old is None:
-        return dict(new)
-    for name, what in (
-        ("sequences", "measures on {} held-out sequences"),
-        ("continue_steps", "continues training for {} steps"),
-    ):
-        if old[name] != new[name]:
-            raise RunDirectoryError(
-                f"this study {what.format(old[name])}, not {new[name]}; choose another directory; nothing was changed."
-            )
-    return {
-        **new,
-        "posthoc": list(dict.fromkeys([*old["posthoc"], *new["posthoc"]])),
-        "test_lengths": sorted({*old["test_lengths"], *new["test_lengths"]}),
-    }
-
-
-def _check_same_study(out: Path, old: Json, new: Json) -> None:
-    changed = [] if old["study"] == new["study"] else [f"study: {old['study']}, not {new['study']}"]
-    if ("tuned" in old) != ("tuned" in new):
-        changed.append("tune: whether each remedy is compared at its own rate")
-    if old.get("primary") != new.get("primary"):
-        changed.append("primary: the primary comparison of the study")
-    for role, base in new["base"].items():
-        changed += differences(old["base"].get(role, base), base)
-    if changed:
-        raise RunDirectoryError(
-            f"{out} contains a study with a different configuration (these differ: "
-            f"{', '.join(dict.fromkeys(changed))}). Only remedies, rates and seeds can be added to a study. Choose "
-            "another directory; nothing was changed."
-        )
-
-
-def in_order(entries: Sequence[Json], remedies: Sequence[str], roles: Sequence[str]) -> list[Json]:
-    """Sorts the runs of a study by role, remedy, rate and seed, the order of its table."""
-    order = {remedy: i for i, remedy in enumerate(remedies)}
-
-    def key(entry: Json) -> tuple[int, int, float, int]:
-        remedy = order.get(entry["remedy"], len(order))
-        return roles.index(entry["role"]), remedy, entry["lr"], entry["seed"]
-
-    return sorted(entries, key=key)

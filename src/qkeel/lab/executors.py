@@ -74,9 +74,9 @@ def parse_executor(text: str) -> Term:
         UnknownNameError: there is no such executor.
         InvalidValueError: more than one is named, or an executor other than slurm has options.
     """
-    term, *others = parse(text)
+    term, *more_terms = parse(text)
     lookup("executor", EXECUTORS, term.name)
-    if others or (term.options and term.name != "slurm"):
+    if more_terms or (term.options and term.name != "slurm"):
         raise InvalidValueError(
             f"expected one executor of {', '.join(EXECUTORS)}, options for slurm alone; got {text!r}"
         )
@@ -135,6 +135,7 @@ def work(job: Job) -> Outcome:
 def _by_joblib(jobs: Sequence[Job], workers: int, backend: str) -> Iterator[Outcome]:
     with needed(f"{workers} workers", "joblib"):
         import joblib
+    # If a worker dies, joblib does not say in which job; all that are not known to have ended are reported.
     unfinished = {job.directory: None for job in jobs}
     # Ray's backend has no generator, so its outcomes come together at the end.
     settings: Json = {"return_as": "list" if backend == "ray" else "generator_unordered"}
@@ -144,18 +145,18 @@ def _by_joblib(jobs: Sequence[Job], workers: int, backend: str) -> Iterator[Outc
         pool = joblib.Parallel(**settings)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*still being processed by the workers have been cancelled")
-            results: Any = iter(())
+            outcomes: Any = iter(())
             try:
-                results = iter(pool(joblib.delayed(work)(job) for job in jobs))
-                for outcome in results:
+                outcomes = iter(pool(joblib.delayed(work)(job) for job in jobs))
+                for outcome in outcomes:
                     del unfinished[outcome.directory]
                     yield outcome
             except Exception as error:  # `work` raises none, so a worker died; loky then ends its pool
                 for directory in unfinished:
                     yield Outcome(directory, _died(error))
             finally:
-                if isinstance(results, Generator):  # stops the jobs that have not ended
-                    results.close()
+                if isinstance(outcomes, Generator):  # stops the jobs that have not ended
+                    outcomes.close()
 
 
 @contextlib.contextmanager

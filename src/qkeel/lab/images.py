@@ -1,4 +1,4 @@
-"""Image data: handwritten digits, two photos cut into tiles, folders of classes, and lists with captions.
+"""Image data: handwritten digits, and folders of classes.
 
 Shapes: [n height width channels].
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from qkeel.errors import DataError, needed
-from qkeel.lab.text import HELD_OUT, json_rows, read_bytes, stamp
+from qkeel.lab.text import HELD_OUT, read_bytes, stamp
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".webp")
 _MODES = ("L", "RGB")
@@ -44,8 +44,8 @@ class Pictures:
     def sha256(self) -> str:
         """The SHA-256 of the pixels, captions, classes and the split."""
         digest = hashlib.sha256(json.dumps([list(self.captions), list(self.classes)]).encode())
-        for part in (self.pixels, self.labels, self.held):
-            digest.update(np.ascontiguousarray(part).tobytes())
+        for array in (self.pixels, self.labels, self.held):
+            digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
 
@@ -65,20 +65,16 @@ def _load(source: str, size: int, stamped: object) -> Pictures:
         name, pixels, captions, classes = BUILT_IN[source]()
         if size != pixels.shape[1]:
             raise DataError(f"the images of {source} are 8 × 8 pixels; expected image_size 8, got {size}")
-    elif path.suffix == ".jsonl" and path.is_file():
-        name, (pixels, captions), classes = path.name, _captioned(path, size), ()
     elif path.is_dir():
         name, (pixels, captions) = path.name, _class_folders(path, size)
         classes = tuple(dict.fromkeys(captions))
     else:
         raise DataError(
-            f"cannot find images {source!r}: there is no such folder or .jsonl file. Expected {', '.join(BUILT_IN)}, a "
-            "folder with one subfolder per class, or a .jsonl file with the fields path and text."
+            f"cannot find images {source!r}: there is no such folder. Expected {', '.join(BUILT_IN)}, or a folder with "
+            "one subfolder per class."
         )
     index_of_class = {name: i for i, name in enumerate(classes)}
     labels = np.array([index_of_class.get(caption, 0) for caption in captions])
-    if source == "photos":
-        labels = np.array([index_of_class[caption.split()[0]] for caption in captions])
     held = _held_out(pixels, labels, classes)
     return Pictures(name=name, pixels=pixels, captions=captions, labels=labels, classes=classes, held=held)
 
@@ -88,11 +84,11 @@ def _held_out(pixels: np.ndarray, labels: np.ndarray, classes: Sequence[str]) ->
     digests = [hashlib.sha256(np.ascontiguousarray(image).tobytes()).digest() for image in pixels]
     held: set[bytes] = set()
     for label in range(len(classes) or 1):
-        mine = sorted({digest for digest, other in zip(digests, labels) if other == label})
+        mine = sorted({digest for digest, label_of_digest in zip(digests, labels) if label_of_digest == label})
         if len(mine) < 2:
-            what = f"class {classes[label]!r} has" if classes else "there are"
+            subject = f"class {classes[label]!r} has" if classes else "there are"
             raise DataError(
-                f"{what} {len(mine)} different images; expected at least 2: one to train on and one to hold out"
+                f"{subject} {len(mine)} different images; expected at least 2: one to train on and one to hold out"
             )
         held.update(mine[: max(1, round(HELD_OUT * len(mine)))])
     return np.array([digest in held for digest in digests])
@@ -104,36 +100,16 @@ ImageTable = tuple[str, np.ndarray, Sequence[str], Sequence[str]]
 def _digits() -> ImageTable:
     text = gzip.decompress(files("qkeel.lab").joinpath("pictures", "digits.csv.gz").read_bytes()).decode()
     rows = np.loadtxt(io.StringIO(text), delimiter=",", dtype=np.float32)
-    pixels = (rows[:, :64] / 16).reshape(-1, 8, 8, 1)
+    pixels = (rows[:, :64] / 16).reshape(
+        -1,
+        8,
+        8,
+        1,
+    )
     return "digits", pixels, [_WORDS[int(label)] for label in rows[:, 64]], _WORDS
 
 
-def _photos() -> ImageTable:
-    """Returns tiles of 8 × 8 pixels; each caption is the photo's name with the row and column of the tile."""
-    with np.load(io.BytesIO(files("qkeel.lab").joinpath("pictures", "photos.npz").read_bytes())) as stored:
-        photos = {name: stored[name] for name in stored.files}
-    tiles, captions = [], []
-    for name, photo in photos.items():
-        rows, columns = photo.shape[0] // 8, photo.shape[1] // 8
-        cut = photo.reshape(rows, 8, columns, 8).transpose(0, 2, 1, 3)
-        tiles.append(cut.reshape(-1, 8, 8, 1).astype(np.float32) / 255)
-        captions += [f"{name} {row} {column}" for row in range(rows) for column in range(columns)]
-    return "photos", np.concatenate(tiles), captions, tuple(photos)
-
-
-BUILT_IN: dict[str, Callable[[], ImageTable]] = {"digits": _digits, "photos": _photos}
-
-
-def _captioned(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
-    images, captions = [], []
-    for where, row in json_rows(path):
-        if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("path", "text")):
-            raise DataError(f'{where}: expected {{"path": "a.png", "text": "its caption"}}, got {json.dumps(row)[:80]}')
-        if not row["text"].strip():
-            raise DataError(f"{where}: the caption of {row['path']} is empty; write a caption, or omit the image")
-        images.append(_read(path.parent / row["path"], size))
-        captions.append(row["text"].strip())
-    return _stack(images, str(path)), captions
+BUILT_IN: dict[str, Callable[[], ImageTable]] = {"digits": _digits}
 
 
 def _class_folders(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
@@ -191,9 +167,20 @@ def _stack(images: Sequence[np.ndarray], what: str) -> np.ndarray:
 
 
 def patches(pixels: np.ndarray, size: int) -> np.ndarray:
-    """Cuts images [n height width channels] into square patches, row by row: [n rows columns size²·channels]."""
+    """Cuts images [n height width channels] into square patches, row by row: [n rows columns size²·channels].
+
+    >>> patches(np.arange(16.0).reshape(1, 4, 4, 1), 2)[0, 0].tolist()
+    [[0.0, 1.0, 4.0, 5.0], [2.0, 3.0, 6.0, 7.0]]
+    """
     n, height, width, channels = pixels.shape
-    cut = pixels.reshape(n, height // size, size, width // size, size, channels).transpose(0, 1, 3, 2, 4, 5)
+    cut = pixels.reshape(n, height // size, size, width // size, size, channels).transpose(
+        0,
+        1,
+        3,
+        2,
+        4,
+        5,
+    )
     return cut.reshape(n, height // size, width // size, -1)
 
 

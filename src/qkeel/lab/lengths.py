@@ -1,207 +1,37 @@
-"""Tests trained models on longer texts than in training: accuracy by position, retrieval, angles between q and k.
+"""Tests trained runs on longer texts than in training, with attention as trained and with post-hoc changes.
 
-Shapes: n texts, b sequences, h heads, t tokens, s keys, i needles.
+Shapes: n texts, t tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkeel.errors import DamagedFileError, RefusedError, caution
-from qkeel.functional.bounds import dilution_bound
-from qkeel.functional.norms import widest
+from qkeel.lab.angles import Range, attentions, cosine_ranges, outside
 from qkeel.lab.build_run import autocast, layers, resolve, threads
 from qkeel.lab.checkpoint import RunState, load
 from qkeel.lab.claims import claimed
 from qkeel.lab.config import RunConfig, with_values
 from qkeel.lab.plan import LongContexts, Method
 from qkeel.lab.run_record import measuring
-from qkeel.lab.text import Needles, ask, batch, long_texts
+from qkeel.lab.text import batch, long_texts
 from qkeel.lab.text import load as load_corpus
 from qkeel.lab.train import train_step
-from qkeel.nn.attention import SpecModule
 from qkeel.options import Json, lookup, parse
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, append_line
 from qkeel.records.disk import cut, remove, sync
 from qkeel.records.file_formats import JSONObject, whole_bytes
-from qkeel.spec import PRESETS, AttentionCall, AttentionSpec
-from qkeel.spec.rope import Position
-
-# Angles between queries and keys: their range in training, and how many pairs of a longer text lie outside that range.
-
-_ROWS = 128  # query rows of cosines computed at a time
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class Range:
-    """The smallest and the largest cosine between q and a visible k in a layer, per head [h]."""
-
-    low: Tensor
-    high: Tensor
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outside:
-    """The number of pairs, how many lie outside the range, and a bound on the logit, per head of all layers [layers h].
-
-    largest_logit: the scale at the last position · the largest norm of a query · the largest norm of a key.
-    """
-
-    pairs: Tensor
-    outside: Tensor
-    largest_logit: Tensor
-
-    @property
-    def share(self) -> float:
-        """The share of pairs outside the range, over all heads."""
-        return float(self.outside.sum() / self.pairs.sum())
-
-    def dilution(self, n: int) -> Tensor:
-        """Returns functional.bounds.dilution_bound of each head's largest logit among n keys, [layers h]."""
-        return dilution_bound(self.largest_logit, n)
-
-
-def cosine_ranges(model: nn.Module, texts: Iterable[Tensor]) -> list[Range]:
-    """Returns, per layer, the range of cosines on the texts [b t]."""
-    ranges: dict[int, Range] = {}
-
-    def widen(layer: int, call: AttentionCall) -> None:
-        for cos, visible in _cosines(call):
-            low, high = cos.masked_fill(~visible, 2.0).amin((0, 2, 3)), cos.masked_fill(~visible, -2.0).amax((0, 2, 3))
-            old = ranges.get(layer)
-            ranges[layer] = Range(low, high) if old is None else Range(low.minimum(old.low), high.maximum(old.high))
-
-    with observed(model, widen):
-        for tokens in texts:
-            model(tokens)
-    return [ranges[layer] for layer in sorted(ranges)]
-
-
-def outside(model: nn.Module, texts: Iterable[Tensor], ranges: Sequence[Range]) -> Outside:
-    """Counts the pairs of texts [b t] that lie outside the ranges."""
-    counts = torch.zeros(len(ranges), len(ranges[0].low), dtype=torch.float64)
-    counted = Outside(counts, counts.clone(), torch.zeros_like(counts))
-
-    def count(layer: int, call: AttentionCall) -> None:
-        low, high = (x[:, None, None] for x in (ranges[layer].low, ranges[layer].high))
-        for cos, visible in _cosines(call):
-            counted.pairs[layer] += visible.expand(cos.shape).sum((0, 2, 3)).cpu()
-            counted.outside[layer] += (((cos < low) | (cos > high)) & visible).sum((0, 2, 3)).cpu()
-        counted.largest_logit[layer] = counted.largest_logit[layer].maximum(largest_logit(call).cpu())
-
-    with observed(model, count):
-        for tokens in texts:
-            model(tokens)
-    return counted
-
-
-def attentions(model: nn.Module) -> list[SpecModule]:
-    """Returns the attention modules of a model, layer by layer."""
-    return [module for module in model.modules() if isinstance(module, SpecModule)]
-
-
-@contextlib.contextmanager
-def observed(model: nn.Module, see: Callable[[int, AttentionCall], None]) -> Iterator[None]:
-    """Calls `see` with the layer number and the call for each attention call of the model."""
-    modules = attentions(model)
-    observers = [lambda call, layer=layer: see(layer, call) for layer in range(len(modules))]
-    for module, observer in zip(modules, observers, strict=True):
-        module.observers.append(observer)
-    try:
-        yield
-    finally:
-        for module, observer in zip(modules, observers, strict=True):
-            module.observers.remove(observer)
-
-
-def _cosines(call: AttentionCall) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields blocks of cosines [b h rows s], each with a mask of the visible pairs."""
-    q, k = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in call.encoded())
-    position = call.spec.position.unwindowed  # a window hides keys but does not rotate anything
-    for start in range(0, q.shape[2], _ROWS):
-        rows = slice(start, min(start + _ROWS, q.shape[2]))
-        keys = call.span(rows)
-        # A bias on the score does not change the angle; a clipped distance rotates the pair.
-        turn = position.scores if position.kind == "rerope" else lambda *a: Position.scores(position, *a)
-        cos = turn(q[:, :, rows], k[:, :, keys], call.pos_q[:, rows], call.pos_k[:, keys], call.params)
-        visible = call.visible(rows, keys)
-        yield cos, torch.ones_like(cos, dtype=torch.bool) if visible is None else visible
-
-
-def largest_logit(call: AttentionCall) -> Tensor:
-    """Returns Outside.largest_logit per head [h]."""
-    q, k = (x.norm(dim=-1).amax((0, 2)) for x in call.encoded())
-    factor = call.spec.scale.factor(call.pos_q[:, -1:], call.q.shape[-1], call.params)
-    largest = (q * k.repeat_interleave(len(q) // len(k))).to(widest(q.device))
-    per_head = largest[:, None, None] * torch.as_tensor(factor).to(largest).abs()  # for one query and one batch row
-    return per_head.reshape(len(q))
-
-
-# Retrieval of needles, and the attention weight on them.
+from qkeel.spec import PRESETS, AttentionSpec
 
 _TOKENS = 8192  # tokens per forward pass
-
-
-def retrieved(model: nn.Module, windows: Tensor, needles: Needles) -> Json:
-    """Asks for needles in held-out windows [n, length + 1] and returns the share found and the attention on needles.
-
-    The share found is also given by depth. needle_weight is the mean attention weight from a question to its needle,
-    and needle_bound is the largest weight that one key can get (the `dilution_bound` of the largest logit that the
-    norms allow), both for the head with the largest needle_weight. Both are also given by head.
-    """
-    questioned = ask(windows.cpu().numpy(), needles, np.random.default_rng(0))
-    parts = (questioned.windows, questioned.questions, questioned.places)
-    tokens, questions, places = (torch.from_numpy(chunk).to(windows.device) for chunk in parts)
-    hits: list[Tensor] = []
-    weights: dict[int, list[Tensor]] = {}
-    largest: dict[int, list[Tensor]] = {}
-    count = max(1, _TOKENS // (tokens.shape[1] - 1))
-    for chunk, at in zip(tokens.split(count), questions.split(count), strict=True):
-
-        def see(layer: int, call: AttentionCall, at: Tensor = at) -> None:
-            weights.setdefault(layer, []).append(_weights(call, at, places))
-            largest.setdefault(layer, []).append(largest_logit(call))
-
-        with observed(model, see):
-            predicted = model(chunk[:, :-1]).argmax(-1)
-        hits.append(predicted.gather(1, at) == chunk.gather(1, at + 1))
-    by_depth = torch.cat(hits).cpu().double().mean(0)
-    weight_by_head = torch.stack([torch.cat(weights[layer]).cpu().double().mean((0, 2)) for layer in sorted(weights)])
-    bound = dilution_bound(torch.stack([torch.stack(largest[i]).amax(0) for i in sorted(largest)]), tokens.shape[1] - 1)
-    return {
-        "needle": float(by_depth.mean()),
-        "needle_by_depth": by_depth.tolist(),
-        "needle_weight": float(weight_by_head.max()),
-        "needle_weight_by_head": weight_by_head.tolist(),
-        "needle_bound": float(bound.flatten()[weight_by_head.argmax()]),
-        "needle_bound_by_head": bound.tolist(),
-    }
-
-
-def _weights(call: AttentionCall, questions: Tensor, places: Tensor) -> Tensor:
-    """Returns the weight [b h i] from question i to the key at places[i]; questions [b i], places [i]."""
-    q, k = call.encoded()
-    rows, keys = slice(int(questions.min()), q.shape[2]), slice(0, k.shape[2])
-    logits = call.spec.cap.apply(call.scores(q[:, :, rows], k, rows, keys))
-    weights = call.spec.normalizer.weights(logits, call.visible(rows, keys), call.params)
-    needle_weights = weights[..., places].transpose(2, 3)  # [b h i row]
-    at = (questions - rows.start)[:, None, :, None].expand(*needle_weights.shape[:3], 1)
-    return needle_weights.gather(3, at)[..., 0]
-
-
-# A trained run at other lengths: accuracy on held-out text, with attention as trained and with post-hoc changes.
-
 FILE = "extrapolation.jsonl"
 _ANGLED = 16  # number of texts for the angles, with about two million pairs per head at 512 tokens
 
@@ -252,21 +82,31 @@ def measure(config: RunConfig, directory: RunDirectory, contexts: LongContexts, 
     config = resolve(config)
     if not missing(directory, contexts):
         return
+    path = directory.path / FILE
     with claimed(directory, wait), threads(config.threads):
         run = RunState(config)
-        done = _load(directory, run)
-        _clear(directory)
+        try:
+            step = load(directory, run).step if directory.checkpoint.exists() else 0
+        except DamagedFileError:
+            remove([directory.path / "DONE"])  # so that the same command trains it again
+            raise
+        # Nothing is appended to a torn line or to a damaged file.
+        if _known(directory):
+            cut(path, whole_bytes(path))
+        else:
+            remove([path])
         baselines: dict[int, _AsTrained] = {}
         for text, length in missing(directory, contexts):
             try:
-                if done < config.steps:
-                    raise RefusedError(f"training ended at step {done} of {config.steps}")
-                baselines[length] = baselines.get(length) or _AsTrained(run, length, contexts.sequences)
-                result = _at(run, baselines[length], Method.parse(text), contexts.continue_steps)
+                if step < config.steps:
+                    raise RefusedError(f"training ended at step {step} of {config.steps}")
+                if length not in baselines:
+                    baselines[length] = _AsTrained(run, length, contexts.sequences)
+                measured = _at(run, baselines[length], Method.parse(text), contexts.continue_steps)
             except RefusedError as refusal:
-                result = {"refused": str(refusal)}
-            append_line(directory.path / FILE, {"posthoc": text, "test_length": length, **result})
-        sync([directory.path / FILE])
+                measured = {"refused": str(refusal)}
+            append_line(path, {"posthoc": text, "test_length": length, **measured})
+        sync([path])
 
 
 def _known(directory: RunDirectory) -> list[JSONObject]:
@@ -278,107 +118,70 @@ def _known(directory: RunDirectory) -> list[JSONObject]:
         return []
 
 
-def _clear(directory: RunDirectory) -> None:
-    """Removes damaged lines, so that nothing is appended to a torn line or to a damaged file."""
-    path = directory.path / FILE
-    if not _known(directory):
-        remove([path])
-    else:
-        cut(path, whole_bytes(path))
-
-
-def _load(directory: RunDirectory, run: RunState) -> int:
-    """Restores the run from its checkpoint and returns the step, or 0 if there is no checkpoint."""
-    try:
-        return load(directory, run).step if directory.checkpoint.exists() else 0
-    except DamagedFileError:
-        remove([directory.path / "DONE"])  # so that the same command trains it again
-        raise
-
-
 class _AsTrained:
     """The baseline with which all methods are compared at one length.
 
-    It consists of held-out texts [n, length + 1], the predictions on pieces of these texts with the training length,
-    and the ranges of angles in training.
+    windows: held-out texts [n, length + 1]. short: the predictions on pieces of these texts with the training length.
+    ranges: the ranges of angles on the training texts of eight steps.
     """
 
     def __init__(self, run: RunState, length: int, sequences: int) -> None:
-        self.windows = torch.from_numpy(long_texts(run.task.corpus, length, sequences)).to(run.device)
-        with measuring(run.model), autocast(run.config):
-            self.short = predict(run.model, *_pieces(self.windows, run.config.data.context))
-            self.ranges = cosine_ranges(run.model, _seen(run))
+        config, corpus = run.config, run.task.corpus
+        self.windows = torch.from_numpy(long_texts(corpus, length, sequences)).to(run.device)
+        trained_on = (batch(corpus, config.data, config.seed, step) for step in range(8))
+        with measuring(run.model), autocast(config):
+            self.short = predict(run.model, *_pieces(self.windows, config.data.context))
+            self.ranges = cosine_ranges(
+                run.model, (torch.from_numpy(tokens).to(run.device)[:, :-1] for tokens in trained_on)
+            )
 
 
 def _at(run: RunState, baseline: _AsTrained, method: Method, steps: int) -> Json:
-    config, short, windows = run.config, run.config.data.context, baseline.windows
+    """Returns the results of a method at the length of the baseline; `steps` is the length of continued training."""
+    short, windows = run.config.data.context, baseline.windows
     if method.trained_at:
-        model, changing = trained_on(run, method, steps), contextlib.nullcontext()
+        model, change = trained_on(run, method, steps), contextlib.nullcontext()
     else:
-        model = run.model
-        changing = changed(model, method, short, windows.shape[1] - 1)
-    with measuring(model), autocast(config), changing:
-        result = _measured(model, windows, short, baseline.ranges)
-        if run.task.corpus.needles:
-            result |= retrieved(model, windows, run.task.corpus.needles)
+        model, change = run.model, changed(run.model, method, short, windows.shape[1] - 1)
+    with measuring(model), autocast(run.config), change:
+        measured = _measured(model, windows, short, baseline.ranges)
     trained = _share(baseline.short.hit)
     return {
         "accuracy_train": trained,
-        "kept_nonrepeat": result["accuracy_nonrepeat"] / trained if trained else None,
+        "kept_nonrepeat": measured["accuracy_nonrepeat"] / trained if trained else None,
         "loss_train": float(baseline.short.loss.cpu().double().mean()),
-        **result,
+        **measured,
     }
 
 
 def _measured(model: nn.Module, windows: Tensor, short: int, ranges: Sequence[Range]) -> Json:
     """Returns the results of a model on windows [n, length + 1] after training at length `short`."""
-    tokens, targets, length = windows[:, :-1], windows[:, 1:], windows.shape[1] - 1
+    tokens, length = windows[:, :-1], windows.shape[1] - 1
+    # Repeated text has no new content: a model that only copies predicts it as well as at the training length.
     repeated = windows[:, :short].repeat(1, length // short + 1)[:, : length + 1]
-    long, repeat = predict(model, tokens, targets), predict(model, repeated[:, :-1], repeated[:, 1:])
-    cut = predict(model, *_pieces(windows, short))
-    last = {context: _last(model, windows, context, short) for context in _growing(short, length)}
+    long = predict(model, tokens, windows[:, 1:])
+    repeat = predict(
+        model,
+        repeated[:, :-1],
+        repeated[:, 1:],
+    )
+    pieces = predict(model, *_pieces(windows, short))
     angles = outside(model, tokens[:_ANGLED].split(4), ranges)
     return {
         "accuracy_nonrepeat": _share(long.hit),
         "accuracy_repeat": _share(repeat.hit),
-        "accuracy_last": last[length],
-        "accuracy_last_short": last[short],
         "loss_nonrepeat": float(long.loss.cpu().double().mean()),
-        "accuracy_train_posthoc": _share(cut.hit),
+        "accuracy_train_posthoc": _share(pieces.hit),
         "segments": long.hit.unflatten(1, (-1, short)).cpu().double().mean((0, 2)).tolist(),
-        "last": {str(context): share for context, share in last.items()},
         "sequences": len(windows),
         "cos_outside": angles.share,
         "cos_outside_by_head": (angles.outside / angles.pairs).tolist(),
-        "dilution": float(angles.dilution(length).min()),
-        "dilution_by_head": angles.dilution(length).tolist(),
     }
 
 
 def _pieces(windows: Tensor, short: int) -> tuple[Tensor, Tensor]:
     """Cuts the tokens and targets of windows [n, length + 1] into pieces of length `short`."""
     return windows[:, :-1].reshape(-1, short), windows[:, 1:].reshape(-1, short)
-
-
-def _growing(short: int, length: int) -> list[int]:
-    """Returns the training length, its doublings and the full length, e.g. 64, 128, 256, 512."""
-    lengths = [short]
-    while 2 * lengths[-1] < length:
-        lengths.append(2 * lengths[-1])
-    return [*lengths, length] if length > short else lengths
-
-
-def _last(model: nn.Module, windows: Tensor, context: int, short: int) -> float:
-    """Returns the accuracy on the last `short` tokens of each text if the model sees only its last `context` tokens."""
-    visible = windows[:, -context - 1 :]
-    return _share(predict(model, visible[:, :-1], visible[:, 1:]).hit[:, -short:])
-
-
-def _seen(run: RunState) -> Iterator[Tensor]:
-    """Yields the training texts of eight steps."""
-    config = run.config
-    for step in range(8):
-        yield torch.from_numpy(batch(run.task.corpus, config.data, config.seed, step)).to(run.device)[:, :-1]
 
 
 def trained_on(run: RunState, method: Method, steps: int) -> nn.Module:
@@ -388,9 +191,17 @@ def trained_on(run: RunState, method: Method, steps: int) -> nn.Module:
     sequence), a new optimizer and the run's own schedule.
     """
     config = run.config
+    # As many tokens a step as before, so that only the length changes.
     several = max(1, config.data.batch * config.data.context // method.trained_at)
     data = {"context": method.trained_at, "batch": several}
-    longer = RunState(with_values(config, data=data, optim={"lr": config.optim.lr / 10}, steps=steps))
+    longer = RunState(
+        with_values(
+            config,
+            data=data,
+            optim={"lr": config.optim.lr / 10},
+            steps=steps,
+        )
+    )
     longer.model.load_state_dict(run.model.state_dict())
     for module, before in zip(attentions(longer.model), attentions(run.model), strict=True):
         module.spec = stretched(before.spec, method, config.data.context, method.trained_at)
@@ -443,11 +254,21 @@ def long_rows(out: Path, about: Json) -> list[Json]:
         directory = RunDirectory(out / "runs" / entry["run_id"])
         done = directory.status is RunStatus.DONE
         lines = {(line["posthoc"], line["test_length"]): line for line in directory.long_contexts()} if done else {}
-        named = {"block": entry["role"], "form": entry["remedy"], "seed": entry["seed"], "run_id": entry["run_id"]}
+        named = {
+            "block": entry["role"],
+            "form": entry["remedy"],
+            "seed": entry["seed"],
+            "run_id": entry["run_id"],
+        }
         named["train_length"] = about["base"][entry["role"]]["data"]["context"]
         named["max_logit"] = directory.summary()["max_logit"] if done else None
         contexts = LongContexts(**about["contexts"]).of(entry["remedy"])
         for posthoc, length in contexts.pairs:
-            row = {**lines.get((posthoc, length), {}), **named, "posthoc": posthoc, "test_length": length}
+            row = {
+                **lines.get((posthoc, length), {}),
+                **named,
+                "posthoc": posthoc,
+                "test_length": length,
+            }
             table.append({name: row.get(name) for name in EXTRAPOLATION_COLUMNS})
     return table

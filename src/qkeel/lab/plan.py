@@ -1,14 +1,13 @@
-"""Plans of studies: grids, planned runs, and learning rates tuned on separate seeds."""
+"""Plans of studies: grids, planned runs, and what a study varies."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Self, final
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, RunDirectoryError, check
+from qkeel.errors import InvalidTypeError, InvalidValueError, check
 from qkeel.lab.config import SETTINGS, RunConfig, variants, with_values
 from qkeel.options import Json, Term, parse
 
@@ -61,11 +60,15 @@ class Grid:
         for name, values in zip(AXES, (self.remedies, self.lrs, self.seeds)):
             if not values:
                 raise InvalidValueError(f"expected at least one of {name}, got none")
-        object.__setattr__(self, "lrs", tuple(sorted({float(lr) for lr in self.lrs})))
+        object.__setattr__(
+            self,
+            "lrs",
+            tuple(sorted({float(lr) for lr in self.lrs})),
+        )
         object.__setattr__(self, "seeds", tuple(sorted(self.seeds)))
-        if both := sorted(set(self.seeds).intersection(self.tuning_seeds)):
+        if overlap := sorted(set(self.seeds).intersection(self.tuning_seeds)):
             raise InvalidValueError(
-                f"expected tuning seeds that no compared run has, got {both} in both. A rate chosen on the compared "
+                f"expected tuning seeds that no compared run has, got {overlap} in both. A rate chosen on the compared "
                 "seeds makes its remedy look better than it is; give other --tuning-seeds"
             )
 
@@ -94,7 +97,11 @@ class LongContexts:
         _settle_lists(self, ("posthoc", "test_lengths"))
         if not (self.posthoc and self.test_lengths):
             raise InvalidTypeError(f"expected a list of methods and a list of lengths, got {self}")
-        object.__setattr__(self, "posthoc", tuple(dict.fromkeys(str(Method.parse(text)) for text in self.posthoc)))
+        object.__setattr__(
+            self,
+            "posthoc",
+            tuple(dict.fromkeys(str(Method.parse(text)) for text in self.posthoc)),
+        )
         object.__setattr__(self, "test_lengths", tuple(sorted(set(self.test_lengths))))
         if type(self.sequences) is not int or type(self.continue_steps) is not int:
             raise InvalidTypeError(f"expected whole numbers for sequences and continue_steps, got {self}")
@@ -131,24 +138,16 @@ class Primary:
     """The primary comparison of a study, which is named before its runs: two remedies by held-out loss, paired by seed.
 
     Only this comparison is judged, by one 95 % interval. All other comparisons are secondary, and the page gives their
-    intervals without a verdict. The number of seeds was chosen from `expected` and `spread`, which were measured on
-    seeds outside the study and apply only to its own configuration.
+    intervals without a verdict.
     """
 
     remedy: str  #: spec string of the remedy
     baseline: str = "none"  #: spec string of the remedy with which it is compared
     lr: float  #: learning rate of both
-    expected: float | None = None  #: expected difference, in nats
-    spread: float | None = None  #: standard deviation of the differences between pairs, in nats
-    source: str = ""  #: the runs on which both values were measured
 
     def holds(self, run: PlannedRun) -> bool:
         """True if a run is part of the comparison."""
         return run.role == "grid" and run.name in (self.remedy, self.baseline) and run.config.optim.lr == self.lr
-
-    def without_power(self) -> Self:
-        """Returns the same comparison for a different configuration, for which the spread is unknown."""
-        return dataclasses.replace(self, expected=None, spread=None, source="")
 
 
 @final
@@ -180,7 +179,12 @@ class PlannedRun:
     def entry(self) -> Json:
         """The run's entry in study.json."""
         config = self.config
-        about = {"run_id": config.run_id, "remedy": self.name, "lr": config.optim.lr, "seed": config.seed}
+        about = {
+            "run_id": config.run_id,
+            "remedy": self.name,
+            "lr": config.optim.lr,
+            "seed": config.seed,
+        }
         return {**about, "role": self.role, **({"part": self.part} if self.part else {})}
 
 
@@ -284,16 +288,22 @@ class Study:
         runs = []
         for part, variant in variants(base or self.base or RunConfig(), grid.settings()):
             for run in self.runs(variant, grid):
-                both = (*((run.role,) if run.role != "grid" else ()), *((part,) if part else ()))
-                runs.append(dataclasses.replace(run, role=", ".join(both) or "grid", part=part))
-        return Plan(name=self.name, grid=grid, runs=runs, contexts=contexts, primary=self._primary(runs, base))
+                names = (*((run.role,) if run.role != "grid" else ()), *((part,) if part else ()))
+                runs.append(
+                    dataclasses.replace(
+                        run,
+                        role=", ".join(names) or "grid",
+                        part=part,
+                    )
+                )
+        return Plan(name=self.name, grid=grid, runs=runs, contexts=contexts, primary=self._primary(runs))
 
-    def _primary(self, runs: Sequence[PlannedRun], base: RunConfig | None) -> Primary | None:
+    def _primary(self, runs: Sequence[PlannedRun]) -> Primary | None:
         """Returns the primary comparison if the runs include both of its sides."""
         named = self.primary
         if named is None or {run.name for run in runs if named.holds(run)} != {named.remedy, named.baseline}:
             return None
-        return named if base in (None, self.base or RunConfig()) else named.without_power()
+        return named
 
 
 def _settle_lists(of: object, names: Sequence[str]) -> None:
@@ -334,7 +344,12 @@ def parts(base: RunConfig, grid: Grid) -> list[PlannedRun]:
 
 
 def product(base: RunConfig, grid: Grid, role: str = "grid") -> list[PlannedRun]:
-    """Returns the runs remedies × rates × seeds, in this order, each as a variant of `base`."""
+    """Returns the runs remedies × rates × seeds, in this order, each as a variant of `base`.
+
+    >>> runs = product(RunConfig(), Grid(remedies=["none"], lrs=[0.1, 0.01], seeds=[0]))
+    >>> [run.title for run in runs]
+    ['none, lr 0.01, seed 0', 'none, lr 0.1, seed 0']
+    """
     runs = []
     for remedy, lr, seed in itertools.product(grid.remedies, grid.lrs, grid.seeds):
         config = with_values(base, remedy=remedy, optim={"lr": lr}, seed=seed)
@@ -364,8 +379,8 @@ class Method:
         """
         if not isinstance(text, str):
             raise InvalidTypeError(f"expected a post-hoc method like 'rerope:window=16', got {type(text).__name__}")
-        form, _, rest = text.rpartition("/")
-        name, at, length = rest.partition("@")
+        form, _, method = text.rpartition("/")
+        name, at, length = method.partition("@")
         if at and not (length.isdigit() and int(length) > 0):
             raise InvalidValueError(f"expected a length in tokens after the @, as in pi@256, got {text!r}")
         return cls(terms=parse(name), form=form, trained_at=int(length) if at else 0)
@@ -378,92 +393,3 @@ class Method:
 
     def __str__(self) -> str:
         return f"{self.form}/{self.label}" if self.form else self.label
-
-
-# Tuning, which chooses each remedy's learning rate on seeds that no compared run has.
-
-FOLDER = "tuning"  # the folder in a study's directory that contains the tuning runs
-
-
-def tuning_plan(plan: Plan) -> Plan:
-    """Returns the plan of the tuning runs, which are the runs of a plan with the grid's tuning seeds."""
-    grid = plan.grid
-    first = [run for run in plan.runs if run.config.seed == grid.seeds[0]]
-    configs = [(run, dataclasses.replace(run.config, seed=seed)) for run in first for seed in grid.tuning_seeds]
-    runs = [dataclasses.replace(run, config=config) for run, config in configs]
-    axes = dataclasses.replace(grid, seeds=grid.tuning_seeds, tuning_seeds=())
-    return dataclasses.replace(plan, grid=axes, runs=runs, contexts=None)
-
-
-def tuned_plan(plan: Plan, table: Sequence[Mapping[str, object]]) -> Plan:
-    """Returns the plan with each remedy of each role at only its best rate, by mean loss on the tuning seeds.
-
-    A loss that is not finite counts as infinite; if two rates are equally good, the lower one is chosen. The `border`
-    of a choice says whether it is the lowest or the highest rate of the grid, in which case a better rate may lie
-    outside the grid.
-
-    Args:
-        plan: the plan with all rates.
-        table: rows of the runs of `tuning_plan(plan)`, and possibly of other runs.
-
-    Raises:
-        RunDirectoryError: a tuning run has not finished.
-    """
-    losses = {row["run_id"]: _loss(row["val_loss"]) for row in table if row["status"] == "done"}
-    rates: dict[tuple[str, str], dict[float, list[float]]] = {}
-    for run in tuning_plan(plan).runs:
-        if run.config.run_id not in losses:
-            raise RunDirectoryError(
-                f"the run of {run.name} at rate {run.config.optim.lr:g} on tuning seed {run.config.seed} has not "
-                "finished, so no rate can be chosen; run this command again to finish it"
-            )
-        by_rate = rates.setdefault((run.role, run.name), {})
-        by_rate.setdefault(run.config.optim.lr, []).append(losses[run.config.run_id])
-    tuned = [_chosen(role, name, by_rate, plan.grid.tuning_seeds) for (role, name), by_rate in rates.items()]
-    best = {(choice["role"], choice["remedy"]): choice["lr"] for choice in tuned}
-    runs = [run for run in plan.runs if run.config.optim.lr == best[run.role, run.name]]
-    return dataclasses.replace(plan, runs=runs, tuned=tuned)
-
-
-def _chosen(role: str, name: str, by_rate: Mapping[float, Sequence[float]], seeds: Sequence[int]) -> Json:
-    means = {lr: sum(losses) / len(losses) for lr, losses in sorted(by_rate.items())}
-    rates = list(means)
-    best = min(rates, key=lambda lr: means[lr])
-    border = "lowest" if best == rates[0] else "highest" if best == rates[-1] else ""
-    return {
-        "role": role,
-        "remedy": name,
-        "lr": best,
-        "val_loss": means[best] if math.isfinite(means[best]) else None,
-        "border": border if len(rates) > 1 else "only",
-        "lrs": rates,
-        "seeds": list(seeds),
-    }
-
-
-def _loss(value: object) -> float:
-    return value if isinstance(value, float) and math.isfinite(value) else math.inf
-
-
-def in_words(choice: Json) -> str:
-    """Describes a choice in a sentence.
-
-    >>> in_words({"role": "grid", "remedy": "none", "lr": 0.1, "border": "highest", "seeds": [7]})
-    'none: rate 0.1, chosen on seeds 7; the highest rate of the grid, so a better rate may lie outside'
-    """
-    part = "" if choice["role"] == "grid" else f"{choice['role']}, "
-    edge = f"; the {choice['border']} rate of the grid, so a better rate may lie outside" if choice["border"] else ""
-    seeds = " ".join(map(str, choice["seeds"]))
-    return f"{part}{choice['remedy']}: rate {choice['lr']:g}, chosen on seeds {seeds}{edge}"
-
-
-def check_choices(old: Sequence[Json], new: Sequence[Json], out: object) -> None:
-    """Raises RunDirectoryError if the directory already compares a remedy at a different rate."""
-    before = {(choice["role"], choice["remedy"]): choice["lr"] for choice in old}
-    for choice in new:
-        rate = before.get((choice["role"], choice["remedy"]), choice["lr"])
-        if rate != choice["lr"]:
-            raise RunDirectoryError(
-                f"{out} compares {choice['remedy']} at rate {rate:g}, but with more rates or tuning seeds the best "
-                f"rate is {choice['lr']:g}. Choose another directory; the compared runs were not changed."
-            )

@@ -43,9 +43,8 @@ from qkeel.monitor.logit_changes import change_between, frozen
 from qkeel.options import Json
 from qkeel.patching.modes import is_compiled
 from qkeel.records import STEP_FIELDS, HeadRecorder, RunDirectory, append_line, write_json, write_text
-from qkeel.records.run_directory import FileSizes
 from qkeel.sites import Tap
-from qkeel.sites.tap import MeasureCall
+from qkeel.sites.observed_pass import MeasureCall
 
 # Measurements on held-out text: the loss, and the attention statistics of the probe.
 
@@ -67,6 +66,7 @@ def measuring(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     compiled = is_compiled(model)
     eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+    # A compiled model would be compiled once more for evaluation mode, which takes longer than the measurement.
     model.eval()
     try:
         with torch.no_grad(), eager:
@@ -93,20 +93,22 @@ def heldout_numbers(model: nn.Module, examples: Examples, count: int, task: Task
             losses.append(token_loss(logits, chunk.targets).to(kind) * len(chunk.inputs))
             hits.append((logits.argmax(-1) == chunk.targets).to(kind).mean() * len(chunk.inputs))
             if chunk.kinds is not None:
-                each = F.cross_entropy(logits.flatten(0, -2).float(), chunk.targets.flatten(), reduction="none")
-                kinds.append(torch.stack([chunk.kinds.flatten().to(kind), each.to(kind)]))
+                losses_of_targets = F.cross_entropy(
+                    logits.flatten(0, -2).float(), chunk.targets.flatten(), reduction="none"
+                )
+                kinds.append(torch.stack([chunk.kinds.flatten().to(kind), losses_of_targets.to(kind)]))
     loss, accuracy = (float(torch.stack(values).sum() / len(examples.inputs)) for values in (losses, hits))
     by_kind = _by_kind(torch.cat(kinds, 1).cpu(), task) if kinds else {"val_loss": loss}
     return {**by_kind, **({"val_accuracy": accuracy} if task.classifies else {})}
 
 
-def _by_kind(each: Tensor, task: Task) -> dict[str, float]:
+def _by_kind(kinds_and_losses: Tensor, task: Task) -> dict[str, float]:
     """Returns val_loss/KIND for each kind, computed from kinds and losses [2 n].
 
     val_loss is the mean over the kinds used in training.
     """
-    kinds = each[0].long()
-    sums, counts = torch.bincount(kinds, weights=each[1]).tolist(), torch.bincount(kinds).tolist()
+    kinds = kinds_and_losses[0].long()
+    sums, counts = torch.bincount(kinds, weights=kinds_and_losses[1]).tolist(), torch.bincount(kinds).tolist()
     present = {name: (loss, n) for name, loss, n in zip(task.kinds, sums, counts) if n}
     total, count = (sum(present[name][i] for name in task.trained if name in present) for i in (0, 1))
     means = {f"val_loss/{name}": loss / n for name, (loss, n) in present.items()}
@@ -156,9 +158,14 @@ def probe(
         calls.extend([call] if before else ())
         return statistics(call if classes is None else dataclasses.replace(call, classes=classes))
 
-    with measuring(model), _tapped(model, measure) as tap, _leaving(model, norms):
-        model(inputs)
-        stats = list(tap.read().values())
+    last_block = model.get_submodule("blocks")[-1]  # type: ignore[index]
+    hook = last_block.register_forward_hook(lambda _, __, x: norms.append(x.float().norm(dim=-1)))
+    try:
+        with measuring(model), _tapped(model, measure) as tap:
+            model(inputs)
+            stats = list(tap.read().values())
+    finally:
+        hook.remove()
     summary = summed_up(stats)
     split = {} if classes is None else by_class([s.classes for s in stats if s.classes], classes, norms[-1])
     return ProbeStatistics({**summary.record, **split, **logit_change(before, calls)}, summary.heads)
@@ -166,7 +173,13 @@ def probe(
 
 def summed_up(stats: Sequence[LogitStats]) -> ProbeStatistics:
     """Reduces the statistics of all layers to the recorded fields."""
-    heads = torch.stack([_per_head(name, stats) for name in PROBE_FIELDS]).float().cpu().numpy()
+    n_heads = len(stats[0].max_logit)
+    fields = []
+    for name in PROBE_FIELDS:
+        values = [_named(s, name) for s in stats]
+        # The value of a key head is repeated for each query head of its group.
+        fields.append(torch.stack([value.repeat_interleave(n_heads // len(value)) for value in values]))
+    heads = torch.stack(fields).float().cpu().numpy()
     top = {name: torch.stack([_named(s, name).amax() for s in stats]).amax() for name in _LARGEST}
     low = torch.stack([s.min_logit.amin() for s in stats]).amin()
     entropy = torch.stack([s.entropy.mean() for s in stats]).mean()
@@ -179,17 +192,6 @@ def _tapped(model: nn.Module, measure: MeasureCall) -> Tap:
     tap = Tap(model, measure=measure)
     tap.own_alone = True
     return tap
-
-
-@contextlib.contextmanager
-def _leaving(model: nn.Module, norms: list[Tensor]) -> Iterator[None]:
-    """Appends the L2 norms [b t] of the hidden states after the last block to `norms`."""
-    last = model.get_submodule("blocks")[-1]  # type: ignore[index]
-    hook = last.register_forward_hook(lambda _, __, x: norms.append(x.float().norm(dim=-1)))
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def by_class(stats: Sequence[ClassStats], classes: TokenClasses, norms: Tensor) -> dict[str, float]:
@@ -216,13 +218,6 @@ def by_class(stats: Sequence[ClassStats], classes: TokenClasses, norms: Tensor) 
 
 
 _LARGEST = ("max_logit", "max_abs_logit", "capped_max_logit")
-
-
-def _per_head(name: str, stats: Sequence[LogitStats]) -> Tensor:
-    """Returns [layer, head], where the value of a key head is repeated for each query head of its group."""
-    n_heads = len(stats[0].max_logit)
-    values = [_named(s, name) for s in stats]
-    return torch.stack([v.repeat_interleave(n_heads // len(v)) for v in values])
 
 
 def _named(stats: LogitStats | ClassStats, name: str) -> Tensor:
@@ -271,9 +266,6 @@ def largest(values: Iterable[float]) -> float:
     return max((value for value in values if not math.isnan(value)), default=math.nan)
 
 
-_SUMMED = ("step", "max_logit", "max_abs_logit", "capped_max_logit", "entropy")  # never null in metrics.jsonl
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Watcher:
     """Callbacks that follow a run while it trains.
@@ -292,18 +284,6 @@ def mark_failed(directory: RunDirectory) -> None:
     """Writes the traceback of the current error into the directory."""
     with contextlib.suppress(RunDirectoryError):  # e.g. a full disk; the original error is reported anyway
         write_text(directory.path / "FAILED", traceback.format_exc())
-
-
-def check_recorded(directory: RunDirectory, sizes: FileSizes | None = None) -> None:
-    """Raises DamagedFileError unless every line of metrics.jsonl has the fields that the summary needs."""
-    for number, record in enumerate(directory.metrics(sizes), start=1):
-        lost = [name for name in _SUMMED if record.get(name) is None]
-        lost += ["train_loss"] if "train_loss" not in record else []
-        lost += ["val_loss"] if record.get("val_loss") is None and (number == 1 or "val_loss" not in record) else []
-        if lost:
-            raise DamagedFileError(
-                f"{directory.path / 'metrics.jsonl'}, line {number} lacks {', '.join(lost)}, so the file was damaged."
-            )
 
 
 @final
@@ -382,7 +362,8 @@ class RunRecord:
             probe: the statistics of the probe.
             held: the held-out losses; empty if they are not due.
         """
-        self._write(numbers, probe, held)  # the bad step is recorded too, so that the page shows why training stopped
+        # The bad step is recorded too, so that the page shows why training stopped.
+        self._write(numbers, probe, held)
         if self._ends(numbers or ()):
             # No checkpoint is written, so a run that is killed here stops at the same step again.
             scale = " at any loss scale" if self.state.scaler.is_enabled() else ""
@@ -393,8 +374,13 @@ class RunRecord:
         """Replaces the checkpoint after syncing all earlier records to the disk."""
         self._claim.check()
         self._write_events()
+        # The checkpoint names the sizes of the files, so they must be on the disk before it is.
         self.directory.sync()
-        save(self.directory, self.state, RunProgress(self.step, self._cpu_seconds(), self.directory.sizes()))
+        save(
+            self.directory,
+            self.state,
+            RunProgress(self.step, self._cpu_seconds(), self.directory.sizes()),
+        )
 
     def finish(self) -> None:
         """Writes the summary and marks the run as done."""
@@ -402,14 +388,6 @@ class RunRecord:
         self.state.close()
         records = self.directory.metrics(self.directory.sizes())
         self.directory.finish(summarize(self.config, records, self._cpu_seconds()))
-
-    def _check_alike(self, environment_here: Json) -> None:
-        before = self.directory.env()
-        if (before.get("corpus") or {}).get("sha256") is None:
-            raise DamagedFileError(
-                f"{self.directory.path / 'env.json'} lacks the SHA-256 of the corpus, so the file was damaged."
-            )
-        check_alike(self.directory.path, before, environment_here)
 
     def _checkpoint(self, environment_here: Json) -> RunCheckpoint | None:
         """Reads the checkpoint, truncates the records to its step and checks them; None if there is no checkpoint.
@@ -421,14 +399,14 @@ class RunRecord:
         directory = self.directory
         has_checkpoint = directory.checkpoint.exists()
         if has_checkpoint or (directory.path / "env.json").exists():
-            self._check_alike(environment_here)
+            check_alike(directory.path, directory.env(), environment_here)
         if not has_checkpoint:
             return None
-        found = read_checkpoint(directory)
-        step, sizes = found.progress.step, found.progress.sizes
+        checkpoint = read_checkpoint(directory)
+        step, sizes = checkpoint.progress.step, checkpoint.progress.sizes
+        # What was written after the checkpoint is repeated bit for bit, so it is cut off first.
         directory.cut_to(sizes or {})
         directory.events(sizes)
-        check_recorded(directory, sizes)
         logged_steps = [step for step in range(step + 1) if self.is_logged(step)]
         for name, steps in (
             ("metrics.jsonl", [record["step"] for record in directory.metrics(sizes)]),
@@ -439,7 +417,7 @@ class RunRecord:
                     f"{directory.path / name} lacks records from before the checkpoint of step {step}, so it was "
                     "damaged."
                 )
-        return found
+        return checkpoint
 
     def _ends(self, numbers: Sequence[float]) -> bool:
         """True if training must stop after these values. With a loss scale, individual steps may fail."""

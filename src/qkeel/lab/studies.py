@@ -31,7 +31,11 @@ from qkeel.options import lookup, parse
 # Learning-rate study: which remedies widen the range of usable learning rates, and at what cost.
 
 # "frozen_qk" never trains q and k. It is the control that shows how much training them gains.
-LR_GRID = Grid(remedies=("none", "frozen_qk", "qk_norm", "lalr:tau=0.1"), lrs=(0.01, 0.03, 0.1, 0.3), seeds=(0, 1, 2))
+LR_GRID = Grid(
+    remedies=("none", "frozen_qk", "qk_norm", "lalr:tau=0.1"),
+    lrs=(0.01, 0.03, 0.1, 0.3),
+    seeds=(0, 1, 2),
+)
 # Source: Wortsman et al. 2023, arXiv 2309.14322, who sweep the peak rate over three decades.
 LR = Study(
     name="lr",
@@ -96,7 +100,8 @@ TRANSLATION = Study(
     name="translation",
     line="An encoder–decoder on a few text pairs: remedies on self- and cross-attention × learning rates × seeds.",
     help="The default remedies are none, frozen_qk, the norm of the first QK-norm paper, qk_norm and lalr:tau=0.1, "
-    "at learning rates of 0.003, 0.01, 0.03 and 0.1, on 1000 pairs of 48 bytes. Finished runs are kept, interrupted "
+    "at learning rates of 0.003, 0.01, 0.03 and 0.1, on 1000 pairs of 48 bytes. If sacrebleu is installed, the BLEU of "
+    "greedy decoding is reported beside the loss. Finished runs are kept, interrupted "
     "runs resume, and more runs can be added later.",
     grid=TRANSLATION_GRID,
     runs=parts,
@@ -142,7 +147,12 @@ def _sizes(model: ModelConfig, block: str) -> dict[str, object]:
     if block == "gau":
         layers = 2 * model.n_layers
         return {"block": "gau", "n_heads": 1, "n_kv_heads": None, "head_dim": model.d_model, "n_layers": layers}
-    return {"block": "mha", "n_heads": int(block[-1]), "n_kv_heads": None, "head_dim": None}
+    return {
+        "block": "mha",
+        "n_heads": int(block[-1]),
+        "n_kv_heads": None,
+        "head_dim": None,
+    }
 
 
 def _trained(form: str, base: RunConfig) -> dict[str, str]:
@@ -173,7 +183,12 @@ def continued(length: int) -> list[str]:
 
     Source: kexue.fm 9859; ABF: Xiong et al. 2023, arXiv 2309.16039.
     """
-    return [f"kna/none@{length}", f"baseline/none@{length}", f"baseline/pi@{length}", f"baseline/abf@{length}"]
+    return [
+        f"kna/none@{length}",
+        f"baseline/none@{length}",
+        f"baseline/pi@{length}",
+        f"baseline/abf@{length}",
+    ]
 
 
 OPTIONS = (
@@ -229,9 +244,9 @@ def request(base: RunConfig, default: Grid, given: StudyOptions) -> Request:
         blocks=given.get("blocks") or default.blocks,
         **{axis: given.get(axis) or values for axis, values in default.settings().items()},
     )
-    more = continued(given["continue_at"]) if "continue_at" in given else []
+    continued_methods = continued(given["continue_at"]) if "continue_at" in given else []
     contexts = LongContexts(
-        posthoc=[*given.get("posthoc", CONTEXTS.posthoc), *more],
+        posthoc=[*given.get("posthoc", CONTEXTS.posthoc), *continued_methods],
         continue_steps=given.get("continue_steps", CONTEXTS.continue_steps),
         test_lengths=given.get("test_lengths", (8 * length,)),
         sequences=given.get("test_sequences", CONTEXTS.sequences),
@@ -317,6 +332,9 @@ MULTIMODAL = Study(
 def mixed(base: RunConfig, mix: str) -> RunConfig:
     """Returns the configuration for a mix like 'patches:share=0.25,variance=4,norm=none'.
 
+    >>> mixed(RunConfig(), "mix:share=0.25").images.image_share
+    0.25
+
     Raises:
         UnknownNameError: the mix or an option is unknown.
     """
@@ -334,6 +352,9 @@ STUDIES: dict[str, Study] = {study.name: study for study in (LR, MLA, DEMO, EXTR
 
 def find_study(name: str) -> Study:
     """Returns the study of this name.
+
+    >>> find_study("lr").grid.lrs
+    (0.01, 0.03, 0.1, 0.3)
 
     Raises:
         UnknownNameError: there is no such study.

@@ -21,7 +21,8 @@ from qkeel.errors import DataError, InvalidValueError
 from qkeel.lab.build_run import build_decoder, build_translator, build_vit
 from qkeel.lab.config import ImagesConfig, RunConfig
 from qkeel.lab.images import Pictures, grey, load_pictures, patches
-from qkeel.lab.text import Corpus, batch, bigram_loss, check_enough, heldout, load, spread, translated
+from qkeel.lab.second_language import translated
+from qkeel.lab.text import Corpus, batch, bigram_loss, heldout, load, spread
 from qkeel.nn import FusedEmbedding
 
 # The interface of tasks.
@@ -85,6 +86,10 @@ class Task(abc.ABC):
         """Returns the class of each input token [n t], as an index into `classes`."""
         return torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
 
+    def decoded(self, model: nn.Module, examples: Examples) -> dict[str, float]:
+        """Returns what is measured once, after training, because it needs the model's own output token by token."""
+        return {}
+
 
 @final
 class VisionTask(Task):
@@ -98,13 +103,14 @@ class VisionTask(Task):
         if len(pictures.classes) < 2:
             raise DataError(
                 f"{config.images.images} has {len(pictures.classes)} classes; vision expects at least 2: a folder "
-                "with one subfolder per class, digits or photos"
+                "with one subfolder per class, or digits"
             )
         train = pictures.pixels[~pictures.held]
         deviation = float(train.std()) or 1.0
         tokens = patches((pictures.pixels - train.mean()) / deviation, config.images.patch)
         self._patches = torch.from_numpy(tokens.reshape(len(tokens), -1, tokens.shape[-1]).astype(np.float32))
         self._labels = torch.from_numpy(pictures.labels)
+        # Images are held out by content, so that copies of an image are on one side.
         self._sides = [np.flatnonzero(side) for side in (~pictures.held, pictures.held)]
         flat = [self._patches[side].flatten(0, 1).numpy() for side in self._sides]
         self.corpus = Corpus(
@@ -188,13 +194,21 @@ class FusedTask(Task):
         """Returns sequences of which a share `image_share` has an image; the text is the same as without images."""
         config, data = self.images, self.config.data
         windows = batch(self.text, data, seed, step)
+        # A generator of its own, so that the text is the same with and without images.
         rng = np.random.default_rng((seed, step, 1))
+        # Rounded up or down at random: on average, the share of sequences with an image is as asked for.
         count = int(config.image_share * data.batch + rng.random())
         rows = []
         for i, window in enumerate(windows):
             several, first = rng.integers(1, config.canvas + 1), rng.random() < config.image_first
             which = rng.choice(self.train, several)
-            rows.append(self._row(window, which if i < count else (), first))
+            rows.append(
+                self._row(
+                    window,
+                    which if i < count else (),
+                    first,
+                )
+            )
         return _examples(rows)
 
     def heldout(self, count: int) -> Examples:
@@ -217,8 +231,10 @@ class FusedTask(Task):
         caption = np.frombuffer(b" ".join(self._captions[i].strip() for i in which) + b"\n", np.uint8)
         pair = ((picture, IMAGE), (caption, CAPTION)) if first else ((caption, CAPTION), (picture, IMAGE))
         parts = (*pair, (text, NEAR_IMAGE))
-        tokens = np.concatenate([part for part, _ in parts])[: len(text)]
-        return tokens, np.concatenate([np.full(len(part), kind) for part, kind in parts])[: len(text)]
+        tokens = np.concatenate([tokens_of_kind for tokens_of_kind, _ in parts])[: len(text)]
+        return tokens, np.concatenate([np.full(len(tokens_of_kind), kind) for tokens_of_kind, kind in parts])[
+            : len(text)
+        ]
 
     def input_classes(self, inputs: Tensor) -> Tensor:
         return (inputs >= BEGIN).long()
@@ -240,8 +256,8 @@ class FusedTask(Task):
         levels, width = self.images.levels, self.images.patch**2
         codes = np.arange(levels**width)
         pixels = ((codes[:, None] // levels ** np.arange(width)) % levels + 0.5) / levels
-        seen = pixels[self.codes[self.train].ravel()]
-        return torch.from_numpy(((pixels - seen.mean()) / (seen.std() or 1.0)).astype(np.float32))
+        trained_pixels = pixels[self.codes[self.train].ravel()]
+        return torch.from_numpy(((pixels - trained_pixels.mean()) / (trained_pixels.std() or 1.0)).astype(np.float32))
 
 
 def _codes(pictures: Pictures, config: ImagesConfig) -> np.ndarray:
@@ -258,8 +274,12 @@ def _codes(pictures: Pictures, config: ImagesConfig) -> np.ndarray:
 
 
 def _examples(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Examples:
-    tokens, kinds = (torch.from_numpy(np.stack(part).astype(np.int64)) for part in zip(*rows))
-    return Examples(tokens[:, :-1], tokens[:, 1:], kinds[:, 1:])
+    tokens, kinds = (torch.from_numpy(np.stack(column).astype(np.int64)) for column in zip(*rows))
+    return Examples(
+        tokens[:, :-1],
+        tokens[:, 1:],
+        kinds[:, 1:],
+    )
 
 
 BEGIN_TRANSLATION = 256  # the first token of every translation
@@ -281,23 +301,57 @@ class TranslationTask(Task):
         text = load(config.data)
         if text.loss_unit != "byte":
             raise DataError(f"translation needs text as bytes; {config.data.source} contains tokens")
-        self._pairs = _translation_examples(spread(text.train, config.data.context - 1, config.data.pairs))
+        self._pairs = _translation_examples(
+            spread(
+                text.train,
+                config.data.context - 1,
+                config.data.pairs,
+            )
+        )
         self._heldout = heldout(text, config.data.context - 1, config.eval_sequences)
         digest = hashlib.sha256(text.sha256.encode() + self._pairs.targets.numpy().astype(np.uint8).tobytes())
         self.corpus = dataclasses.replace(text, vocab_size=BEGIN_TRANSLATION + 1, sha256=digest.hexdigest())
 
     def batch(self, seed: int, step: int) -> Examples:
         count = len(self._pairs.inputs)
-        which = torch.from_numpy(np.random.default_rng((seed, step)).integers(0, count, self.config.data.batch))
+        which = torch.from_numpy(
+            np.random.default_rng((seed, step)).integers(
+                0,
+                count,
+                self.config.data.batch,
+            )
+        )
         return Examples(self._pairs.inputs[which], self._pairs.targets[which])
 
     def heldout(self, count: int) -> Examples:
         return _translation_examples(self._heldout[:count])
 
+    def decoded(self, model: nn.Module, examples: Examples) -> dict[str, float]:
+        """Returns the BLEU of greedy decoding, if sacrebleu is installed; `pip install "qkeel[lab]"` installs it."""
+        try:
+            import sacrebleu  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            return {}
+        length = self.config.data.context
+        # All positions stand in the sequence from the start: those of queries in cross-attention count from its end.
+        tokens = examples.inputs.clone()
+        tokens[:, length + 1 :] = 0
+        translation = torch.zeros_like(examples.targets)
+        for i in range(length):
+            translation[:, i] = model(tokens)[:, i, :BEGIN_TRANSLATION].argmax(-1)
+            tokens[:, length + 1 :] = translation[:, :-1]  # what is still to come is 0, and not yet visible
+        translations, references = _texts(translation), _texts(examples.targets)
+        return {"val_bleu": float(sacrebleu.corpus_bleu(translations, [references]).score)}
+
     def build(self, generator: torch.Generator) -> nn.Module:
         model = build_translator(self.config.model, self.corpus.vocab_size, self.config.data.context)
         model.init_weights(generator)
         return model
+
+
+def _texts(tokens: Tensor) -> list[str]:
+    """Returns each row of bytes as text; Latin-1 has a character for every byte, so no translation is unreadable."""
+    return [bytes(row).decode("latin-1") for row in tokens.tolist()]
 
 
 def _translation_examples(sources: np.ndarray) -> Examples:
@@ -306,7 +360,17 @@ def _translation_examples(sources: np.ndarray) -> Examples:
     targets = np.stack(second).astype(np.int64)
     begin = np.full((len(sources), 1), BEGIN_TRANSLATION)
     return Examples(
-        torch.from_numpy(np.concatenate([sources, begin, targets[:, :-1]], axis=1)), torch.from_numpy(targets)
+        torch.from_numpy(
+            np.concatenate(
+                [
+                    sources,
+                    begin,
+                    targets[:, :-1],
+                ],
+                axis=1,
+            )
+        ),
+        torch.from_numpy(targets),
     )
 
 
@@ -317,7 +381,6 @@ class TextTask(Task):
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.corpus = load(config.data)
-        check_enough(self.corpus, config.data, config.steps)
 
     def batch(self, seed: int, step: int) -> Examples:
         return _next_tokens(batch(self.corpus, self.config.data, seed, step))
@@ -342,13 +405,13 @@ _MOST_COUNTED = 1 << 22  # tokens; counting more takes seconds
 def counted_bigrams(config: RunConfig) -> float | None:
     """Returns the held-out loss of bigrams counted on the text that a run reads, in the unit of the run's losses.
 
-    Returns None if the task is not text without needles, or if the run is long.
+    Returns None if the task is not text, or if the run is long.
     """
     size = config.steps * config.data.batch * config.data.context
-    if config.data.task != "text" or config.data.needle or size > _MOST_COUNTED:
+    if config.data.task != "text" or size > _MOST_COUNTED:
         return None
-    plain = RunConfig(data=config.data, seed=config.seed, steps=config.steps, eval_sequences=config.eval_sequences)
-    return _counted_bigrams(plain)
+    text_only = RunConfig(data=config.data, seed=config.seed, steps=config.steps, eval_sequences=config.eval_sequences)
+    return _counted_bigrams(text_only)
 
 
 @functools.lru_cache(maxsize=64)  # runs of one seed read the same text

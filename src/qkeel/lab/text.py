@@ -1,4 +1,4 @@
-"""Text data: sources, synthetic needles, a synthetic second language, and batches.
+"""Text data: sources, a corpus of tokens, and batches.
 
 Shapes: n windows, t tokens per window.
 """
@@ -10,17 +10,15 @@ import difflib
 import functools
 import glob
 import hashlib
-import json
 import os
-import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, final
+from typing import Literal
 
 import numpy as np
 
-from qkeel.errors import DataError, InvalidValueError, reported
+from qkeel.errors import DataError, reported
 from qkeel.lab.config import DataConfig
 from qkeel.options import lookup
 from qkeel.records.disk import read_file
@@ -88,7 +86,12 @@ def _files(source: str) -> Iterator[bytes]:
     else:
         paths = _matches(path)
         if not paths:
-            raise _missing(source)
+            near = difflib.get_close_matches(source, BUILT_IN, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise DataError(
+                f"cannot find corpus {source!r}: there is no such file or folder, and no file matches it as a pattern."
+                f"{hint} Expected {', '.join(BUILT_IN)} or a path."
+            )
     for file in paths:
         text = read_bytes(file)
         if b"\0" in text:
@@ -96,156 +99,6 @@ def _files(source: str) -> Iterator[bytes]:
                 f"{file} contains NUL bytes, so it is not text; expected UTF-8 text, or tokens in a .bin file"
             )
         yield text
-
-
-def _missing(source: str) -> DataError:
-    near = difflib.get_close_matches(source, BUILT_IN, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return DataError(
-        f"cannot find corpus {source!r}: there is no such file or folder, and no file matches it as a pattern.{hint} "
-        f"Expected {', '.join(BUILT_IN)} or a path."
-    )
-
-
-def json_rows(path: Path) -> Iterator[tuple[str, object]]:
-    """Yields the location and value of each line of a .jsonl file; raises DataError for a line that is not JSON."""
-    for number, line in enumerate(read_bytes(path).splitlines(), start=1):
-        where = f"{path}, line {number}"
-        try:
-            if line.strip():
-                yield where, json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{where} is not JSON ({error}); expected one object per line") from error
-
-
-# Needles are tokens that encode a key and a value, inserted into text. Questions name a key and ask for its value.
-#
-# One lookup by content answers a question, because its token attends to the only needle with its key, whatever the
-# value. All other needles and the text are distractors.
-
-VALUES = 8
-_TIMES = 3  # questions per needle in a training text
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Needles:
-    """Token ids that follow those of the text: one needle per key and value, one question per key, and the values."""
-
-    first: int  #: vocabulary size of the text
-    keys: int  #: number of keys, each of which occurs once per text
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens, including text, needles, questions and values."""
-        return int(self.value(VALUES))
-
-    def needle(self, key: np.ndarray | int, value: np.ndarray | int) -> np.ndarray | int:
-        """Returns the token that stores a value under a key."""
-        return self.first + key * VALUES + value
-
-    def question(self, key: np.ndarray | int) -> np.ndarray | int:
-        """Returns the token that asks for the value of a key."""
-        return self.needle(self.keys, 0) + key
-
-    def value(self, value: np.ndarray | int) -> np.ndarray | int:
-        """Returns the token that answers a question."""
-        return self.question(self.keys) + value
-
-    def check(self, context: int) -> None:
-        """Raises InvalidValueError unless the needles and questions fit into a training text."""
-        least = 2 * self.keys * (1 + _TIMES) - 1
-        if context < least:
-            raise InvalidValueError(
-                f"{self.keys} needles with {_TIMES} questions each need a context of at least {least} tokens, got "
-                f"{context}; give a longer context, fewer needle_keys, or needle 0"
-            )
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class NeedleQuestion:
-    """Windows [n, context + 1] that end in questions, one per needle, each followed by its value.
-
-    In every window, the i-th needle from the start is at places[i]; in window n, its question is at questions[n, i].
-    """
-
-    windows: np.ndarray
-    places: np.ndarray
-    questions: np.ndarray
-
-
-def insert_needles(windows: np.ndarray, needles: Needles, rng: np.random.Generator) -> np.ndarray:
-    """Returns windows [n, context + 1] with needles inserted, each followed by several questions for it."""
-    changed = windows.copy()
-    for text in changed:
-        drawn = rng.choice(windows.shape[1] // 2, (needles.keys, 1 + _TIMES), replace=False)
-        values = rng.integers(VALUES, size=needles.keys)
-        for key, (position, *questions) in enumerate(2 * np.sort(drawn, axis=1)):
-            text[position] = needles.needle(key, values[key])
-            for at in questions:
-                text[at : at + 2] = needles.question(key), needles.value(values[key])
-    return changed
-
-
-def ask(windows: np.ndarray, needles: Needles, rng: np.random.Generator) -> NeedleQuestion:
-    """Returns windows [n, context + 1] with one evenly spaced needle per key and all questions at the end.
-
-    For a model that knows only which tokens are answers, the accuracy is 1/VALUES by chance.
-    """
-    asked, keys = windows.copy(), needles.keys
-    end = windows.shape[1] - 2 * keys
-    places = ((np.arange(keys) + 0.5) / keys * end).astype(np.int64)
-    questions = np.empty((len(windows), keys), dtype=np.int64)
-    for text, at in zip(asked, questions, strict=True):
-        named, values = rng.permutation(keys), rng.integers(VALUES, size=keys)
-        at[:] = end + 2 * rng.permutation(keys)
-        text[places] = needles.needle(named, values)
-        text[at], text[at + 1] = needles.question(named), needles.value(values)
-    return NeedleQuestion(asked, places, questions)
-
-
-# A synthetic second language: the words of each clause in reverse order, with their letters substituted.
-#
-# The translation is a function of the text alone, so every corpus yields any number of pairs. The substitution depends
-# on the word and the word's position depends on the clause, so neither a letter table nor copying solves the task.
-
-CLAUSE = re.compile(rb"[A-Za-z \t]+")  # ends at punctuation, a digit or the end of a line
-WORD = re.compile(rb"[A-Za-z]+")
-_SETS = (b"aeiou", b"bcdfghjklmnpqrstvwxyz")
-
-
-def _table(steps: int) -> bytes:
-    """Returns a byte table that shifts each vowel within the vowels, and each consonant within the consonants, by
-    `steps`."""
-    lower = {a: letters[(i + steps) % len(letters)] for letters in _SETS for i, a in enumerate(letters)}
-    upper = {a - 32: b - 32 for a, b in lower.items()}
-    return bytes({**lower, **upper}.get(byte, byte) for byte in range(256))
-
-
-_ODD, _EVEN = _table(1), _table(3)  # for words with an odd and an even number of letters
-
-
-def translated(text: bytes) -> bytes:
-    """Translates a text into the second language; its length does not change.
-
-    Vowels are replaced by vowels and consonants by consonants, with one table for words with an odd number of letters
-    and another table for all other words. Spaces and tabs keep their order, and punctuation, digits, line ends and
-    non-ASCII bytes keep their positions.
-
-    >>> translated(b"The cat sat. Two dogs!")
-    b'tev dev Vji. hekw Vxu!'
-    """
-    return CLAUSE.sub(lambda clause: _clause(clause.group()), text)
-
-
-def _clause(clause: bytes) -> bytes:
-    words = [word.translate(_ODD if len(word) % 2 else _EVEN) for word in WORD.findall(clause)]
-    gaps = WORD.split(clause)
-    pieces = [gaps[0]]
-    for word, gap in zip(reversed(words), gaps[1:], strict=True):
-        pieces += [word, gap]
-    return b"".join(pieces)
 
 
 # A corpus of tokens, split by file, and batches that depend on (seed, step) alone.
@@ -259,8 +112,7 @@ _TOKEN_KINDS = {"uint8": "u1", "uint16": "<u2"}
 class Corpus:
     """Training and held-out tokens; `sha256` covers both parts and where they are separated.
 
-    `ends` are the ends of the held-out documents; a .bin file counts as one document. `vocab_size` includes needles, if
-    there are any.
+    `ends` are the ends of the held-out documents; a .bin file counts as one document.
     """
 
     name: str
@@ -270,7 +122,6 @@ class Corpus:
     train: np.ndarray
     heldout: np.ndarray
     ends: np.ndarray
-    needles: Needles | None = None
 
 
 def load(config: DataConfig) -> Corpus:
@@ -281,61 +132,23 @@ def load(config: DataConfig) -> Corpus:
     """
     # The stamp is part of the cache key, so a changed file is read again.
     corpus = _load(config.source, config.vocab_size, stamp(config.source))
-    for part, tokens in (("training", corpus.train), ("held-out", corpus.heldout)):
+    for side, tokens in (("training", corpus.train), ("held-out", corpus.heldout)):
         if len(tokens) <= config.context:
             raise DataError(
-                f"the {part} part of {config.source} has {len(tokens)} {corpus.loss_unit}s; expected more than the "
+                f"the {side} part of {config.source} has {len(tokens)} {corpus.loss_unit}s; expected more than the "
                 f"context, {config.context}. Give more text or a shorter context."
             )
-    if not config.needle:
-        return corpus
-    needles = Needles(first=corpus.vocab_size, keys=config.needle_keys)
-    needles.check(config.context)
-    return dataclasses.replace(corpus, vocab_size=needles.vocab_size, needles=needles)
+    return corpus
 
 
 def batch(corpus: Corpus, config: DataConfig, seed: int, step: int) -> np.ndarray:
-    """Returns the training windows of a step, int64 [batch, context + 1], as a function of (seed, step) alone.
-
-    With windows "once", the windows are adjacent in the text and are visited in an order that is given by the seed. The
-    last token of a window is the first token of the next, so each token is an input once and a target once.
-    """
-    if config.windows == "once":
-        order = _order(seed, places(corpus, config))
-        starts = order[step * config.batch : (step + 1) * config.batch] * config.context
-        if len(starts) < config.batch:
-            raise _too_few(corpus, config, step + 1)
-    else:
-        starts = np.random.default_rng((seed, step)).integers(0, len(corpus.train) - config.context, config.batch)
-    windows = _windows(corpus.train, starts, config.context)
-    if corpus.needles:
-        several = round(config.needle * config.batch)
-        windows[:several] = insert_needles(windows[:several], corpus.needles, np.random.default_rng((seed, step, 1)))
-    return windows
-
-
-def places(corpus: Corpus, config: DataConfig) -> int:
-    """Returns the number of adjacent windows in the training part."""
-    return (len(corpus.train) - 1) // config.context
-
-
-def check_enough(corpus: Corpus, config: DataConfig, steps: int) -> None:
-    """Raises DataError if the steps need more "once" windows than the text has."""
-    if config.windows == "once" and steps * config.batch > places(corpus, config):
-        raise _too_few(corpus, config, steps)
-
-
-def _too_few(corpus: Corpus, config: DataConfig, steps: int) -> DataError:
-    return DataError(
-        f"{corpus.name} has {places(corpus, config):,} training windows of {config.context} {corpus.loss_unit}s, and "
-        f"{steps:,} steps of {config.batch} need {steps * config.batch:,} with windows=once; use fewer steps, more "
-        "text, or windows=drawn"
+    """Returns the training windows of a step, int64 [batch, context + 1], as a function of (seed, step) alone."""
+    starts = np.random.default_rng((seed, step)).integers(
+        0,
+        len(corpus.train) - config.context,
+        config.batch,
     )
-
-
-@functools.lru_cache(maxsize=16)
-def _order(seed: int, count: int) -> np.ndarray:
-    return np.random.default_rng((seed, count)).permutation(count)
+    return _windows(corpus.train, starts, config.context)
 
 
 def heldout(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
@@ -344,7 +157,11 @@ def heldout(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
 
 
 def spread(tokens: np.ndarray, context: int, sequences: int) -> np.ndarray:
-    """Returns evenly spaced, disjoint windows of tokens, int64 [n, context + 1]; n ≤ sequences."""
+    """Returns evenly spaced, disjoint windows of tokens, int64 [n, context + 1]; n ≤ sequences.
+
+    >>> spread(np.arange(10), context=2, sequences=2).tolist()
+    [[2, 3, 4], [6, 7, 8]]
+    """
     room = len(tokens) - context
     count = min(sequences, max(1, room // context))  # no more than fit without overlap
     starts = ((np.arange(count) + 0.5) / count * room).astype(np.int64)
@@ -367,7 +184,11 @@ def long_texts(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
             f"{int((corpus.ends - begins).max())}; give longer documents or a shorter context to test"
         )
     count = min(sequences, len(starts))
-    return _windows(corpus.heldout, starts[((np.arange(count) + 0.5) / count * len(starts)).astype(np.int64)], context)
+    return _windows(
+        corpus.heldout,
+        starts[((np.arange(count) + 0.5) / count * len(starts)).astype(np.int64)],
+        context,
+    )
 
 
 def _windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
@@ -381,6 +202,7 @@ def split(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
     than half of the tenth (because there are few texts or one text dominates), the last tenth of each text is held out
     instead.
     """
+    # Copies of one text on both sides would make the held-out loss a training loss.
     unique = {hashlib.sha256(text).digest(): text for text in texts if text}
     budget = HELD_OUT * sum(map(len, unique.values()))
     held: set[bytes] = set()
@@ -422,21 +244,32 @@ def _load(source: str, vocab_size: int | None, stamp: tuple[tuple[str, int, int]
     train, held = split(documents.texts)
     if not train:
         raise DataError(f"{source} is empty; expected text")
-    parts = [np.frombuffer(b"".join(part), dtype=np.uint8) for part in (train, held)]
-    return _corpus(documents.name, "byte", parts, vocab_size or 256, [len(text) for text in held])
+    parts = [np.frombuffer(b"".join(texts), dtype=np.uint8) for texts in (train, held)]
+    return _corpus(
+        documents.name,
+        "byte",
+        parts,
+        vocab_size or 256,
+        [len(text) for text in held],
+    )
 
 
 def _tokens(path: Path, kind: str, vocab_size: int | None) -> Corpus:
     """Reads token files: train.bin with val.bin, as nanoGPT writes them, or one file whose last tenth is held out."""
     path = path / "train.bin" if path.is_dir() else path
-    other = path.with_name("val.bin")
+    validation = path.with_name("val.bin")
     tokens = _read_bin(path, kind)
-    if path.name == "train.bin" and other.is_file():
-        parts = [tokens, _read_bin(other, kind)]
+    if path.name == "train.bin" and validation.is_file():
+        parts = [tokens, _read_bin(validation, kind)]
     else:
         cut = len(tokens) - round(HELD_OUT * len(tokens))
         parts = [tokens[:cut], tokens[cut:]]
-    return _corpus(path.name, "token", parts, vocab_size or int(tokens.max()) + 1)
+    return _corpus(
+        path.name,
+        "token",
+        parts,
+        vocab_size or int(tokens.max()) + 1,
+    )
 
 
 def _read_bin(path: Path, kind: str) -> np.ndarray:
@@ -463,15 +296,15 @@ def _corpus(
     vocab_size: int,
     lengths: Sequence[int] | None = None,
 ) -> Corpus:
-    largest = max(int(part.max(initial=0)) for part in parts)
+    largest = max(int(tokens.max(initial=0)) for tokens in parts)
     if largest >= vocab_size:
         raise DataError(
             f"{name} has token {largest}; expected tokens below the vocabulary size, {vocab_size}. "
             f"Set vocab_size to at least {largest + 1}, or use the right file."
         )
     digest = hashlib.sha256(f"{unit} {len(parts[0])} {len(parts[1])}\n".encode())
-    for part in parts:
-        digest.update(memoryview(np.ascontiguousarray(part)))  # type: ignore[arg-type]
+    for tokens in parts:
+        digest.update(memoryview(np.ascontiguousarray(tokens)))  # type: ignore[arg-type]
     train, held = parts
     return Corpus(
         name=name,

@@ -25,6 +25,7 @@ from qkeel.lab.run_record import (
     Watcher,
     heldout_numbers,
     mark_failed,
+    measuring,
     probe,
     remembered,
     token_loss,
@@ -85,10 +86,12 @@ def train(record: RunRecord) -> None:
         KeyboardInterrupt: the watcher asked to stop; a checkpoint was written.
     """
     state = record.state
+    # The record of step 0 shows the initial weights: collapse is judged against their loss.
     if record.step == 0:
         record.write(None, measure_probe(state), evaluate(state))
     while not record.over:
         is_logged, is_saved = record.is_logged(record.step + 1), record.is_saved(record.step + 1)
+        # Calls before the step are kept only where its effect on the logits is recorded: they hold q and k.
         before = remember(state) if is_logged else ()
         start = time.perf_counter()
         loss, norm = train_step(state, record.step)
@@ -97,8 +100,10 @@ def train(record: RunRecord) -> None:
         record.count(time.perf_counter() - start)
         if is_logged and numbers is not None:
             statistics = measure_probe(state, before)
-            record.write(numbers, statistics, evaluate(state) if record.wants_held(*numbers) else {})
+            held = evaluate(state, decode=record.over) if record.wants_held(*numbers) else {}
+            record.write(numbers, statistics, held)
         must_stop = not record.over and record.watcher.should_stop()
+        # A run that stopped at a loss that is not finite keeps its last sound checkpoint.
         if (must_stop or is_saved) and not record.stopped:
             record.save()
         if must_stop:
@@ -119,6 +124,7 @@ def train_step(state: RunState, step: int) -> tuple[Tensor, Tensor]:
     config, optimizer, scaler = state.config, state.optimizer, state.scaler
     set_rate(state, step)
     batch = state.task.batch(config.seed, step).to(state.device)
+    # Dropout draws from torch's own generator, which a resumed run must find in the state of this step.
     torch.manual_seed(config.seed * _SEEDS + step)
     losses = []
     for examples in batch.split(config.data.batch // config.accumulate):
@@ -128,8 +134,10 @@ def train_step(state: RunState, step: int) -> tuple[Tensor, Tensor]:
         total = loss + z_loss(logits, config.optim.z_loss) if config.optim.z_loss else loss
         scaler.scale(total / config.accumulate).backward()
         losses.append(loss.detach() / config.accumulate)
+    # Clipping and the recorded norm are those of the true gradient, not of the scaled one.
     scaler.unscale_(optimizer)
     parameters = [p for p in state.model.parameters() if p.grad is not None]
+    # The norm is recorded even without clipping, so it is computed once, apart from clipping.
     norm = get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
     if config.optim.grad_clip:
         clip_grads_with_norm_(parameters, config.optim.grad_clip, norm, foreach=True)
@@ -162,8 +170,21 @@ def measure_probe(state: RunState, before: Sequence[Seen] = ()) -> ProbeStatisti
         return probe(state.model, inputs, classes, before)
 
 
-def evaluate(state: RunState) -> dict[str, float]:
-    """Returns the held-out losses of a run, with NaN for values that are not finite."""
+def evaluate(state: RunState, *, decode: bool = False) -> dict[str, float]:
+    """Returns the held-out losses of a run, with NaN for values that are not finite.
+
+    Args:
+        state: the run.
+        decode: whether to measure also what the task's `decoded` measures, such as BLEU.
+    """
     with autocast(state.config):
-        losses = heldout_numbers(state.model, state.heldout, 4 * state.config.data.batch, state.task)
-    return {name: value if math.isfinite(value) else math.nan for name, value in losses.items()}
+        numbers = heldout_numbers(
+            state.model,
+            state.heldout,
+            4 * state.config.data.batch,
+            state.task,
+        )
+        if decode:
+            with measuring(state.model):
+                numbers |= state.task.decoded(state.model, state.heldout)
+    return {name: value if math.isfinite(value) else math.nan for name, value in numbers.items()}

@@ -69,14 +69,14 @@ class Cache:
         """The number of bytes that each token of one sequence takes; 0 before the first token."""
         return sum(x[0, :, :1].numel() * x.element_size() for x in self._held)
 
-    def next_positions(self, like: HeadTensor, pos: QueryPositions | None = None) -> PosQ:
-        """Returns the positions [b|1 t] of the next tokens, of which `like` is [b h t d]: `pos`, after validation, or
+    def next_positions(self, keys: HeadTensor, pos: QueryPositions | None = None) -> PosQ:
+        """Returns the positions [b|1 t] of the next tokens, whose keys are [b h t d]: `pos`, after validation, or
         the positions that follow those of the cached tokens."""
-        b, t = like.shape[0], like.shape[2]
+        b, t = keys.shape[0], keys.shape[2]
         if pos is None:
             if self.pos is None:
-                return torch.arange(self.length, self.length + t, device=like.device)[None]
-            return torch.arange(1, t + 1, device=like.device) + self.pos[:, -1:]
+                return torch.arange(self.length, self.length + t, device=keys.device)[None]
+            return torch.arange(1, t + 1, device=keys.device) + self.pos[:, -1:]
         rows = pos[None] if pos.ndim == 1 else pos
         if rows.ndim != 2 or rows.shape[0] not in (1, b) or rows.shape[1] != t:
             raise ShapeError(f"expected pos of shape [{b} {t}] or [{t}], got {tuple(pos.shape)}")
@@ -114,21 +114,27 @@ class Cache:
         self.length = length
         return [held[:, :, :length] for held in self._held]
 
-    def _place(self, new: Tensor, like: Tensor) -> None:
-        old = torch.arange(self.length, device=like.device)[None] if self.pos is None else self.pos
+    def _place(self, new: Tensor, keys: Tensor) -> None:
+        old = torch.arange(self.length, device=keys.device)[None] if self.pos is None else self.pos
         b = max(old.shape[0], new.shape[0])
         self.pos = torch.cat([old.expand(b, -1), new.expand(b, -1)], dim=1)
 
-    def _grown(self, old: Tensor | None, like: Tensor, needed: int) -> Tensor:
-        if old is not None and (old.shape[:2], old.shape[3:]) != (like.shape[:2], like.shape[3:]):
+    def _grown(self, old: Tensor | None, keys: Tensor, needed: int) -> Tensor:
+        if old is not None and (old.shape[:2], old.shape[3:]) != (keys.shape[:2], keys.shape[3:]):
             raise ShapeError(
-                f"this cache holds a tensor of shape {tuple(old.shape)} and cannot append one of {tuple(like.shape)}; "
+                f"this cache holds a tensor of shape {tuple(old.shape)} and cannot append one of {tuple(keys.shape)}; "
                 f"use one {type(self).__name__} per layer and batch"
             )
         if old is not None and old.shape[2] >= needed:
             return old
         room = self.max_length or max(needed, 2 * (old.shape[2] if old is not None else 0))
-        grown = torch.empty(*like.shape[:2], room, *like.shape[3:], dtype=like.dtype, device=like.device)
+        grown = torch.empty(
+            *keys.shape[:2],
+            room,
+            *keys.shape[3:],
+            dtype=keys.dtype,
+            device=keys.device,
+        )
         if old is not None:
             grown[:, :, : self.length] = old[:, :, : self.length]
         return grown
@@ -231,7 +237,14 @@ class SpecModule(nn.Module):
         self, q: Queries, k: Keys, v: Values, *, spec: AttentionSpec, params: Params, seen: Visibility
     ) -> Hidden:
         """Builds the call, passes it to the observers and computes it: [b h t d] -> [b t h·e]."""
-        call = seen.call(spec, q, k, v, params, self.dropout if self.training else 0.0)
+        call = seen.call(
+            spec,
+            q,
+            k,
+            v,
+            params,
+            self.dropout if self.training else 0.0,
+        )
         kernel = choose(call, self.impl)
         read = None
         if isinstance(kernel, Native) and any(isinstance(observer, RowObserver) for observer in self.observers):
@@ -255,8 +268,8 @@ class SpecModule(nn.Module):
         returns [b t h·e]."""
         q, k, v = qkv
         if cache is None:
-            seen = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
-            return self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=seen)
+            visibility = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
+            return self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=visibility)
         if not isinstance(cache, KVCache):
             raise InvalidTypeError(f"expected a qkeel.nn.KVCache, got {type(cache).__name__}; new_cache() creates one")
         cache.check_positions(pos, mask)
@@ -266,10 +279,14 @@ class SpecModule(nn.Module):
             q, k = encoded(spec, q, k, at, at, params)
             v = spec.values(v, params)
             spec, params = spec.core(params)
-        k, v = cache.append(k, v, pos=None if pos is None else at)
-        own = None if cache.pos is None else at
-        seen = Visibility(causal=causal, mask=mask, pos_q=own, pos_k=cache.pos)
-        return self.attend(q, k, v, spec=spec, params=params, seen=seen)
+        k, v = cache.append(
+            k,
+            v,
+            pos=None if pos is None else at,
+        )
+        positions = None if cache.pos is None else at
+        visibility = Visibility(causal=causal, mask=mask, pos_q=positions, pos_k=cache.pos)
+        return self.attend(q, k, v, spec=spec, params=params, seen=visibility)
 
     def extra_repr(self) -> str:
         """Shows heads, norm and position in print(model)."""
@@ -402,8 +419,8 @@ class Attention(SpecModule):
             stats: whether to return LogitStats as well.
         """
         if stats:
-            found: list[LogitStats] = []
-            note = lambda call: found.append(logit_stats(call))  # noqa: E731
+            stats_of_calls: list[LogitStats] = []
+            note = lambda call: stats_of_calls.append(logit_stats(call))  # noqa: E731
             self.observers.append(note)
             try:
                 out = self.forward(
@@ -411,7 +428,7 @@ class Attention(SpecModule):
                 )
             finally:
                 self.observers.remove(note)
-            return out, found[-1]
+            return out, stats_of_calls[-1]
         check_input(x, self.d_model, self.q_proj)
         if context is not None:
             if cache is not None:
@@ -426,27 +443,44 @@ class Attention(SpecModule):
         v = self._heads(self.v_proj(source), self.n_kv_heads)
         causal = context is None if causal is None else causal
         if context is None:
-            return self.o_proj(self.attend_self(cache, (q, k, v), causal=causal, mask=mask, pos=pos))
-        seen = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos_context)
-        return self.o_proj(self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=seen))
+            return self.o_proj(
+                self.attend_self(
+                    cache,
+                    (q, k, v),
+                    causal=causal,
+                    mask=mask,
+                    pos=pos,
+                )
+            )
+        visibility = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos_context)
+        return self.o_proj(
+            self.attend(
+                q,
+                k,
+                v,
+                spec=self.spec,
+                params=self.spec_params(),
+                seen=visibility,
+            )
+        )
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
 
 
-def as_spec(given: AttentionSpec | str | None) -> AttentionSpec:
+def as_spec(spec: AttentionSpec | str | None) -> AttentionSpec:
     """Returns the given spec, the spec of the named preset, or the baseline for None.
 
     Raises:
         UnknownNameError: no preset has this name.
         InvalidTypeError: `given` has the wrong type.
     """
-    if isinstance(given, AttentionSpec):
-        return given
-    if given is not None and not isinstance(given, str):
+    if isinstance(spec, AttentionSpec):
+        return spec
+    if spec is not None and not isinstance(spec, str):
         expected = 'an AttentionSpec or the name of a preset, such as "qwen3"'
-        raise InvalidTypeError(f"expected {expected}, got {type(given).__name__}")
-    return attention_spec(given or "baseline")
+        raise InvalidTypeError(f"expected {expected}, got {type(spec).__name__}")
+    return attention_spec(spec or "baseline")
 
 
 def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
@@ -455,7 +489,11 @@ def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: in
     groups = n_heads if n_kv_heads is None else n_kv_heads
     positive = d_model >= 1 and (head_dim is None or head_dim >= 1)
     check(positive, "sizes of at least 1", f"d_model={d_model}, head_dim={head_dim}")
-    check(n_heads >= 1 and groups >= 1, "at least one head", f"n_heads={n_heads}, n_kv_heads={n_kv_heads}")
+    check(
+        n_heads >= 1 and groups >= 1,
+        "at least one head",
+        f"n_heads={n_heads}, n_kv_heads={n_kv_heads}",
+    )
     if n_heads % groups:
         raise InvalidValueError(
             f"n_heads must be a multiple of n_kv_heads, got {n_heads} and {groups}; "
@@ -503,8 +541,8 @@ class GAU(SpecModule):
         impl: str = "auto",
     ) -> None:
         width = 2 * d_model if hidden is None else hidden
-        given = f"d_model={d_model}, hidden={width}, size={size}"
-        check(min(d_model, width, size) >= 1, "sizes of at least 1", given)
+        sizes = f"d_model={d_model}, hidden={width}, size={size}"
+        check(min(d_model, width, size) >= 1, "sizes of at least 1", sizes)
         spec = preset("baseline") if spec is None else spec
         spec.position.check(size)
         super().__init__(spec, (1, 1, size), dropout, impl)
@@ -587,5 +625,11 @@ class GAUBlock(nn.Module):
     ) -> Hidden:
         """Maps x [b t m] to [b t m]."""
         pre = self.norm_order == "pre"
-        branch = self.attention(self.norm(x) if pre else x, cache=cache, causal=causal, mask=mask, pos=pos)
+        branch = self.attention(
+            self.norm(x) if pre else x,
+            cache=cache,
+            causal=causal,
+            mask=mask,
+            pos=pos,
+        )
         return x + branch if pre else self.norm(self.alpha * x + branch)

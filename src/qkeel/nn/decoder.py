@@ -128,8 +128,8 @@ class Block(nn.Module):
         return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
 
 
-def _rms(d_model: int, wanted: bool) -> nn.Module:
-    return nn.RMSNorm(d_model, eps=1e-6) if wanted else nn.Identity()
+def _rms(d_model: int, has_norm: bool) -> nn.Module:
+    return nn.RMSNorm(d_model, eps=1e-6) if has_norm else nn.Identity()
 
 
 # A decoder language model.
@@ -168,18 +168,26 @@ class DecoderConfig:
     base_width: int | None = None
 
     def __post_init__(self) -> None:
-        for kind, name, known in (
+        for kind, name, choices in (
             ("attention", self.attention, ("mha", "mla", "gau")),
             ("MLP", self.mlp, ("gelu", "swiglu")),
             ("norm order", self.norm_order, NORM_ORDERS),
         ):
-            check_known(kind, name, known)
+            check_known(kind, name, choices)
         base = 1 if self.base_width is None else self.base_width
         sizes = (self.vocab_size, self.d_model, self.n_layers, self.n_heads, base)
         for name, size in zip(("vocab_size", "d_model", "n_layers", "n_heads", "base_width"), sizes, strict=True):
             check(size >= 1, f"{name} of at least 1", size)
-        check(int(self.mlp_ratio * self.d_model) >= 1, "an MLP of at least one unit", f"mlp_ratio={self.mlp_ratio}")
-        check(len(self.specs) == self.n_layers, f"one spec per layer, {self.n_layers}", len(self.specs))
+        check(
+            int(self.mlp_ratio * self.d_model) >= 1,
+            "an MLP of at least one unit",
+            f"mlp_ratio={self.mlp_ratio}",
+        )
+        check(
+            len(self.specs) == self.n_layers,
+            f"one spec per layer, {self.n_layers}",
+            len(self.specs),
+        )
         check_dropout(self.dropout)
         check_heads(self.d_model, self.n_heads, self.n_kv_heads, self.head_dim)
         if self.attention == "gau" and self.n_heads != 1:
@@ -322,8 +330,12 @@ class FusedEmbedding(nn.Embedding):
     def forward(self, input: Int[Tensor, "b t"]) -> Float[Tensor, "b t m"]:
         """Maps tokens [b t] to embeddings [b t m]."""
         code = input - self.first
-        seen = self.patch(self.pixels[code.clamp_min(0)])  # type: ignore[index]
-        return torch.where((code >= 0)[..., None], seen, super().forward(input))
+        embedded_patches = self.patch(self.pixels[code.clamp_min(0)])  # type: ignore[index]
+        return torch.where(
+            (code >= 0)[..., None],
+            embedded_patches,
+            super().forward(input),
+        )
 
 
 @final

@@ -123,10 +123,10 @@ def absorb(
     q: Queries, up: Float[Tensor, "h n l"], gain: GainTensor | None, rope_dim: int
 ) -> Float[Tensor, "b h t latent"]:
     """Returns [b h t l+r]: the unrotated part of q multiplied by W_uk^h (`up` [h n l]), then the rotated part."""
-    rotated, plain = q[..., :rope_dim], q[..., rope_dim:]
+    rotated, unrotated = q[..., :rope_dim], q[..., rope_dim:]
     if gain is not None:
-        plain = plain * (gain[rope_dim:] if gain.ndim else gain)
-    return torch.cat([plain @ up, rotated], dim=-1)
+        unrotated = unrotated * (gain[rope_dim:] if gain.ndim else gain)
+    return torch.cat([unrotated @ up, rotated], dim=-1)
 
 
 def attend_latents(call: AttentionCall, inverse: PerKey | None, head_dim: int) -> Float[Tensor, "b h t l"]:
@@ -151,13 +151,23 @@ def attend_latents(call: AttentionCall, inverse: PerKey | None, head_dim: int) -
 def _block(call: AttentionCall, q: Tensor, k: Tensor, inverse: Tensor | None, rows: slice) -> Tensor:
     keys, spec = call.span(rows), call.spec
     k = k[:, :, keys]
-    z = spec.position.scores(q[:, :, rows], k, call.pos_q[:, rows], call.pos_k[:, keys], call.params)
+    z = spec.position.scores(
+        q[:, :, rows],
+        k,
+        call.pos_q[:, rows],
+        call.pos_k[:, keys],
+        call.params,
+    )
     if inverse is not None:
         z = z * inverse[:, :, None, keys].to(z.dtype)
     bias = call.bias(rows, keys)
     if bias is not None:
         z = z + bias.to(z.dtype)
-    weights = spec.normalizer.weights(spec.cap.apply(z), call.visible(rows, keys), call.params)
+    weights = spec.normalizer.weights(
+        spec.cap.apply(z),
+        call.visible(rows, keys),
+        call.params,
+    )
     return average(F.dropout(weights, call.dropout) if call.dropout else weights, k[..., : call.v.shape[-1]])
 
 
@@ -217,7 +227,12 @@ class MLA(SpecModule):
         least = min(n for n in (*dataclasses.astuple(sizes), n_heads) if n is not None)
         check(least >= 1, "sizes of at least 1", f"{sizes}, n_heads={n_heads}")
         head_dim = sizes.rope_dim + sizes.nope_dim
-        super().__init__(_rotating(spec or AttentionSpec(), sizes), (n_heads, n_heads, head_dim), dropout, impl)
+        super().__init__(
+            _rotating(spec or AttentionSpec(), sizes),
+            (n_heads, n_heads, head_dim),
+            dropout,
+            impl,
+        )
         self.d_model, self.sizes = d_model, sizes
         width = d_model if sizes.q_latent is None else sizes.q_latent
         self.q_down = nn.Identity() if sizes.q_latent is None else nn.Linear(d_model, width, bias=False)
@@ -247,10 +262,27 @@ class MLA(SpecModule):
         q = torch.cat([self._heads(self.q_rope(q_latent)), self._heads(self.q_up(q_latent))], dim=-1)
         shared = self.k_rope(x)[:, None]
         if cache is not None:
-            return self.o_proj(self._cached(cache, (q, latent, shared), causal=causal, mask=mask, pos=pos))
+            return self.o_proj(
+                self._cached(
+                    cache,
+                    (q, latent, shared),
+                    causal=causal,
+                    mask=mask,
+                    pos=pos,
+                )
+            )
         k, v = self._keys(latent, shared), self._heads(self.v_up(latent))
-        seen = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
-        return self.o_proj(self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=seen))
+        visibility = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
+        return self.o_proj(
+            self.attend(
+                q,
+                k,
+                v,
+                spec=self.spec,
+                params=self.spec_params(),
+                seen=visibility,
+            )
+        )
 
     def new_cache(self, max_length: int | None = None) -> LatentCache:
         """Returns an empty cache for one batch; it reserves memory for `max_length` tokens at once, or doubles its
@@ -264,7 +296,18 @@ class MLA(SpecModule):
 
     def _keys(self, latent: Tensor, shared: Tensor) -> Tensor:
         """Returns the keys of every head [b h s d] from latents [b s l] and the shared part [b 1 s r]."""
-        return torch.cat([shared.expand(-1, self.n_heads, -1, -1), self._heads(self.k_up(latent))], dim=-1)
+        return torch.cat(
+            [
+                shared.expand(
+                    -1,
+                    self.n_heads,
+                    -1,
+                    -1,
+                ),
+                self._heads(self.k_up(latent)),
+            ],
+            dim=-1,
+        )
 
     def _cached(
         self,
@@ -281,18 +324,25 @@ class MLA(SpecModule):
         q, held, inverse, at = self._remember(cache, *new, pos)
         # A single query at the end sees every key, so it needs no causal mask.
         causal = causal and (at is not None or q.shape[2] > 1)
-        seen = Visibility(causal=causal, mask=mask, pos_q=at, pos_k=cache.pos)
+        visibility = Visibility(causal=causal, mask=mask, pos_q=at, pos_k=cache.pos)
         if first and q.shape[2] > 1:
             # Among the first tokens, a product with d numbers per key costs less than one with latents.
-            return self.attend(q, *self._materialised(held, inverse), spec=core, params=left, seen=seen)
+            return self.attend(q, *self._materialised(held, inverse), spec=core, params=left, seen=visibility)
         if self.observers:
-            observed = seen.call(core, q, *self._materialised(held, inverse), left)
+            observed = visibility.call(core, q, *self._materialised(held, inverse), left)
             for observer in self.observers:
                 observer(observed)
         gain = key_gain(self.spec, self.spec_params())
         wide = absorb(q, self._up("k_up"), gain, self.sizes.rope_dim).to(q.dtype)
         dropout = self.dropout if self.training else 0.0
-        call = seen.call(core, wide, held, held[..., : self.sizes.kv_latent], left, dropout)
+        call = visibility.call(
+            core,
+            wide,
+            held,
+            held[..., : self.sizes.kv_latent],
+            left,
+            dropout,
+        )
         out = attend_latents(call, inverse, self.head_dim) @ self._up("v_up").mT
         return out.transpose(1, 2).flatten(2)
 
@@ -303,8 +353,13 @@ class MLA(SpecModule):
         norm, at = key_norm(self.spec), cache.next_positions(q, pos)
         inverse = None if norm is None else inverse_size(norm, self._keys(latent, shared))
         encoded, rotated = encode(self.spec, q, shared, at, self.spec_params())
-        own = None if pos is None else at
-        held, inverse = cache.append(latent[:, None].to(q.dtype), rotated.to(q.dtype), inverse, pos=own)
+        positions = None if pos is None else at
+        held, inverse = cache.append(
+            latent[:, None].to(q.dtype),
+            rotated.to(q.dtype),
+            inverse,
+            pos=positions,
+        )
         return encoded.to(q.dtype), held, inverse, None if cache.pos is None else at
 
     def _materialised(self, held: Tensor, inverse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -313,8 +368,10 @@ class MLA(SpecModule):
         latent, rotated = held[:, 0].split([self.sizes.kv_latent, self.sizes.rope_dim], dim=-1)
         k, gain = self._keys(latent, rotated[:, None]), key_gain(self.spec, self.spec_params())
         if gain is not None:
-            plain = gain[self.sizes.rope_dim :] if gain.ndim else gain
-            k[..., self.sizes.rope_dim :] *= plain.to(k.dtype)  # the cache already has the gain of the rotated part
+            unrotated_gain = gain[self.sizes.rope_dim :] if gain.ndim else gain
+            k[..., self.sizes.rope_dim :] *= unrotated_gain.to(
+                k.dtype
+            )  # the cache already has the gain of the rotated part
         v = self._heads(self.v_up(latent))
         return k if inverse is None else (k * inverse[..., None]).to(k.dtype), v
 

@@ -388,6 +388,7 @@ MONITOR_EXTREMES: dict[str, Field] = {
 TASK_FIELDS: dict[str, Field] = {
     "val_loss": Field("nats/token", "loss on held-out targets of one kind; null if it was not evaluated"),
     "val_accuracy": Field("share", "share of held-out images whose class has the largest logit"),
+    "val_bleu": Field("BLEU", "sacrebleu's BLEU of greedy decoding on held-out texts, after training"),
     "query_norm": Field(
         "1", "mean L2 norm of the class's queries as they enter the dot product, over heads and layers"
     ),
@@ -459,7 +460,6 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
     "accuracy_repeat": Field(
         "share", "share of next tokens predicted on text of the training length repeated up to the test length"
     ),
-    "accuracy_last": Field("share", "share of next tokens predicted in the last part of the text, one training length"),
     "kept_nonrepeat": Field("1", "accuracy_nonrepeat / accuracy_train"),
     "loss_train": Field(
         "nats/token", "loss of the model as trained, on the test text cut into pieces of the training length"
@@ -468,16 +468,9 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
     "max_logit": Field("nats", "largest max_logit over training"),
     "run_id": Field("name", "hash of the canonical configuration"),
     "accuracy_train_posthoc": Field("share", "accuracy_train with the post-hoc method"),
-    "accuracy_last_short": Field(
-        "share", "accuracy on the tokens of accuracy_last, predicted from only one training length of text"
-    ),
     "cos_outside": Field(
         "share", "share of visible pairs whose cos(q, k) lies outside the range observed for their head in training"
     ),
-    "dilution": Field("share", "largest weight that one of test_length keys can get, in the head where it is smallest"),
-    "needle": Field("share", "share of needle values predicted correctly; empty if there were no needles in training"),
-    "needle_weight": Field("share", "mean weight from a question to its needle, in the head where it is largest"),
-    "needle_bound": Field("share", "largest weight that one of test_length keys can get in the head of needle_weight"),
 }
 
 

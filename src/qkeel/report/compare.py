@@ -45,9 +45,11 @@ def difference(above: Mapping[int, float], below: Mapping[int, float]) -> Differ
     >>> round(found.mean, 3), found.interval()
     (0.11, '+0.085 to +0.135, 3 seeds')
     """
+    # In the order of seeds, so that the last digits do not depend on the order of the runs.
     values = [above[seed] - below[seed] for seed in sorted(above.keys() & below.keys())]
     if not values:
         return None
+    # One pair has no spread, and a loss that is not finite has no mean.
     judged = len(values) > 1 and all(map(math.isfinite, values))
     return Difference(
         mean=math.fsum(values) / len(values),
@@ -89,11 +91,11 @@ class Cell:
 def cells(study: StudyData) -> list[Cell]:
     """Returns every remedy at every rate with a finished run, part by part, in the study's order."""
     table = []
-    for name, part in study.parts().items():
+    for name, part_of_study in study.parts().items():
         for remedy in study.remedies:
-            for lr in part.lrs():
-                runs = [run for run in part.finished if run.remedy == remedy and run.lr == lr]
-                same_rate = [run for run in part.finished if run.remedy == study.baseline and run.lr == lr]
+            for lr in part_of_study.lrs():
+                runs = [run for run in part_of_study.finished if run.remedy == remedy and run.lr == lr]
+                same_rate = [run for run in part_of_study.finished if run.remedy == study.baseline and run.lr == lr]
                 baseline = Cell(part=name, remedy=study.baseline, lr=lr, runs=same_rate).values("val_loss")
                 if runs:
                     cell = Cell(part=name, remedy=remedy, lr=lr, runs=runs)
@@ -120,8 +122,8 @@ def primary_cell(study: StudyData) -> tuple[Cell, Cell] | None:
         rates = sorted(below, key=lambda lr: _mean_loss(below[lr]))
     for lr in rates:
         for cell in table:
-            wanted = cell.remedy == named["remedy"] if named else cell.remedy != baseline
-            if wanted and cell.lr == lr and lr in below:
+            is_compared = cell.remedy == named["remedy"] if named else cell.remedy != baseline
+            if is_compared and cell.lr == lr and lr in below:
                 gain = difference(below[lr].values("val_loss"), cell.values("val_loss"))
                 if gain is not None:
                     return dataclasses.replace(cell, gain=gain), below[lr]
@@ -159,10 +161,10 @@ class LongCell:
 def long_cells(study: StudyData) -> list[LongCell]:
     """Returns every form, method and length that was measured, part by part, in the study's order."""
     table = []
-    for name, part in study.parts().items():
+    for name, part_of_study in study.parts().items():
         measured: dict[tuple[str, str, int], dict[str, dict[int, float]]] = {}
         for form in study.remedies:
-            for run in part.runs:
+            for run in part_of_study.runs:
                 for line in run.long if run.remedy == form else ():
                     if line.get("kept_nonrepeat") is not None:  # else the form refused the method
                         key = (form, str(line["posthoc"]), int(line["test_length"]))

@@ -70,28 +70,32 @@ def figures(
         InvalidValueError: the width is out of range.
         RunDirectoryError: nothing has been recorded, or the files cannot be read.
     """
-    for one in formats:
-        check_known("format of figures", one, FORMATS)
+    for file_format in formats:
+        check_known("format of figures", file_format, FORMATS)
     if not 0.5 <= width <= 50:
         raise InvalidValueError(f"expected a width from 0.5 to 50 inches, got {width:g}")
     with needed("figures", "'qkeel[plot]'"):
         from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-    (given,) = as_paths(path)
-    drawn = _of_watched(read_watched([given])[0]) if is_watched(given) else _of_study(read_study(given, baseline))
+    (directory,) = as_paths(path)
+    drawn = (
+        _of_watched(read_watched([directory])[0])
+        if is_watched(directory)
+        else _of_study(read_study(directory, baseline))
+    )
     written = []
     with rc_context(_STYLE):
         for name, draw in drawn:
             figure = Figure(figsize=(width, _RATIO * width), layout="constrained")
             draw(figure.subplots())
             make_directory(Path(out))
-            for one in formats:
-                target = Path(out) / f"{name}.{one}"
-                figure.savefig(target, dpi=300, metadata=_UNDATED[one])
+            for file_format in formats:
+                target = Path(out) / f"{name}.{file_format}"
+                figure.savefig(target, dpi=300, metadata=_UNDATED[file_format])
                 written.append(target)
     if not written:
         raise RunDirectoryError(
-            f"{given} has no records to draw; wait until the run has recorded something, or give another directory"
+            f"{directory} has no records to draw; wait until the run has recorded something, or give another directory"
         )
     return written
 
@@ -111,7 +115,11 @@ def _of_watched(run: Watched) -> Drawing:
     }
     for field, label in labels.items():
         if field in run.measured():
-            about = {"steps": run.steps, "lines": fold_heads(field, run.heads.values[field]), "names": names}
+            about = {
+                "steps": run.steps,
+                "lines": fold_heads(field, run.heads.values[field]),
+                "names": names,
+            }
             yield field, functools.partial(_layers, **about, label=label, alarm=field == "max_logit")
     if "max_logit" in run.measured():
         yield "heads", lambda ax: _heads(ax, run.heads.values["max_logit"][-1], names, run.steps[-1])
@@ -127,7 +135,12 @@ def _layers(
     finite = lines[np.isfinite(lines)]
     for line, name, shade in zip(lines.T, names, shades, strict=False):
         colour = colormaps["viridis"](shade)
-        ax.plot(steps, line, color=colour, marker="." if len(steps) < 3 else None)
+        ax.plot(
+            steps,
+            line,
+            color=colour,
+            marker="." if len(steps) < 3 else None,
+        )
         known = np.flatnonzero(np.isfinite(line))
         if len(known) and len(names) <= 6:
             at = (steps[known[-1]], line[known[-1]])
@@ -144,12 +157,14 @@ def _heads(ax: Foreign, values: np.ndarray, names: Sequence[str], step: int) -> 
     from matplotlib import colors  # pyright: ignore[reportMissingImports]
 
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    both = low < 0 < high
+    crosses_zero = low < 0 < high
     most = max(-low, high, 1.0)
-    norm = colors.SymLogNorm(1.0, vmin=-most, vmax=most) if both else colors.Normalize(low, high)
-    if not both and low > 0 and high > 10 * low:
+    norm = colors.SymLogNorm(1.0, vmin=-most, vmax=most) if crosses_zero else colors.Normalize(low, high)
+    if not crosses_zero and low > 0 and high > 10 * low:
         norm = colors.LogNorm(low, high)
-    image = ax.imshow(values, aspect="auto", cmap="RdBu_r" if both else "viridis", norm=norm, interpolation="nearest")
+    image = ax.imshow(
+        values, aspect="auto", cmap="RdBu_r" if crosses_zero else "viridis", norm=norm, interpolation="nearest"
+    )
     ax.figure.colorbar(image, ax=ax, label=f"largest logit at step {step:,}")
     if len(names) <= 24:
         ax.set_yticks(range(len(names)), names)
@@ -159,14 +174,14 @@ def _heads(ax: Foreign, values: np.ndarray, names: Sequence[str], step: int) -> 
 
 def _of_study(study: StudyData) -> Drawing:
     """Yields the figures of a study or, if it has parts, of its first part."""
-    part = next(iter(study.parts().values()))
-    table = cells(part)
-    if len(part.lrs()) > 1:
+    first_part = next(iter(study.parts().values()))
+    table = cells(first_part)
+    if len(first_part.lrs()) > 1:
         loss = f"held-out loss ({study.loss_unit()})"
         yield "val_loss_by_lr", lambda ax: _by_rate(ax, study, table, "val_loss", loss, log=False)
         yield "max_logit_by_lr", lambda ax: _by_rate(ax, study, table, "max_logit", "largest logit (nats)", log=True)
-    for lr in sorted({run.lr for run in part.runs if run.metrics and run.role != DRIFT}):
-        yield f"max_logit_lr_{rate(lr).replace(chr(0x2212), '-')}", lambda ax, lr=lr: _courses(ax, part, lr)
+    for lr in sorted({run.lr for run in first_part.runs if run.metrics and run.role != DRIFT}):
+        yield f"max_logit_lr_{rate(lr).replace(chr(0x2212), '-')}", lambda ax, lr=lr: _courses(ax, first_part, lr)
     judged = [cell for cell in table if cell.gain is not None and cell.gain.effect is not None]
     if judged:
         yield "gains", lambda ax: _gains(ax, study, judged)
@@ -202,7 +217,12 @@ def _courses(ax: Foreign, study: StudyData, lr: float) -> None:
         if run.lr == lr and run.role != DRIFT and points:
             label = "" if run.remedy in named else run.remedy
             named.add(run.remedy)
-            ax.plot(*zip(*points), color=_colour(study, run.remedy), linewidth=0.8, label=label)
+            ax.plot(
+                *zip(*points),
+                color=_colour(study, run.remedy),
+                linewidth=0.8,
+                label=label,
+            )
     ax.axhline(ALARM_THRESHOLD, color="#b3261e", linewidth=0.7, linestyle=":")
     ax.set_yscale("log")
     ax.set(xlabel="optimizer step", ylabel="largest logit (nats)", title=f"LR {rate(lr)}")
@@ -217,8 +237,16 @@ def _gains(ax: Foreign, study: StudyData, table: Sequence[Cell]) -> None:
         assert cell.gain.effect is not None
         colour = _colour(study, cell.remedy)
         if np.isfinite(cell.gain.effect.high):
-            ax.plot([cell.gain.effect.low, cell.gain.effect.high], [y, y], color=colour)
+            ax.plot(
+                [cell.gain.effect.low, cell.gain.effect.high],
+                [y, y],
+                color=colour,
+            )
         ax.plot([cell.gain.mean], [y], marker="o", markersize=3, color=colour)
     ax.axvline(0, color="0.5", linewidth=0.6)
-    ax.set_yticks(range(len(ordered)), [f"{cell.remedy}, LR {rate(cell.lr)}" for cell in ordered], fontsize=6)
+    ax.set_yticks(
+        range(len(ordered)),
+        [f"{cell.remedy}, LR {rate(cell.lr)}" for cell in ordered],
+        fontsize=6,
+    )
     ax.set_xlabel(f"held-out loss of {study.baseline}\nminus that of the remedy ({study.loss_unit()})")

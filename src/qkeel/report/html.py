@@ -193,7 +193,11 @@ def cell(text: str, key: float, small: str = "", kind: str = "") -> Markup:
 
 def measured(value: float, small: str = "") -> Markup:
     """Returns the cell of a measured value, or a dash for NaN, which means not measured."""
-    return cell("–" if math.isnan(value) else number(value), value, "" if math.isnan(value) else small)
+    return cell(
+        "–" if math.isnan(value) else number(value),
+        value,
+        "" if math.isnan(value) else small,
+    )
 
 
 NOTHING = cell("–", math.inf)
@@ -245,7 +249,11 @@ class Page:
         if self.data is not None:
             scripts = [json_script("report-data", self.data), *map(_script, ("plot.min.js", "kit.js", self.drawing))]
         scripts.append(_script("page.js"))
-        main = tag("main", {}, *(self._section(section) for section in self.sections if section.content))
+        main = tag(
+            "main",
+            {},
+            *(self._section(section) for section in self.sections if section.content),
+        )
         body = join([self._header(refresh), main, self._footer()])
         page = tag("body", {}, "\n", body, "\n", join(scripts), "\n")
         return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n{page}\n</html>\n'
@@ -270,12 +278,22 @@ class Page:
 
     def _section(self, section: Section) -> Markup:
         title = tag("h2", {}, section.title) if section.title else ""
-        return tag("section", {"id": f"section-{section.name}", "class": "part"}, title, section.content)
+        return tag(
+            "section",
+            {"id": f"section-{section.name}", "class": "part"},
+            title,
+            section.content,
+        )
 
     def _footer(self) -> Markup:
         script = tag("p", {}, "The charts need JavaScript; the tables are complete without it.")
         charts = tag("noscript", {}, script) if self.data is not None else ""
-        return tag("footer", {}, charts, tag("p", {}, f"{self.made} This file loads nothing."))
+        return tag(
+            "footer",
+            {},
+            charts,
+            tag("p", {}, f"{self.made} This file loads nothing."),
+        )
 
 
 def empty_note(text: str) -> Markup:
@@ -290,15 +308,34 @@ def note(text: str) -> Markup:
 
 def details(title: str, content: Markup, *, shown: bool = False) -> Markup:
     """Returns content that expands when its title is clicked; with `shown`, it is expanded from the start."""
-    return tag("details", {"open": None} if shown else {}, tag("summary", {}, title), content)
+    return tag(
+        "details",
+        {"open": None} if shown else {},
+        tag("summary", {}, title),
+        content,
+    )
 
 
-def facts(found: Mapping[str, str | Sequence[str]], *, code: bool = False) -> Markup:
+def facts(values_of_name: Mapping[str, str | Sequence[str]], *, code: bool = False) -> Markup:
     """Returns a list of names, each with a sentence or several values; with `code`, names are formatted as code."""
     lines: list[Markup] = []
-    for name, value in found.items():
-        values = [value] if isinstance(value, str) else [tag("span", {"class": "value"}, one) for one in value]
-        lines += [tag("dt", {}, tag("code", {}, name) if code else name), tag("dd", {}, join(values, " "))]
+    for name, value in values_of_name.items():
+        values = [value] if isinstance(value, str) else [tag("span", {"class": "value"}, text) for text in value]
+        lines += [
+            tag(
+                "dt",
+                {},
+                tag("code", {}, name) if code else name,
+            ),
+            tag(
+                "dd",
+                {},
+                join(
+                    values,
+                    " ",
+                ),
+            ),
+        ]
     return tag("dl", {"class": "facts"}, *lines) if lines else Markup("")
 
 
@@ -327,7 +364,11 @@ def _script(name: str) -> Markup:
     return Markup(f"<script>\n{_asset(name)}</script>")
 
 
-_SAVE: Mapping[str, str | None] = {"type": "button", "class": "save", "hidden": None}
+_SAVE: Mapping[str, str | None] = {
+    "type": "button",
+    "class": "save",
+    "hidden": None,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -346,11 +387,21 @@ class Chart:
             for kind, title in (("svg", "The figure"), ("png", "The figure"), ("csv", "The numbers of the figure"))
         ]
         title = tag("h3", {"id": f"{self.name}-title"}, self.title)
-        frame = {"class": "chart", "id": f"chart-{self.name}", "data-chart": self.name, "data-label": self.label}
+        frame = {
+            "class": "chart",
+            "id": f"chart-{self.name}",
+            "data-chart": self.name,
+            "data-label": self.label,
+        }
         return tag(
             "figure",
             {"class": "figure", "id": self.name, "aria-labelledby": f"{self.name}-title"},
-            tag("div", {"class": "figure-head"}, title, tag("div", {"class": "saves"}, *saves)),
+            tag(
+                "div",
+                {"class": "figure-head"},
+                title,
+                tag("div", {"class": "saves"}, *saves),
+            ),
             choices(self.name),
             choices(f"{self.name}-view"),
             tag("div", {"class": "legend", "data-legend": self.name}),

@@ -55,14 +55,14 @@ def write(
 
 def page(paths: str | Path | Iterable[str | Path], baseline: str = BASELINE) -> Page:
     """Builds the page about the directories; see `write`."""
-    given = as_paths(paths)
-    watched = [path for path in given if is_watched(path)]
+    directories = as_paths(paths)
+    watched = [path for path in directories if is_watched(path)]
     if not watched:
-        return study_page(read_study(given, baseline))
-    others = [path for path in given if path not in watched]
-    if others:
+        return study_page(read_study(directories, baseline))
+    studies = [path for path in directories if path not in watched]
+    if studies:
         raise RunDirectoryError(
-            f"expected either watched runs or studies, got {watched[0]}, which is watched, and {others[0]}, which is "
+            f"expected either watched runs or studies, got {watched[0]}, which is watched, and {studies[0]}, which is "
             "not; create a page of each kind"
         )
     return watch_page(read_watched(watched))

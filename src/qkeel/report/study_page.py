@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,7 +12,7 @@ from qkeel.records import RunStatus
 from qkeel.report import html as h
 from qkeel.report.compare import Cell, Difference, LongCell, cells, long_cells, primary_cell
 from qkeel.report.html import Chart, Markup, Page, Section
-from qkeel.report.study_runs import DRIFT, GRID, RunData, StudyData, written_times
+from qkeel.report.study_runs import DRIFT, GRID, RunData, StudyData
 
 TITLES = {
     "extrapolation": "Length extrapolation",
@@ -28,10 +27,16 @@ def study_page(study: StudyData) -> Page:
     """Returns the page about a study or about runs of the lab."""
     # charts.js draws one part at a time, so a study in parts shows only charts for which every part has data.
     parts = study.parts()
-    drawn = {name: part for name, part in parts.items() if charts(part)} or {"": study}
-    present = [chart for chart in charts(study) if all(chart in charts(part) for part in drawn.values())]
+    drawn = {name: part_of_study for name, part_of_study in parts.items() if charts(part_of_study)} or {"": study}
+    present = [
+        chart for chart in charts(study) if all(chart in charts(part_of_study) for part_of_study in drawn.values())
+    ]
     several = len(drawn) > 1
-    data = {"parts": {name: chart_data(part) for name, part in drawn.items()}} if several else chart_data(study)
+    data = (
+        {"parts": {name: chart_data(part_of_study) for name, part_of_study in drawn.items()}}
+        if several
+        else chart_data(study)
+    )
     versions = sorted({str(run.env["qkeel"]) for run in study.runs if run.env.get("qkeel")})
     return Page(
         title=heading(study),
@@ -40,11 +45,14 @@ def study_page(study: StudyData) -> Page:
         cautions=_cautions(study),
         sections=[
             Section("nothing", "Nothing to draw yet", Markup("") if present else _nothing(study)),
-            Section("charts", "Charts", h.join([h.choices("part") if several else "", *_figures(study, present)])),
+            Section(
+                "charts",
+                "Charts",
+                h.join([h.choices("part") if several else "", *_figures(study, present)]),
+            ),
             Section("table", "Every form and length", _long_table(study)),
             Section("table", "Every remedy and rate", Markup("") if long_cells(study) else _table(study)),
             Section("without", "Runs without a result", _without_result(study)),
-            Section("remedies", "What each of them computes", _formulas(study)),
             Section("provenance", "Provenance", _provenance(study)),
         ],
         data=data if present else None,
@@ -76,9 +84,9 @@ def _meta(study: StudyData) -> str:
 
 
 def _lead(study: StudyData) -> str:
-    both = primary_cell(study)
+    compared = primary_cell(study)
     unit = study.loss_unit()
-    if both is None:
+    if compared is None:
         if len(study.runs) != 1 or study.runs[0].row is None:
             return ""
         row = study.runs[0].row
@@ -86,13 +94,13 @@ def _lead(study: StudyData) -> str:
             f"Held-out loss {h.loss(row['val_loss'])} {unit}; it was {h.loss(row['init_loss'])} before training. "
             f"The largest attention logit was {h.number(row['max_logit'])}."
         )
-    cell, baseline = both
+    cell, baseline = compared
     assert cell.gain is not None
     side, interval = _less(cell.gain)
     several = len(study.parts()) > 1
-    where = f"{cell.part}, LR {h.rate(cell.lr)}: the" if several else f"At LR {h.rate(cell.lr)}, the"
+    setting = f"{cell.part}, LR {h.rate(cell.lr)}: the" if several else f"At LR {h.rate(cell.lr)}, the"
     return (
-        f"{where} largest attention logit is {h.number(cell.max_logit)} with {cell.remedy} and "
+        f"{setting} largest attention logit is {h.number(cell.max_logit)} with {cell.remedy} and "
         f"{h.number(baseline.max_logit)} with {baseline.remedy}; held-out loss is {h.loss(abs(cell.gain.mean))} {unit} "
         f"{side} with {cell.remedy} ({interval})."
     )
@@ -112,6 +120,7 @@ def _long_lead(study: StudyData) -> str:
     """Returns the share of accuracy that the second form keeps at the longest texts, compared with the first."""
     table = [cell for cell in long_cells(study) if cell.method == "none"]
     longest = max((cell.length for cell in table), default=0)
+    # The first form in the study's order that is not the baseline, so that it does not depend on how the forms did.
     for cell in table:
         if cell.length == longest and cell.gain is not None:
             interval = cell.gain.interval()
@@ -216,6 +225,7 @@ def chart_data(study: StudyData) -> dict[str, object]:
     rows = [run.row for run in study.finished if run.row is not None]
     counted = [run.env["counted_bigrams"] for run in study.finished if run.env.get("counted_bigrams") is not None]
     starts = [row["init_loss"] for row in rows if math.isfinite(row["init_loss"])]
+    # Lists instead of objects: the names of fields would be most of the page.
     losses = [
         [
             study.remedies.index(row["remedy"]),
@@ -298,6 +308,7 @@ def _ratio_at_end(above: str, below: str) -> Read:
 # Columns that only some tasks have: accuracy of images, and numbers by modality.
 _TASK_COLUMNS: Mapping[str, Read] = {
     "Held-out accuracy": lambda run: (run.row or {}).get("val_accuracy"),
+    "BLEU": lambda run: (run.row or {}).get("val_bleu"),
     "Image loss": _at_end("val_loss/image"),
     "Caption loss": _at_end("val_loss/caption"),
     "Text loss": _at_end("val_loss/text"),
@@ -320,7 +331,14 @@ def _table(study: StudyData) -> Markup:
     }
     in_parts = len({cell.part for cell in table}) > 1
     head = h.columns("Remedy", *["Part"] * in_parts, kind="text")
-    head += h.columns("LR", "Held-out loss", f"Better than {study.baseline} by", "Collapsed", "Largest logit", *shown)
+    head += h.columns(
+        "LR",
+        "Held-out loss",
+        f"Better than {study.baseline} by",
+        "Collapsed",
+        "Largest logit",
+        *shown,
+    )
     body = [_row(study, cell, shown, in_parts=in_parts) for cell in table]
     text = (
         f"Held-out loss in {study.loss_unit()}: the mean over seeds, with their range below. Better by: held-out loss "
@@ -329,7 +347,17 @@ def _table(study: StudyData) -> Markup:
         f"Collapsed: mean attention entropy under {COLLAPSE_ENTROPY:g} nats, or a loss that is NaN or no better than "
         "before training."
     )
-    return h.join([h.note(text), h.table("Every remedy and rate", head, body, sortable=True)])
+    return h.join(
+        [
+            h.note(text),
+            h.table(
+                "Every remedy and rate",
+                head,
+                body,
+                sortable=True,
+            ),
+        ]
+    )
 
 
 def _row(study: StudyData, cell: Cell, shown: Mapping[str, Read], *, in_parts: bool) -> Markup:
@@ -338,7 +366,11 @@ def _row(study: StudyData, cell: Cell, shown: Mapping[str, Read], *, in_parts: b
     parts = [
         *([h.words(cell.part)] if in_parts else []),
         h.cell(h.rate(cell.lr), cell.lr),
-        h.cell(h.loss(statistics.fmean(losses)), statistics.fmean(losses), spread),
+        h.cell(
+            h.loss(statistics.fmean(losses)),
+            statistics.fmean(losses),
+            spread,
+        ),
         _gain_cell(cell.gain, collapsed=bool(cell.collapsed)),
         h.cell(f"{cell.collapsed} of {len(cell.runs)}", cell.collapsed),
         h.cell(h.number(cell.max_logit), cell.max_logit),
@@ -352,16 +384,18 @@ def _row(study: StudyData, cell: Cell, shown: Mapping[str, Read], *, in_parts: b
 def _gain_cell(gain: Difference | None, *, collapsed: bool = False) -> Markup:
     if gain is None:
         return h.NOTHING
-    return h.cell(h.signed(gain.mean), gain.mean, gain.interval(), "" if gain.clear and not collapsed else "faint")
+    return h.cell(
+        h.signed(gain.mean),
+        gain.mean,
+        gain.interval(),
+        "" if gain.clear and not collapsed else "faint",
+    )
 
 
 _LONG_COLUMNS = {
     "accuracy_train": "At the training length",
     "accuracy_nonrepeat": "At this length",
-    "accuracy_last": "Last part",
-    "accuracy_last_short": "That part alone",
     "accuracy_repeat": "Repeated text",
-    "needle": "Needles found",
 }
 
 
@@ -373,24 +407,48 @@ def _long_table(study: StudyData) -> Markup:
     shown = [name for name in _LONG_COLUMNS if any(name in cell.values for cell in table)]
     in_parts = len({cell.part for cell in table}) > 1
     head = h.columns("Form", *["Part"] * in_parts, "Post hoc", kind="text")
-    head += h.columns("Length", *(_LONG_COLUMNS[name] for name in shown), "Kept", f"More than {study.baseline} by")
+    head += h.columns(
+        "Length",
+        *(_LONG_COLUMNS[name] for name in shown),
+        "Kept",
+        f"More than {study.baseline} by",
+    )
     body = [_long_row(study, cell, shown, in_parts=in_parts) for cell in table]
     text = (
         "Share of next tokens predicted, in %, as means over seeds. Kept: accuracy at this length divided by that at "
         "the training length, as trained; with the difference from the first form, paired by seed, and its 95 % "
-        "interval. Last part: the last training length of a text, with all the text before it and alone."
+        "interval."
     )
-    return h.join([h.note(text), h.table("Every form and length", head, body, sortable=True)])
+    return h.join(
+        [
+            h.note(text),
+            h.table(
+                "Every form and length",
+                head,
+                body,
+                sortable=True,
+            ),
+        ]
+    )
 
 
 def _long_row(study: StudyData, cell: LongCell, shown: Sequence[str], *, in_parts: bool) -> Markup:
-    parts = [*([h.words(cell.part)] if in_parts else []), h.words(cell.method), h.cell(f"{cell.length:,}", cell.length)]
+    parts = [
+        *([h.words(cell.part)] if in_parts else []),
+        h.words(cell.method),
+        h.cell(f"{cell.length:,}", cell.length),
+    ]
     for name in shown:
         values = cell.values.get(name)
         mean = math.nan if values is None else 100 * statistics.fmean(values.values())
         parts.append(h.NOTHING if values is None else h.cell(f"{mean:.1f}", mean))
     kept = h.cell(f"{cell.kept:.2f}", cell.kept)
-    return h.table_row(swatch(study, cell.form), *parts, kept, _gain_cell(cell.gain))
+    return h.table_row(
+        swatch(study, cell.form),
+        *parts,
+        kept,
+        _gain_cell(cell.gain),
+    )
 
 
 TABLE_SERIES = 8  # number of colours in assets/report.css
@@ -418,22 +476,44 @@ _WAITING = {
 
 def _without_result(study: StudyData) -> Markup:
     """Returns the failed, unfinished and missing runs with what is known about them; empty if there are none."""
-    items = []
+    list_entries = []
     for run in study.runs:
         if run.status is RunStatus.FAILED:
             lines = [line for line in run.error.strip().splitlines() if line.strip()]
-            title = h.join([_run_name(study, run), ": ", h.tag("strong", {}, f"failed{_reached(run)}")])
-            last = h.tag("p", {"class": "error"}, h.tag("code", {}, lines[-1] if lines else "no message was written"))
+            title = h.join(
+                [
+                    _run_name(study, run),
+                    ": ",
+                    h.tag("strong", {}, f"failed{_reached(run)}"),
+                ]
+            )
+            last = h.tag(
+                "p",
+                {"class": "error"},
+                h.tag("code", {}, lines[-1] if lines else "no message was written"),
+            )
             trace = h.details("Traceback", h.tag("pre", {}, run.error.strip())) if len(lines) > 1 else ""
-            items.append(h.tag("li", {}, title, last, trace))
+            list_entries.append(h.tag("li", {}, title, last, trace))
     for status, (word, hint) in _WAITING.items():
         runs = [run for run in study.runs if run.status is status]
         if runs:
             names = [h.tag("span", {"class": "run"}, _run_name(study, run), _reached(run)) for run in runs]
-            head = h.tag("strong", {}, f"{h.count(len(runs), 'run')} {word}")
+            head = h.tag(
+                "strong",
+                {},
+                f"{h.count(len(runs), 'run')} {word}",
+            )
             below = h.tag("p", {"class": "runs"}, *names)
-            items.append(h.tag("li", {"class": "waiting"}, head, h.tag("p", {}, hint), below))
-    return h.tag("ul", {"class": "failures"}, *items) if items else Markup("")
+            list_entries.append(
+                h.tag(
+                    "li",
+                    {"class": "waiting"},
+                    head,
+                    h.tag("p", {}, hint),
+                    below,
+                )
+            )
+    return h.tag("ul", {"class": "failures"}, *list_entries) if list_entries else Markup("")
 
 
 def _run_name(study: StudyData, run: RunData) -> Markup:
@@ -447,43 +527,13 @@ def _reached(run: RunData) -> str:
 
 def _nothing(study: StudyData) -> Markup:
     text = f"None of the {h.count(len(study.runs), 'run')} has written a record." if study.runs else "No run is listed."
-    again = " Run the command below again: finished runs are kept, and all others resume." if study.command else ""
-    return h.empty_note(f"{text}{again} Then create this page again.")
+    advice = " Run the command below again: finished runs are kept, and all others resume." if study.command else ""
+    return h.empty_note(f"{text}{advice} Then create this page again.")
 
 
-# Formulas and sources of remedies, and provenance.
+# Provenance.
 
 _MAX_VALUES = 8  # of one kind in the provenance; further values are counted
-ARXIV = re.compile(r"\b(\d{4}\.\d{4,5})\b")
-
-
-def _formulas(study: StudyData) -> Markup:
-    items = []
-    for remedy in study.remedies:
-        runs = [run for run in study.runs if run.remedy == remedy and run.env.get("formula")]
-        if not runs:
-            continue
-        env = runs[0].env
-        # For an attention form, the line and source would be those of the remedy "none"; only the formula is specific.
-        is_remedy = any(run.config.get("remedy") == remedy for run in runs)
-        line, source = (str(env.get(name) or "") if is_remedy else "" for name in ("remedy_line", "remedy_source"))
-        parts = [
-            h.tag("h3", {}, swatch(study, remedy)),
-            h.tag("p", {}, line) if line else "",
-            h.tag("pre", {}, str(env["formula"]).strip("\n")),
-            h.tag("p", {"class": "source"}, "Source: ", _linked(source)) if source else "",
-        ]
-        items.append(h.tag("section", {"class": "remedy"}, *parts))
-    return h.tag("div", {"class": "remedies"}, *items) if items else Markup("")
-
-
-def _linked(source: str) -> Markup:
-    """Turns arXiv numbers in a source into links."""
-    parts: list[str] = []
-    for i, part in enumerate(ARXIV.split(source)):
-        link = h.tag("a", {"href": f"https://arxiv.org/abs/{part}", "rel": "noreferrer"}, part)
-        parts.append(link if i % 2 else part)
-    return h.join(parts)
 
 
 def _settings(value: object) -> str | None:
@@ -521,9 +571,15 @@ _ALIKE = ("Corpus SHA-256", "Steps", "Model", "Dtype", "Device", "torch", "Proce
 
 def _provenance(study: StudyData) -> Markup:
     """Returns the versions, machine, corpus, model, and the commands that reproduce the page's runs."""
-    facts: dict[str, str | list[str]] = dict(written_times(*(run.path for run in study.runs if run.row is not None)))
+    facts: dict[str, str | list[str]] = {}
     for name, read in _FACTS.items():
-        values = list(dict.fromkeys(_text(value) for run in study.runs if (value := read(run)) is not None))
+        values: list[str] = []
+        for run in study.runs:
+            value = read(run)
+            is_count = isinstance(value, int) and not isinstance(value, bool)
+            text = f"{value:,}" if is_count else str(value)
+            if value is not None and text not in values:
+                values.append(text)
         if len(values) > _MAX_VALUES:
             values = [*values[:_MAX_VALUES], f"and {h.count(len(values) - _MAX_VALUES, 'more value')}"]
         if values:
@@ -534,21 +590,17 @@ def _provenance(study: StudyData) -> Markup:
     return h.join([h.facts(facts), h.make_again(study.command or "\n".join(commands))])
 
 
-def _text(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
 def _chosen(choice: Row) -> str:
     """Returns the rate of a remedy, and whether it is at the border of the grid."""
-    part = "" if choice.get("role") == GRID else f"{choice.get('role')}: "
+    role = "" if choice.get("role") == GRID else f"{choice.get('role')}: "
     edge = f", the {choice['border']} of the grid" if choice.get("border") else ""
-    return f"{part}{choice.get('remedy')} {choice.get('lr')}{edge}"
+    return f"{role}{choice.get('remedy')} {choice.get('lr')}{edge}"
 
 
 def _unlike(study: StudyData) -> str:
     """Returns the facts in which runs of one part differ, so that their losses are not comparable; "" if none."""
     names = [name for name in _ALIKE if not (name == "Model" and any(run.long for run in study.runs))]
     differing = []
-    for part in study.parts().values():
-        differing += [name for name in names if len({str(_FACTS[name](run)) for run in part.finished}) > 1]
+    for part_of_study in study.parts().values():
+        differing += [name for name in names if len({str(_FACTS[name](run)) for run in part_of_study.finished}) > 1]
     return h.listing([name if name == "torch" else name.lower() for name in dict.fromkeys(differing)])

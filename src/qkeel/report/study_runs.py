@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -152,10 +151,10 @@ def _open(path: Path) -> StudyData:
         )
     directory = RunDirectory(path)
     if directory.status is RunStatus.MISSING:
-        there = "a file" if path.is_file() else "a directory with neither" if path.is_dir() else "no such directory"
+        got = "a file" if path.is_file() else "a directory with neither" if path.is_dir() else "no such directory"
         raise RunDirectoryError(
             f"cannot read {path}: expected the directory of a study or of a run, with study.json or config.json, "
-            f"got {there}. Give the directory that `qkeel study` or `qkeel run` printed; if it is a folder of runs, "
+            f"got {got}. Give the directory that `qkeel study` or `qkeel run` printed; if it is a folder of runs, "
             "give each run."
         )
     run = _run(directory, {}, path.name)
@@ -207,7 +206,13 @@ def _need(value: Row, names: Iterable[str], file: Path) -> None:
 def _row(summary: Row, run: RunData) -> Row:
     """Returns the run's table row, with names from the study, missing values as NaN and `collapsed` filled in."""
     row = dict(summary)
-    row.update(remedy=run.remedy, lr=run.lr, seed=run.seed, run_id=run.run_id, status=str(run.status))
+    row.update(
+        remedy=run.remedy,
+        lr=run.lr,
+        seed=run.seed,
+        run_id=run.run_id,
+        status=str(run.status),
+    )
     for name in ("val_loss", "max_logit", "end_entropy", "init_loss", "cpu_seconds"):
         row[name] = as_number(row.get(name))
     if not isinstance(row.get("collapsed"), bool):
@@ -234,8 +239,8 @@ def _distinct(runs: Sequence[RunData]) -> list[RunData]:
         return run.remedy, run.lr, run.seed, run.role
 
     times = Counter(map(cell, runs))
-    alike = [run for run in runs if times[cell(run)] > 1]
-    settings = dict(zip([run.path for run in alike], differences([run.config for run in alike])))
+    ambiguous = [run for run in runs if times[cell(run)] > 1]
+    settings = dict(zip([run.path for run in ambiguous], differences([run.config for run in ambiguous])))
     labels = (lambda run: settings.get(run.path, ""), lambda run: run.source, lambda run: run.run_id)
     for label in labels:  # each is applied only to runs that are still ambiguous after the previous one
         times = Counter(map(cell, runs))
@@ -283,16 +288,3 @@ def _options(command: str) -> Iterator[tuple[str, str]]:
         name, _, value = word.partition("=")
         if word.startswith("--") and word != "--" and name not in ("--out", "--jobs"):
             yield name, value or ("" if following.startswith("-") else following)
-
-
-def written_times(*runs: Path) -> dict[str, str]:
-    """Returns the times at which the first and the last file of the runs were written, or {} if there are no files.
-
-    For a copied directory, they may be the times at which it was copied.
-    """
-    files = [file for run in runs for name in ("config.json", "metrics.jsonl") if (file := run / name).exists()]
-    if not files:
-        return {}
-    times = [file.stat().st_mtime for file in files]
-    first, last = (time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) for at in (min(times), max(times)))
-    return {"Files written": first if first == last else f"{first} to {last}"}

@@ -27,7 +27,6 @@ from qkeel.records import (
 )
 from qkeel.report import html as h
 from qkeel.report.html import Chart, Markup, Page, Section
-from qkeel.report.study_runs import written_times
 from qkeel.report.watched_runs import Watched, overall
 
 
@@ -70,7 +69,7 @@ def _meta(runs: Sequence[Watched]) -> str:
         h.count(len(run.records), "sample"),
         f"run {run.name}",
     ]
-    return " · ".join(part for part in parts if part)
+    return " · ".join(phrase for phrase in parts if phrase)
 
 
 # The verdict, and the fix of the most severe alarm.
@@ -93,22 +92,23 @@ def verdict(run: Watched) -> tuple[str, str]:
     if not run.records:
         return "none", "Nothing is recorded yet."
     logits = run.overall("max_logit")
-    now = float(logits[-1])
+    last = float(logits[-1])
+    # Remedies of an autopilot undo an alarm, so the page says what is left of it.
     grave = _grave(run)
-    if grave and not (run.acted and now <= ALARM_THRESHOLD):
+    if grave and not (run.acted and last <= ALARM_THRESHOLD):
         first, leader = grave[0], run.leader()
         cause = str(first.get("cause") or CAUSE)
         text = f"{cause[0].upper()}{cause[1:]} since step {first['step']:,}: {first.get('meaning')}{_place(first)}."
         if leader is not None:
-            text += f" The largest is now {h.number(now)} ({leader.name}, head {leader.head})."
+            text += f" The largest is now {h.number(last)} ({leader.name}, head {leader.head})."
         return "bad", text
     # Under an autopilot, what counts is what the remedies left.
     sample = len(logits) - 1
     if not run.acted and not np.isnan(logits).all():
         sample = int(np.nanargmax(logits))
     leader = run.leader(sample)
-    where = "" if leader is None else f"{leader.name} head {leader.head}"
-    status, text = judged(float(logits[sample]), where)
+    leading_head = "" if leader is None else f"{leader.name} head {leader.head}"
+    status, text = judged(float(logits[sample]), leading_head)
     if status is Status.HEALTHY:
         return "large" if logits[sample] > ALARM_THRESHOLD else "good", f"{text[0].upper()}{text[1:]}."
     return "bad" if status is Status.NOT_HEALTHY else "none", f"{text[0].upper()}{text[1:]}."
@@ -143,14 +143,26 @@ def _lead(run: Watched) -> Markup:
     """Returns the traffic light, its sentence, and the fix with a button that copies it."""
     light, text = verdict(run)
     dot = h.tag("span", {"class": "light", "aria-hidden": "true"})
-    parts = [h.tag("p", {"class": f"lead signal signal-{light}"}, dot, h.tag("span", {}, text))]
+    parts = [
+        h.tag(
+            "p",
+            {"class": f"lead signal signal-{light}"},
+            dot,
+            h.tag("span", {}, text),
+        )
+    ]
     if light in ("large", "bad"):
         parts.append(h.tag("p", {"class": "why"}, _WHY))
     lines = fix(run)
     if lines:
         todo = "start the run again with this command:" if len(lines) > 1 else "after the optimizer is created:"
         fixes = [
-            h.tag("p", {"class": "todo"}, h.tag("strong", {}, "What to do:"), f" {todo}"),
+            h.tag(
+                "p",
+                {"class": "todo"},
+                h.tag("strong", {}, "What to do:"),
+                f" {todo}",
+            ),
             h.tag("div", {"class": "remedy-line"}, h.command_block(lines[0], "Copy fix")),
         ]
         if len(lines) > 1:
@@ -185,13 +197,13 @@ _GRAVITY = ("notice", "alarm", "critical")
 
 def _alarms(runs: Sequence[Watched]) -> Markup:
     """Returns one card per cause: since when it has existed, what was observed at which step, and the fix."""
-    items = []
+    entries = []
     for run in runs:
         causes: dict[str, list[Row]] = {}
         for alarm in run.alarms:
             causes.setdefault(str(alarm.get("cause") or CAUSE), []).append(alarm)
-        items += [_card(run, cause, alarms, run.name if len(runs) > 1 else "") for cause, alarms in causes.items()]
-    return h.tag("ul", {"class": "alarms"}, *items) if items else Markup("")
+        entries += [_card(run, cause, alarms, run.name if len(runs) > 1 else "") for cause, alarms in causes.items()]
+    return h.tag("ul", {"class": "alarms"}, *entries) if entries else Markup("")
 
 
 def _card(run: Watched, cause: str, alarms: Sequence[Row], name: str) -> Markup:
@@ -201,36 +213,51 @@ def _card(run: Watched, cause: str, alarms: Sequence[Row], name: str) -> Markup:
     course = []
     for alarm in alarms:
         trend = f"; {alarm['trend']}" if alarm.get("trend") else ""
-        course.append(h.tag("li", {}, f"Step {alarm['step']:,}{_place(alarm)}: {alarm.get('meaning')}{trend}."))
+        course.append(
+            h.tag(
+                "li",
+                {},
+                f"Step {alarm['step']:,}{_place(alarm)}: {alarm.get('meaning')}{trend}.",
+            )
+        )
     grave = [alarm for alarm in alarms if alarm.get("severity") != "notice"] or alarms
     advised = list(dict.fromkeys(str(alarm["remedy"]) for alarm in grave if alarm.get("remedy")))
     fixes = [h.tag("div", {"class": "remedy-line"}, h.command_block(line)) for line in advised[:1]]
     if run.acted and cause == CAUSE:
         fixes = [h.tag("p", {"class": "source"}, "The autopilot responds to this alarm; its actions are listed below.")]
     sources = dict.fromkeys(str(alarm["source"]) for alarm in alarms if alarm.get("source"))
-    about = h.tag("ul", {}, *(h.tag("li", {"class": "source"}, source) for source in sources))
-    more = h.details("Where the thresholds come from", about) if sources else ""
-    body = (h.tag("p", {}, *title), h.tag("ol", {"class": "course"}, *course), *fixes, more)
+    about = h.tag(
+        "ul",
+        {},
+        *(h.tag("li", {"class": "source"}, source) for source in sources),
+    )
+    thresholds = h.details("Where the thresholds come from", about) if sources else ""
+    body = (h.tag("p", {}, *title), h.tag("ol", {"class": "course"}, *course), *fixes, thresholds)
     return h.tag("li", {"class": f"alarm-{gravest}"}, *body)
 
 
 def _interventions(runs: Sequence[Watched]) -> Markup:
     """Returns each decision, refusal and effect; equal decisions at several sites share one entry."""
-    items = []
+    entries = []
     for run in runs:
-        alike: dict[object, list[Row]] = {}
+        by_action: dict[object, list[Row]] = {}
         for event in run.interventions:
             key = tuple(event.get(name) for name in ("event", "step", "action", "release", "reason"))
-            alike.setdefault(key, []).append(event)
-        for events in alike.values():
+            by_action.setdefault(key, []).append(event)
+        for events in by_action.values():
             first = events[0]
             kind = "release" if first.get("release") else str(first.get("action") or first.get("event"))
             strong = h.tag("strong", {"class": "severity"}, kind.replace("_", " "))
-            others = [h.tag("p", {"class": "source"}, str(event.get("text"))) for event in events[1:]]
-            more = [h.details(f"at {h.count(len(others), 'more site')}", h.join(others))] if others else []
-            text = h.tag("p", {}, strong, f" {first.get('text')}")
-            items.append(h.tag("li", {"class": "alarm-notice"}, text, *more))
-    return h.tag("ul", {"class": "alarms"}, *items) if items else Markup("")
+            sentences = [h.tag("p", {"class": "source"}, str(event.get("text"))) for event in events[1:]]
+            folded = [h.details(f"at {h.count(len(sentences), 'more site')}", h.join(sentences))] if sentences else []
+            text = h.tag(
+                "p",
+                {},
+                strong,
+                f" {first.get('text')}",
+            )
+            entries.append(h.tag("li", {"class": "alarm-notice"}, text, *folded))
+    return h.tag("ul", {"class": "alarms"}, *entries) if entries else Markup("")
 
 
 # The charts and their data; assets/watch.js draws them. Long runs are thinned by omitting records, not by averaging.
@@ -329,7 +356,13 @@ def _figures(runs: Sequence[Watched], present: Sequence[Chart]) -> Markup:
     # The first chart shows all runs; the others show the run that the reader chooses.
     choice = h.choices("run") if sum(bool(run.records) for run in runs) > 1 else ""
     first = [chart.figure() for chart in present if chart is RUNS]
-    return h.join([*first, choice, *(chart.figure() for chart in present if chart is not RUNS)])
+    return h.join(
+        [
+            *first,
+            choice,
+            *(chart.figure() for chart in present if chart is not RUNS),
+        ]
+    )
 
 
 def chart_data(runs: Sequence[Watched]) -> dict[str, object]:
@@ -382,12 +415,12 @@ def short_names(layers: Sequence[str]) -> list[str]:
         return list(layers)
     shortest = min(map(len, parts))
     front = 0
-    while front < shortest and len({part[front] for part in parts}) == 1:
+    while front < shortest and len({words[front] for words in parts}) == 1:
         front += 1
     back = 0
-    while back < shortest - front and len({part[-1 - back] for part in parts}) == 1:
+    while back < shortest - front and len({words[-1 - back] for words in parts}) == 1:
         back += 1
-    short = [".".join(part[front : len(part) - back]) for part in parts]
+    short = [".".join(words[front : len(words) - back]) for words in parts]
     # Fall back to the full names if shortening makes them empty or ambiguous.
     return short if all(short) and len(set(short)) == len(short) else list(layers)
 
@@ -397,6 +430,7 @@ def _last_sample(run: Watched, cells: int) -> dict[str, object] | None:
     measured = [name for name in run.measured() if not np.isnan(run.heads.values[name][-1]).all()]
     if not measured:
         return None
+    # The map starts with the fields that have a chart; a large model has room for few others.
     ordered = sorted(measured, key=lambda name: LINES.index(name) if name in LINES else len(LINES))
     shown = ordered[: max(2, cells // run.heads.values[ordered[0]][-1].size)]
     fields = {name: [h.series(line, 3) for line in run.heads.values[name][-1]] for name in shown}
@@ -424,7 +458,13 @@ def _intervention_marks(run: Watched) -> list[dict[str, object]]:
     for step, events in steps.items():
         labels = [f"{h.MINUS if event.get('release') else ''}{event.get('action')}" for event in events]
         text = "\n".join(str(event.get("text")) for event in events)
-        marks.append({"step": step, "label": ", ".join(dict.fromkeys(labels)), "text": text})
+        marks.append(
+            {
+                "step": step,
+                "label": ", ".join(dict.fromkeys(labels)),
+                "text": text,
+            }
+        )
     return marks
 
 
@@ -481,7 +521,12 @@ def _compared(runs: Sequence[Watched]) -> Markup:
                 _last(run, "train_loss"),
             )
         )
-    return h.table("The watched runs", [*head, *h.columns("Training loss, last")], body, sortable=True)
+    return h.table(
+        "The watched runs",
+        [*head, *h.columns("Training loss, last")],
+        body,
+        sortable=True,
+    )
 
 
 def _last(run: Watched, name: str) -> Markup:
@@ -505,8 +550,19 @@ def _layers(runs: Sequence[Watched]) -> Markup:
         body = [_layer(run, i, last, typed=typed) for i in range(len(run.layers))]
         for name, kind in run.types.items():
             if kind == LINEAR:
-                body.append(h.table_row(name, h.words(LINEAR), *[h.NOTHING] * len(last)))
-        inner = h.table(f"Layers of {run.name} at step {run.steps[-1]:,}", head, body, sortable=True)
+                body.append(
+                    h.table_row(
+                        name,
+                        h.words(LINEAR),
+                        *[h.NOTHING] * len(last),
+                    )
+                )
+        inner = h.table(
+            f"Layers of {run.name} at step {run.steps[-1]:,}",
+            head,
+            body,
+            sortable=True,
+        )
         title = f"{run.name}, step {run.steps[-1]:,}" if len(runs) > 1 else f"Step {run.steps[-1]:,}"
         parts.append(h.details(f"{title}: {h.count(len(run.layers), 'layer')}", inner))
     return h.join(parts)
@@ -531,20 +587,17 @@ def _layer(run: Watched, i: int, last: Mapping[str, np.ndarray], *, typed: bool)
 
 
 def _facts(runs: Sequence[Watched]) -> Markup:
-    """Returns the settings and versions that the runs recorded, by name, and their attention layers."""
+    """Returns the settings and versions that the runs recorded, by name."""
     facts: dict[str, dict[str, None]] = {}
-    sites = []
     for run in runs:
         versions = run.env.get("versions")
         recorded = {k: v for k, v in run.about.items() if k not in ("kind", "sites", "missed", "fields")}
         recorded |= versions if isinstance(versions, dict) else {}
-        recorded |= written_times(run.path)
         recorded |= {name: run.env.get(name) for name in ("system", "commit", "command")}
         for name, value in {**recorded, "directory": str(run.path)}.items():
             if value is not None and value != "":
                 facts.setdefault(name.replace("_", " "), {})[_word(value)] = None
-        sites.append(_sites(run))
-    return h.join([h.facts({name: list(values) for name, values in facts.items()}), *sites])
+    return h.facts({name: list(values) for name, values in facts.items()})
 
 
 def _word(value: object) -> str:
@@ -555,17 +608,6 @@ def _word(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_word(inner)}" for key, inner in value.items())
     return ", ".join(map(_word, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _sites(run: Watched) -> Markup:
-    sites = [site for site in run.about.get("sites") or () if isinstance(site, dict)]
-    if not sites:
-        return Markup("")
-    names = list(dict.fromkeys(key for site in sites for key in site))
-    head = h.columns(*(name.replace("_", " ") for name in names), kind="text")
-    body = [h.tag("tr", {}, *(h.words(_word(site.get(name, ""))) for name in names)) for site in sites]
-    inner = h.table(f"Attention layers of {run.name}", head, body)
-    return h.details(f"{run.name}: {h.count(len(sites), 'attention layer')}", inner)
 
 
 def _definitions(runs: Sequence[Watched]) -> Markup:

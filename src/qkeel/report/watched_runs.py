@@ -96,7 +96,11 @@ class Watched:
         if values is None or not -len(values) <= sample < len(values) or np.isnan(values[sample]).all():
             return None
         layer, head = (int(i) for i in np.unravel_index(int(np.nanargmax(values[sample])), values[sample].shape))
-        return Leader(layer=layer, head=head, name=self.layers[layer] if self.layers else f"layer {layer}")
+        return Leader(
+            layer=layer,
+            head=head,
+            name=self.layers[layer] if self.layers else f"layer {layer}",
+        )
 
 
 def overall(records: Sequence[Row], heads: Heads, name: str) -> np.ndarray:

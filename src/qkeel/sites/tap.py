@@ -3,58 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, maxima, statistics
-from qkeel.capture.example import LastPass, ModuleCall, copied, tensors, undisturbed
-from qkeel.capture.intercept import SDPA_ALONE, CapturedCall, CaptureMode, name_of
-from qkeel.capture.readers import FLASH_AND_FLEX
+from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, statistics
+from qkeel.capture.example import LastPass, copied, tensors, undisturbed
+from qkeel.capture.intercept import CapturedCall
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.handle import Handle
-from qkeel.heads.site import INDEX, AttentionSite, Sites, layer_of
-from qkeel.kernels.logits import compiled as logit_pass
+from qkeel.heads.site import INDEX, AttentionSite, Sites
 from qkeel.kernels.statistics import plain_stats
-from qkeel.nn import functional_attention
-from qkeel.nn.attention import Observer, RowObserver, SpecModule
-from qkeel.patching.forward import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
+from qkeel.nn.attention import SpecModule
+from qkeel.patching.forward import ForwardPasses, extra_pass, get_idle, idle
 from qkeel.patching.modes import (
     Args,
     FaultGuard,
-    Function,
     Kwargs,
     ModuleTree,
     in_function_transform,
-    in_this_thread,
     is_fake,
     recomputing,
 )
 from qkeel.patching.roles import PassRole, Phase, inside_checkpoint
-from qkeel.sites.trace import names_by_caller
+from qkeel.sites.observed_pass import MeasureCall, MeasurePlain, MeasureRows, ObservedPass, PassSearch, Places
 from qkeel.spec import AttentionCall
-
-MeasurePlain = Callable[[Tensor, Tensor, float, bool], LogitStats | None]
-MeasureCall = Callable[[Seen], LogitStats | None]
-MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
-
-_FUSED = SDPA_ALONE | frozenset({F.multi_head_attention_forward, functional_attention})
-# For each function by whose name a call was observed, the torch functions to look for in the calling module; None for
-# all of them.
-_FUNCTIONS: dict[str, frozenset[Function] | None] = {
-    "scaled_dot_product_attention": _FUSED,
-    "multi_head_attention_forward": _FUSED,
-    "softmax": None,
-    **{name: frozenset({reader}) for name, reader in FLASH_AND_FLEX.items()},
-}
-# The modules in which attention was observed, by name, with the torch functions to look for there.
-Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]
 
 _TRANSFORMED = (
     "a pass inside a transform of torch.func (grad, vmap, jvp) is not measured, because its tensors have no values "
@@ -64,7 +41,7 @@ _OFF = "qkeel's tap failed and switched itself off: {}. The model continues unwa
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
+class SiteFacts:
     """The facts known about some sites: which were described by hand, and their layouts and numbers of query and key
     heads, keyed by name."""
 
@@ -103,33 +80,6 @@ class Visitor:
 
     def failed(self) -> None:
         """Called if the model's own pass ended in an exception, so that nothing in it is counted."""
-
-
-class _Search:
-    """Where passes in one mode of a model, training or evaluation, are searched for attention.
-
-    Searching everywhere costs one callback for each torch function call. Once the modules with attention are known, a
-    pass is searched in these alone, except passes 1, 2, 4, 8, …, in which attention may appear that was not seen
-    before, and passes after a change of the modules.
-    """
-
-    def __init__(self) -> None:
-        self._passes = 0
-        self._places: Places | None = None
-        self._modules: object = None  # those that existed in the last pass that was searched everywhere
-
-    def places(self, tree: ModuleTree) -> Places | None:
-        """Returns the modules in which the pass that begins is searched, or None for everywhere."""
-        number, self._passes = self._passes, self._passes + 1
-        everywhere = number & (number - 1) == 0 or self._modules is not tree.named()
-        return None if everywhere else self._places
-
-    def note(self, places: Places | None, tree: ModuleTree) -> None:
-        """Notes where a pass that was searched everywhere had attention; None if that does not say where to search."""
-        if places is not None and self._modules is tree.named():
-            for name, (module, functions) in (self._places or {}).items():
-                places[name] = (module, _either(functions, places[name][1]) if name in places else functions)
-        self._places, self._modules = places, tree.named()
 
 
 class Tap(Handle):
@@ -190,13 +140,13 @@ class Tap(Handle):
         self.measure_plain = plain_stats if measure is statistics and measure_plain is None else measure_plain
         self.visitor = Visitor()
         self.sites = Sites()  # the known sites, with the information needed to observe them
-        self._known: _Known | None = None
+        self._facts: SiteFacts | None = None
         self._latest: LastPass | None = None  # the latest trained pass
         self._keeps, self._by_step = keeps, by_step
         self._held: list[_HeldPass] = []  # passes whose role is open
         self._beginning: _HeldPass | None = None  # the pass that is running
         self.own_alone = False
-        self._searches = {True: _Search(), False: _Search()}  # by the mode of the model
+        self._searches = {True: PassSearch(), False: PassSearch()}  # by the mode of the model
         self.empty = 0  # passes over an empty batch
         self.calls_seen: dict[Phase, int] = {"train": 0, "eval": 0}  # attention calls that were measured
         self.compiled = False  # whether any pass so far ran compiled code
@@ -205,7 +155,7 @@ class Tap(Handle):
         self._guessed: set[str] = set()
         self._said_transform = False
         self._stats: dict[Phase, SiteStatistics] = {"train": SiteStatistics(), "eval": SiteStatistics()}
-        self._running: _ForwardPass | None = None
+        self._running: ObservedPass | None = None
         self._forwards = ForwardPasses(model, self._before, self._after, guard=self.guard, owner=self)
         self._forwards.repeated = self._repeated
         self.model = self._forwards.inner
@@ -247,13 +197,13 @@ class Tap(Handle):
 
         decide: whether a pass whose role is open counts as not trained, as it does when the optimizer has stepped.
         """
-        held, self._held = self._held, []
-        for one in held:
-            trained = one.role.trained
+        waiting, self._held = self._held, []
+        for held in waiting:
+            trained = held.role.trained
             if trained is None and not decide:
-                self._held.append(one)
+                self._held.append(held)
             else:
-                self._sort(one, "train" if trained else "eval")
+                self._sort(held, "train" if trained else "eval")
 
     def _sort(self, held: _HeldPass, phase: Phase) -> None:
         """Keeps the numbers of a pass whose role is known."""
@@ -292,9 +242,9 @@ class Tap(Handle):
     def _detach(self) -> None:
         self._forwards.remove()
         self._latest = None
-        for module, part in self._parts:
-            if part in module.observers:
-                module.observers.remove(part)
+        for module, connection in self._parts:
+            if connection in module.observers:
+                module.observers.remove(connection)
 
     def take_part(self, name: str, call: AttentionCall, training: bool, rows: KernelRows | None = None) -> None:
         """Receives a call that one of qkeel's own modules made outside a pass of the model, with the statistics of its
@@ -305,12 +255,15 @@ class Tap(Handle):
         measured, counts = self._due(candidate, training)
         if not measured:
             return
-        known = self.measure_rows is not None and rows is not None
-        stats = self.measure_rows(call, rows) if known else self.measure(call)  # type: ignore[misc,arg-type]
+        if self.measure_rows is not None and rows is not None:
+            stats = self.measure_rows(call, rows)
+        else:
+            stats = self.measure(call)
         self.visitor.call(name, call, candidate)
         if stats is not None:
-            held = _HeldPass(training=training, counts=counts, part=True, calls=1, stats=SiteStatistics())
-            held.stats.add(name, stats, None)  # type: ignore[union-attr]
+            sites = SiteStatistics()
+            sites.add(name, stats, None)
+            held = _HeldPass(training=training, counts=counts, part=True, calls=1, stats=sites)
             held.role = PassRole.of_tensors([call.q, call.k])
             self._hold(held)
 
@@ -318,7 +271,7 @@ class Tap(Handle):
         """Returns the first call of each site in an additional pass with these arguments. The pass runs eagerly and
         without gradients, and with the same random numbers each time; it is not counted and changes nothing."""
         kept: dict[str, Seen] = {}
-        look = _ForwardPass(self, kept)
+        look = ObservedPass(self, kept)
         self._extra_pass(look, args, kwargs, seed=0)
         if look.error is not None:
             raise look.error
@@ -333,7 +286,7 @@ class Tap(Handle):
         Raises:
             Exception: whatever the model raises.
         """
-        last, look = self._latest, _ForwardPass(self)
+        last, look = self._latest, ObservedPass(self)
         if last is None or not self.visitor.before(last.args, last.kwargs):
             return False
         with last.setting(self.model):
@@ -347,19 +300,19 @@ class Tap(Handle):
         return True
 
     @property
-    def known(self) -> _Known:
+    def facts(self) -> SiteFacts:
         """The facts known about the sites, which are collected again whenever `sites` has changed."""
         sites = [*self.sites]
-        if self._known is None or self._known.sites != sites:
+        if self._facts is None or self._facts.sites != sites:
             indexers = self.sites.indexers if isinstance(self.sites, Sites) else ()  # an ordinary list has no indexers
-            self._known = _Known(
+            self._facts = SiteFacts(
                 sites=sites,
                 described=[site for site in self.sites if site.description is not None],
                 layouts={site.name: site.layout for site in self.sites if site.layout is not None},
                 key_heads={site.name: _key_heads(site) for site in self.sites if site.verified},
                 indexers={site.name.removesuffix(INDEX): site.layout for site in indexers},
             )
-        return self._known
+        return self._facts
 
     def _before(self, args: Args, kwargs: Kwargs, compiled: bool) -> None:
         self.settle(decide=False)
@@ -387,14 +340,14 @@ class Tap(Handle):
             held.latest = LastPass("cpu" if first is None else first.device.type, args, kwargs, training)
         if not measured or not self.visitor.before(args, kwargs):
             return
-        self._running = running = _ForwardPass(self, candidate=candidate)
+        self._running = running = ObservedPass(self, candidate=candidate)
         if compiled or _takes_fast_path(self.tree):
             self._extra_pass(running, args, kwargs)
         else:
             call = (args, kwargs) if self._forwards.model is self.model else None
             running.begin(call, self._forwards.around)
 
-    def _extra_pass(self, look: _ForwardPass, args: Args, kwargs: Kwargs, seed: int | None = None) -> object:
+    def _extra_pass(self, look: ObservedPass, args: Args, kwargs: Kwargs, seed: int | None = None) -> object:
         """Makes the pass that the model is about to make, but eagerly, and returns its output. `seed` seeds the random
         generators."""
         with extra_pass(self), torch.no_grad(), torch.compiler.set_stance("force_eager"), undisturbed(self.model):
@@ -481,154 +434,6 @@ class _HeldPass:
     collected: object = None
 
 
-class _ForwardPass:
-    """One observed forward pass. qkeel's own modules report their calls, and a `CaptureMode` observes those of other
-    code. With `kept`, the first call of each site is stored there, and nothing is measured."""
-
-    def __init__(self, tap: Tap, kept: dict[str, Seen] | None = None, *, candidate: bool = True) -> None:
-        self.tap, self.kept = tap, kept
-        self.candidate = candidate  # whether it may be trained
-        self.calls = 0  # attention calls that were measured
-        self.sites = SiteStatistics()
-        self.error: Exception | None = None
-        self.watcher: CaptureMode | None = None
-        self.places: dict[str, tuple[nn.Module, frozenset[Function] | None] | None] = {}
-        self.indexed = False  # whether a module has chosen keys
-
-    def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
-        """Observes until `around` is closed; `call` holds the arguments of the model's own call if that has already
-        begun."""
-        visit = self.tap.visitor.looking(self.candidate) if self.kept is None else None
-        if visit is not None:
-            around.callback(visit.remove)
-        own = self.tap.tree.of_kind(SpecModule)
-        for name, module in own:
-            assert isinstance(module, SpecModule)
-            observer = self._observer(name)
-            module.observers.append(observer)
-            around.callback(module.observers.remove, observer)
-        by_caller = names_by_caller(self.tap.sites)
-        only_in = self.tap.places() if self.kept is None and by_caller is None else None
-        if only_in == {} and (own or self.tap.own_alone):
-            return
-        self.watcher = interceptor = CaptureMode(
-            self.tap.model,
-            self._foreign,
-            guard=self.tap.guard,
-            rows=self.tap.measure_rows is not None and self.kept is None,
-            described=self.tap.known.described,
-            layouts=self.tap.known.layouts,
-            only_in=only_in,
-        )
-        interceptor.stack.by_caller = by_caller
-        interceptor.maxima = self.tap.measure is maxima  # no other result of a call is read
-        interceptor.key_heads = self.tap.known.key_heads
-        if self.tap.known.indexers and self.kept is None:
-            interceptor.index, interceptor.index_layouts = self._index, self._index_layout
-        if call is not None and only_in is None:
-            interceptor.stack.begun(call[0], dict(call[1]))
-        if only_in is not None and self.tap.measure_plain is not None and logit_pass.ready():
-            interceptor.plain = self._plain
-        interceptor.look(around)
-
-    def over(self) -> None:
-        """Called after the pass to determine the modules in which the next pass is searched."""
-        watcher = self.watcher
-        if watcher is None or self.kept is not None:
-            return
-        if not watcher.whole:
-            if 0 in [frame.calls + frame.indexes for frame in watcher.called_in]:
-                self.tap.searched(None)  # attention that was found there is now computed elsewhere
-            return
-        is_local = not (watcher.hidden or self.indexed)
-        for name, place in self.places.items():
-            # Attention of qkeel's modules inside must not be attributed to this module.
-            if place is not None and any([m is not place[0] and isinstance(m, SpecModule) for m in place[0].modules()]):  # noqa: C419
-                self.places[name] = None
-        places = {name: place for name, place in self.places.items() if place is not None}
-        self.tap.searched(places if is_local and len(places) == len(self.places) else None)
-
-    def _note_place(self, captured: CapturedCall) -> None:
-        """Records the module in which attention was observed, and the function by which it was found."""
-        layout, name = captured.layout, captured.frame.name
-        known = layout is None or (layout == self.tap.known.layouts.get(captured.name) and not layout.guess)
-        if captured.headless or not name or not known or captured.how not in _FUNCTIONS:
-            self.places[name] = None
-        else:
-            only = SDPA_ALONE if captured.named else _FUNCTIONS[captured.how]
-            if name not in self.places:
-                self.places[name] = captured.frame.module, only
-            elif (old := self.places[name]) is not None:
-                self.places[name] = old[0], _either(old[1], only)
-
-    def _observer(self, name: str) -> Observer:
-        see = in_this_thread(functools.partial(self.tap.guard, self._own, name))
-        if self.tap.measure_rows is None or self.kept is not None:
-            return see
-        read = functools.partial(self.tap.guard, self._read, name, self.tap.measure_rows)
-        return RowObserver(see, in_this_thread(read))
-
-    def _own(self, name: str, call: AttentionCall, measure: MeasureCall | None = None) -> None:
-        self._take(name, call, measure=measure)
-
-    def _read(self, name: str, measure: MeasureRows, call: AttentionCall, rows: KernelRows) -> None:
-        self._own(name, call, lambda _: measure(call, rows))
-
-    def _plain(self, frame: ModuleCall, ordinal: int, q: Tensor, k: Tensor, scale: float, causal: bool) -> bool:
-        """Measures a call of torch's own function from q and k, and returns whether that was possible."""
-        measure = self.tap.measure_plain
-        if measure is None or not self.tap.active or extra_of_another(self.tap):
-            return False
-        found = measure(q, k, scale, causal)
-        if found is None:
-            return False
-        self.sites.add(frame.name if ordinal == 0 else name_of(frame, ordinal), found, None)
-        self.calls += 1
-        return True
-
-    def _layer(self, frame: ModuleCall) -> str | None:
-        """The layer whose keys a module chooses, if the module belongs to a known indexer."""
-        known = self.tap.known.indexers
-        layer = layer_of(frame.name, [site.name for site in self.tap.sites]) if known else None
-        return layer if layer in known else None
-
-    def _index_layout(self, name: str) -> HeadLayout | None:
-        known = self.tap.known.indexers
-        return known.get(layer_of(name, [site.name for site in self.tap.sites]) or "")
-
-    def _index(self, frame: ModuleCall, call: ScoresCall) -> None:
-        layer = self._layer(frame)
-        if layer is None or not self.tap.active or extra_of_another(self.tap):
-            return
-        self.indexed = True
-        self.tap.visitor.index(layer, call, self.candidate)
-
-    def _foreign(self, captured: CapturedCall) -> None:
-        if not self.tap.active:
-            return
-        if self.watcher is None or self.watcher.whole:
-            self._note_place(captured)
-        self.tap.warn_of_guess(captured)
-        rows, reads, measure = captured.rows, self.tap.measure_rows, None
-        if rows is not None and reads is not None and isinstance(captured.call, AttentionCall):
-            measure = lambda call: reads(call, rows)  # noqa: E731
-        self._take(captured.name, captured.call, captured.frame.name if captured.headless else None, measure)
-
-    def _take(self, name: str, call: Seen, part_of: str | None = None, measure: MeasureCall | None = None) -> None:
-        """Measures one call. If a module computes its heads one by one, `part_of` is the name of its site."""
-        if extra_of_another(self.tap):
-            return
-        if self.kept is not None:
-            self.kept.setdefault(name, call)
-        elif self.tap.active and not _has_no_rows(call):
-            stats = (measure or self.tap.measure)(call)
-            if part_of is None:
-                self.tap.visitor.call(name, call, self.candidate)
-            if stats is not None:
-                self.sites.add(name, stats, part_of)
-                self.calls += 1
-
-
 class Connection:
     """Connects one of qkeel's modules to a tap, for calls outside a pass. Copies of the module are not connected."""
 
@@ -677,21 +482,10 @@ def has_no_values(args: Args, kwargs: Kwargs) -> bool:
     return any([x.is_meta or is_fake(x) for x in tensors((args, dict(kwargs)))])  # noqa: C419
 
 
-def _has_no_rows(call: Seen) -> bool:
-    """True if a call has no queries or no keys, as in an expert that received no tokens."""
-    x = call.logits if isinstance(call, ScoresCall) else call.q
-    return not x.numel() or (not isinstance(call, ScoresCall) and not call.k.numel())
-
-
 def _key_heads(site: AttentionSite) -> tuple[int, int]:
     """The numbers of query and key heads in the calls of a site. Keys that are repeated in an order other than blocks
     stay repeated."""
     return site.n_heads, site.n_kv_heads if site.key_heads is None else site.n_heads
-
-
-def _either(one: frozenset[Function] | None, other: frozenset[Function] | None) -> frozenset[Function] | None:
-    """The functions of interest if both sets are given, or None, which means all functions."""
-    return None if one is None or other is None else one | other
 
 
 def _takes_fast_path(tree: ModuleTree) -> bool:

@@ -3,6 +3,7 @@
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.logits import (
+    AttentionSink,
     Fixed,
     FloorLogTemperature,
     GradientMax,
@@ -26,6 +27,7 @@ from qkeel.spec.rope import NTK, PI, DynamicNTK, Llama3, NoPosition, NoStretch, 
 __all__ = [
     "ALiBi",
     "AttentionCall",
+    "AttentionSink",
     "AttentionSpec",
     "DynamicNTK",
     "Fixed",

@@ -23,7 +23,13 @@ from qkeel.spec.position import position_for, scale_for
 from qkeel.spec.rope import NoPosition, Position
 from qkeel.spec.slot import Keys, Logits, Parameter, ParameterSizes, Params, PosK, PosQ, Queries, Shape, Slot, Values
 
-SLOTS: dict[str, type] = {"norm": Norm, "position": Position, "scale": Scale, "cap": Cap, "normalizer": Normalizer}
+SLOTS: dict[str, type] = {
+    "norm": Norm,
+    "position": Position,
+    "scale": Scale,
+    "cap": Cap,
+    "normalizer": Normalizer,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +161,12 @@ class AttentionSpec:
     def logits(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
         """*The* definition of an attention logit: returns the logits [b h t s] of raw q and k, scaled but before the
         cap."""
-        return self.scores(*self.encode(q, k, pos_q, pos_k, params), pos_q, pos_k, params)
+        return self.scores(
+            *self.encode(q, k, pos_q, pos_k, params),
+            pos_q,
+            pos_k,
+            params,
+        )
 
     def explain(self) -> str:
         """Returns the formula of this spec, with one line per step."""

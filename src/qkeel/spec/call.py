@@ -91,13 +91,25 @@ class AttentionCall:
 
     def encoded(self) -> tuple[Queries, Keys]:
         """Returns q and k as they enter the dot product, float32 or wider."""
-        return self.spec.encode(self.q, self.k, self.pos_q, self.pos_k, self.params)
+        return self.spec.encode(
+            self.q,
+            self.k,
+            self.pos_q,
+            self.pos_k,
+            self.params,
+        )
 
     def scores(self, q: Queries, k: Keys, rows: slice, keys: slice) -> Logits:
         """The logits of a block of encoded (already sliced) q and k, before the cap is applied and with the additive
         mask included."""
         with unrounded(q):
-            z = self.spec.scores(q, k, self.pos_q[:, rows], self.pos_k[:, keys], self.params)
+            z = self.spec.scores(
+                q,
+                k,
+                self.pos_q[:, rows],
+                self.pos_k[:, keys],
+                self.params,
+            )
         bias = self.bias(rows, keys)
         return z if bias is None else z + bias.to(z.dtype)
 
@@ -111,18 +123,18 @@ class AttentionCall:
     def visible(self, rows: slice, keys: slice) -> Visible | None:
         """A mask that is True where a query may see a key and broadcasts to [b h rows keys], or None if every key is
         visible."""
-        seen = None
+        visible = None
         if self.causal:
-            seen = (self.pos_k[:, None, keys] <= self.pos_q[:, rows, None])[:, None]
+            visible = (self.pos_k[:, None, keys] <= self.pos_q[:, rows, None])[:, None]
         window = self.window
         if window is not None:
             near = (self.pos_q[:, rows, None] - self.pos_k[:, None, keys])[:, None].abs() < window
-            seen = near if seen is None else seen & near
+            visible = near if visible is None else visible & near
         block = self._mask_block(rows, keys)
         if block is not None:
             allowed = block if block.dtype == torch.bool else ~_hides(block)
-            seen = allowed if seen is None else seen & allowed
-        return seen
+            visible = allowed if visible is None else visible & allowed
+        return visible
 
     def span(self, rows: slice) -> slice:
         """A range that contains every key that the rows can see, determined without reading tensor data. It may be
@@ -232,8 +244,8 @@ def make_call(
     dropout: float = 0.0,
 ) -> AttentionCall:
     """Returns the validated call of raw q, k and v under `spec`; see `qkeel.attention` for the arguments."""
-    seen = Visibility(causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
-    return seen.call(spec, q, k, v, params, dropout)
+    visibility = Visibility(causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
+    return visibility.call(spec, q, k, v, params, dropout)
 
 
 def _check_tensor(name: str, x: object) -> None:
@@ -318,27 +330,31 @@ def _mask(mask: AttentionMask | None, q: Tensor, s: int) -> Tensor | None:
 
 
 def _params(spec: AttentionSpec, q: Tensor, k: Tensor, params: Params | None) -> Params:
-    given = dict(params or {})
-    needed = spec.parameter_shapes(q.shape[1], k.shape[1], q.shape[3])
-    for name in given:
+    values = dict(params or {})
+    needed = spec.parameter_shapes(
+        q.shape[1],
+        k.shape[1],
+        q.shape[3],
+    )
+    for name in values:
         if name not in needed:
             raise unknown("parameter of this spec", name, needed)
     for name, shape in needed.items():
-        if name not in given:
+        if name not in values:
             raise InvalidValueError(
                 f"this spec needs the parameter {name!r} of shape {shape}; "
                 "create a full set with spec.init_params(n_heads, n_kv_heads, head_dim)"
             )
-        _check_tensor(f"parameter {name!r}", given[name])
-        _check_device(f"parameter {name!r}", given[name], q)
-        if not given[name].is_floating_point() or given[name].dtype.itemsize < 2:
+        _check_tensor(f"parameter {name!r}", values[name])
+        _check_device(f"parameter {name!r}", values[name], q)
+        if not values[name].is_floating_point() or values[name].dtype.itemsize < 2:
             raise InvalidTypeError(
-                f"expected parameter {name!r} as floating-point numbers of at least 16 bits, got {given[name].dtype}; "
+                f"expected parameter {name!r} as floating-point numbers of at least 16 bits, got {values[name].dtype}; "
                 "convert it first"
             )
-        if given[name].shape != shape:
-            raise ShapeError(f"expected parameter {name!r} of shape {shape}, got {tuple(given[name].shape)}")
-    return given
+        if values[name].shape != shape:
+            raise ShapeError(f"expected parameter {name!r} of shape {shape}, got {tuple(values[name].shape)}")
+    return values
 
 
 # BandCall: each query sees one contiguous range of keys, because there is a window or because sequences are packed.
@@ -376,17 +392,17 @@ class BandCall(AttentionCall):
 
     def visible(self, rows: slice, keys: slice) -> Tensor:
         key = torch.arange(keys.start, keys.stop, device=self.low.device)
-        seen = ((key >= self.low[:, rows, None]) & (key < self.high[:, rows, None]))[:, None]
-        given = None if self.padding is None else AttentionCall.visible(self, rows, keys)
-        return seen if given is None else seen & given
+        visible = ((key >= self.low[:, rows, None]) & (key < self.high[:, rows, None]))[:, None]
+        unpadded = None if self.padding is None else AttentionCall.visible(self, rows, keys)
+        return visible if unpadded is None else visible & unpadded
 
     def span(self, rows: slice) -> slice:
         s = self.k.shape[2]
         if self.low.device.type == "cpu" and not torch.compiler.is_compiling() and rows.stop > rows.start:
             low, high = self.low[:, rows], self.high[:, rows]
-            some = high > low
-            stop = int(high.where(some, 0).max())  # on a GPU, reading this value would wait for the device
-            return slice(min(int(low.where(some, s).min()), stop), stop)
+            is_used = high > low
+            stop = int(high.where(is_used, 0).max())  # on a GPU, reading this value would wait for the device
+            return slice(min(int(low.where(is_used, s).min()), stop), stop)
         if self.longest is None:
             return slice(0, s)
         return slice(max(0, min(rows.start - self.longest, s)), min(s, rows.stop + self.longest))
@@ -440,23 +456,31 @@ def band_call(
     if window == (-1, -1) and slopes is None and cu_seqlens is None:
         return call
     t, s = call.q.shape[2], call.k.shape[2]
-    fields: dict[str, object] = {"of_key": None, "longest": None, "masked": call.mask is not None}
+    fields: dict[str, object] = {
+        "of_key": None,
+        "longest": None,
+        "masked": call.mask is not None,
+    }
     if cu_seqlens is None:
         begin, length, at = call.pos_q.new_zeros(1, t), call.pos_q.new_full((1, t), s), call.pos_q
         slopes = slopes if slopes is None else (slopes if slopes.ndim == 2 else slopes[None])[..., None]
     else:
         ends_q, ends_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
         _check(call, ends_q, ends_k)
-        same = ends_q is ends_k and t == s
+        is_self_attention = ends_q is ends_k and t == s
         own_q = ends_q.long()
-        own_k = own_q if same else ends_k.long()
+        own_k = own_q if is_self_attention else ends_k.long()
         token, n, inside = _tokens(own_q, t)
-        key, n_k, inside_k = (token, n, inside) if same else _tokens(own_k, s)
+        key, n_k, inside_k = (token, n, inside) if is_self_attention else _tokens(own_k, s)
         first, stop = own_k[n], n + 1
         begin, length = (first * inside)[None], ((own_k[stop] - first) * inside)[None]
-        pos_k = (key - (first if same else own_k[n_k]))[None]
-        at = pos_k if same else (token - own_q[stop])[None] + length
-        fields |= {"of_key": torch.where(inside_k, n_k, -2), "longest": longest if same else None, "plain": False}
+        pos_k = (key - (first if is_self_attention else own_k[n_k]))[None]
+        at = pos_k if is_self_attention else (token - own_q[stop])[None] + length
+        fields |= {
+            "of_key": torch.where(inside_k, n_k, -2),
+            "longest": longest if is_self_attention else None,
+            "plain": False,
+        }
         fields |= {"pos_q": at, "pos_k": pos_k}
         if slopes is not None:
             slopes = slopes[n].mT[None] if slopes.ndim == 2 else slopes[None, :, None]
@@ -466,16 +490,25 @@ def band_call(
         mask = call.q.new_ones((1, 1, 1, 1), dtype=torch.bool) if slopes is None else call.q.new_zeros(1, 1, 1, 1)
     elif slopes is not None and mask.dtype == torch.bool:  # only an additive mask can carry ALiBi's bias
         mask = call.q.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
-    return BandCall(**{**fields_of(call), **fields, "mask": mask, "low": low, "high": high, "slopes": slopes})  # type: ignore[arg-type]
+    return BandCall(
+        **{
+            **fields_of(call),
+            **fields,
+            "mask": mask,
+            "low": low,
+            "high": high,
+            "slopes": slopes,
+        }
+    )  # type: ignore[arg-type]
 
 
 def _tokens(ends: Ends, total: int) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens 0 .. total-1, the index of each token's sequence (or of the nearest sequence if the token is in none), and
     whether the token is in a sequence."""
     token = torch.arange(total, device=ends.device)
-    found = torch.searchsorted(ends, token, right=True) - 1
-    n = found.clamp(0, len(ends) - 2)
-    return token, n, n == found
+    document = torch.searchsorted(ends, token, right=True) - 1
+    n = document.clamp(0, len(ends) - 2)
+    return token, n, n == document
 
 
 def _spans(

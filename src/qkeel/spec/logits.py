@@ -78,7 +78,11 @@ class InverseSqrt(Scale):
     kind = "inverse_sqrt"
 
     def __post_init__(self) -> None:
-        check(self.dim is None or self.dim > 0, "a dim above 0", self.dim)
+        check(
+            self.dim is None or self.dim > 0,
+            "a dim above 0",
+            self.dim,
+        )
         check(math.isfinite(self.multiplier), "a finite multiplier", self.multiplier)
 
     def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float:
@@ -156,7 +160,11 @@ class Learned(Scale):
         check_known("extent of a learned scale", self.per, ("layer", "head"))
         if self.maximum is not None and not self.log:
             raise InvalidValueError("a maximum requires log=True (Swin V2)")
-        check(self.maximum is None or self.maximum > 0, "a maximum above 0", self.maximum)
+        check(
+            self.maximum is None or self.maximum > 0,
+            "a maximum above 0",
+            self.maximum,
+        )
 
     def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
         value = math.log(self.init) if self.log else self.init
@@ -374,7 +382,7 @@ class Softmax(Normalizer):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sink(Normalizer):
+class AttentionSink(Normalizer):
     """Weights exp(z) / (exp(s) + Σ exp(z)), where s is learned per head (gpt-oss) or constant (0 for "off by
     one")."""
 
@@ -395,6 +403,9 @@ class Sink(Normalizer):
 
     def formula(self) -> str:
         return f"exp(z)/(exp({'s_h' if self.learned else f'{self.init:g}'}) + Σ exp(z))"
+
+
+Sink = AttentionSink  # the name until 0.1, which `qkeel.monitor.Sink` also has
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,7 +142,7 @@ class GainNorm(Norm):
         ):
             check_known(kind, value, known)
         check(self.eps >= 0, "eps >= 0", self.eps)
-        for gain in (self._gain(part) for part in _PARTS if self.bias and part in self.on):
+        for gain in (self._gain(operand) for operand in _PARTS if self.bias and operand in self.on):
             if gain not in ("dim", "head_dim"):
                 raise InvalidValueError(f"a bias requires gain 'dim' or 'head_dim', got gain {gain!r}")
 
@@ -155,7 +155,13 @@ class GainNorm(Norm):
             return x
         if self.over == "layer":
             b, h, t, d = x.shape
-            flat = self.normalise(x.transpose(1, 2).reshape(b, t, h * d))
+            flat = self.normalise(
+                x.transpose(1, 2).reshape(
+                    b,
+                    t,
+                    h * d,
+                )
+            )
             y = flat.view(b, t, h, d).transpose(1, 2)
         else:
             y = self.normalise(x)
@@ -187,27 +193,27 @@ class GainNorm(Norm):
                 f"{geometry.n_kv_heads}; use shared=False with grouped keys"
             )
         needed: dict[str, Parameter] = {}
-        for part in _PARTS:
-            if part not in self.on or (self.shared and part == "k"):
+        for operand in _PARTS:
+            if operand not in self.on or (self.shared and operand == "k"):
                 continue
-            heads = geometry.n_heads if part == "q" else geometry.n_kv_heads
-            gain = self._gain(part)
+            heads = geometry.n_heads if operand == "q" else geometry.n_kv_heads
+            gain = self._gain(operand)
             shape = _GAINS[gain][1](heads, geometry.head_dim)
             if gain != "none":
-                needed[f"{part}_norm"] = Parameter(shape, 0.0 if gain == "one_plus_dim" else 1.0)
+                needed[f"{operand}_norm"] = Parameter(shape, 0.0 if gain == "one_plus_dim" else 1.0)
             if self.bias:
-                needed[f"{part}_norm_bias"] = Parameter(shape, 0.0)
+                needed[f"{operand}_norm_bias"] = Parameter(shape, 0.0)
         return needed
 
     def formula(self) -> str:
         over = "" if self.over == "head" else " over all heads of a token"
         lines = []
-        for part in _PARTS:
-            if part in self.on:
+        for operand in _PARTS:
+            if operand in self.on:
                 bias = " + b" if self.bias else ""
-                lines.append(f"{part}̃ = {self.symbol}({part}){_GAINS[self._gain(part)][0]}{bias}")
-            elif part != "v":
-                lines.append(f"{part}̃ = {part}")
+                lines.append(f"{operand}̃ = {self.symbol}({operand}){_GAINS[self._gain(operand)][0]}{bias}")
+            elif operand != "v":
+                lines.append(f"{operand}̃ = {operand}")
         return ", ".join(lines) + over
 
 

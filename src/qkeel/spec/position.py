@@ -115,8 +115,19 @@ class ReRope(Position):
         distance = (pos_q[:, :, None] - pos_k[:, None, :])[:, None]
         near = self.product(self.near(q, pos_q), self.near(k, pos_k))
         ahead = self.product(self.far_query(q, pos_q), self.far_key(k, pos_k))
-        behind = self.product(self.far_query(q, pos_q, -1), self.far_key(k, pos_k))
-        return torch.where(distance.abs() < self.window, near, torch.where(distance > 0, ahead, behind))
+        behind = self.product(
+            self.far_query(
+                q,
+                pos_q,
+                -1,
+            ),
+            self.far_key(k, pos_k),
+        )
+        return torch.where(
+            distance.abs() < self.window,
+            near,
+            torch.where(distance > 0, ahead, behind),
+        )
 
     def product(self, q: Queries, k: Keys) -> Logits:
         """The product q·k [b h t s]."""
@@ -141,7 +152,14 @@ class ReRope(Position):
 
     def _rotated(self, x: Tensor, pos: Tensor) -> Tensor:
         theta = rope_frequencies(round(x.shape[-1] * self.rotary), self.base)
-        return rotate(x, *rope_table(pos[:, None], theta, x.dtype))
+        return rotate(
+            x,
+            *rope_table(
+                pos[:, None],
+                theta,
+                x.dtype,
+            ),
+        )
 
     def formula(self) -> str:
         return f"ReRoPE(window {self.window}, base {self.base:g})"
@@ -170,7 +188,11 @@ class LeakyReRope(ReRope):
 
     def __post_init__(self) -> None:
         ReRope.__post_init__(self)
-        check(math.isfinite(self.factor) and self.factor > 0, "a factor above 0 for LeakyReRope", self.factor)
+        check(
+            math.isfinite(self.factor) and self.factor > 0,
+            "a factor above 0 for LeakyReRope",
+            self.factor,
+        )
 
     @property
     def leak(self) -> float:
@@ -213,7 +235,11 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "self_extend": ("window", "leak"),
     "window": ("window",),
 }
-_NTK: dict[str, Literal["old", "fixed", "mixed"]] = {"ntk": "old", "ntk_fixed": "fixed", "ntk_mixed": "mixed"}
+_NTK: dict[str, Literal["old", "fixed", "mixed"]] = {
+    "ntk": "old",
+    "ntk_fixed": "fixed",
+    "ntk_mixed": "mixed",
+}
 
 
 def position_for(

@@ -55,7 +55,12 @@ def _window(spec: AttentionSpec, n_layers: int, /, *, window: int) -> Specs:
 
 def _hwfa(spec: AttentionSpec, n_layers: int, /, *, train_length: int, window: int | None = None) -> Specs:
     _deep_enough("hwfa", n_layers)
-    width = _under("hwfa", window, int(0.75 * train_length / (n_layers - 1)), train_length)
+    width = _under(
+        "hwfa",
+        window,
+        int(0.75 * train_length / (n_layers - 1)),
+        train_length,
+    )
     near = spec.replace(position=SlidingWindow(window=width, inner=spec.position))
     scale = spec.scale if isinstance(spec.scale, LogN) else LogN(inner=spec.scale, train_length=train_length)
     return (*(near,) * (n_layers - 1), spec.replace(position=NoPosition(), scale=scale))
@@ -65,11 +70,20 @@ def _hwfa2(
     spec: AttentionSpec, n_layers: int, /, *, train_length: int, window: int | None = None, full: int = 1
 ) -> Specs:
     _deep_enough("hwfa2", n_layers)
-    check(1 <= full < n_layers, f"1 to {n_layers - 1} full layers of {n_layers}", full)
-    width = _under("hwfa2", window, min(3 * train_length // n_layers, train_length // 2), train_length)
+    check(
+        1 <= full < n_layers,
+        f"1 to {n_layers - 1} full layers of {n_layers}",
+        full,
+    )
+    width = _under(
+        "hwfa2",
+        window,
+        min(3 * train_length // n_layers, train_length // 2),
+        train_length,
+    )
     near = spec.replace(position=SlidingWindow(window=width, inner=spec.position))
-    whole = {n_layers * j // (full + 1) for j in range(1, full + 1)}
-    return tuple(spec if i in whole else near for i in range(n_layers))
+    full_layers = {n_layers * j // (full + 1) for j in range(1, full + 1)}
+    return tuple(spec if i in full_layers else near for i in range(n_layers))
 
 
 def _under(name: str, window: int | None, default: int, train_length: int) -> int:
@@ -148,7 +162,7 @@ def layer_specs(spec: AttentionSpec, n_layers: int, positions: str = "", train_l
     """
     if not positions:
         return (spec,) * n_layers
-    rows = [_placed(spec, n_layers, part, train_length) for part in positions.split("/")]
+    rows = [_placed(spec, n_layers, position, train_length) for position in positions.split("/")]
     return tuple(row[i] for i, row in zip(range(n_layers), itertools.cycle(rows)))
 
 

@@ -98,7 +98,11 @@ class NTK(Stretch):
     def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
         if self.kind in ("old", "exact"):
             return f.ntk(theta, self.factor, exact=self.kind == "exact")
-        return f.ntk_mixed(theta, self.factor, 1.0 if self.kind == "fixed" else self.power)
+        return f.ntk_mixed(
+            theta,
+            self.factor,
+            1.0 if self.kind == "fixed" else self.power,
+        )
 
     def formula(self) -> str:
         power = f", power {self.power:g}" if self.kind == "mixed" else ""
@@ -125,7 +129,11 @@ class DynamicNTK(Stretch):
     def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
         length = pos_k.amax() + 1 if pos_k.numel() else torch.ones((), device=pos_k.device)
         share = length.to(theta.dtype).clamp_min(self.train_length) / self.train_length
-        return f.ntk(theta.to(length.device), self.factor * share - (self.factor - 1), exact=True)
+        return f.ntk(
+            theta.to(length.device),
+            self.factor * share - (self.factor - 1),
+            exact=True,
+        )
 
     def formula(self) -> str:
         return f"dynamic NTK from {self.train_length} tokens on, ×{self.factor:g}"
@@ -152,12 +160,24 @@ class YaRN(Stretch):
     def __post_init__(self) -> None:
         _check(self, factor=self.factor, train_length=self.train_length)
         check_known("ramp of YaRN", self.ramp, get_args(f.Ramp))
-        check(0 < self.slow < self.fast, "0 < slow < fast turns", f"slow={self.slow}, fast={self.fast}")
+        check(
+            0 < self.slow < self.fast,
+            "0 < slow < fast turns",
+            f"slow={self.slow}, fast={self.fast}",
+        )
         given = self.attention_factor
         check(given is None or given > 0, "an attention_factor above 0", given)
 
     def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
-        return f.yarn(theta, self.factor, self.train_length, base=base, fast=self.fast, slow=self.slow, ramp=self.ramp)
+        return f.yarn(
+            theta,
+            self.factor,
+            self.train_length,
+            base=base,
+            fast=self.fast,
+            slow=self.slow,
+            ramp=self.ramp,
+        )
 
     @property
     def magnitude(self) -> float:  # type: ignore[override]
@@ -165,8 +185,8 @@ class YaRN(Stretch):
         return f.yarn_magnitude(self.factor) if self.attention_factor is None else self.attention_factor
 
     def formula(self) -> str:
-        more = f"{self.ramp} ramp, cos and sin ×{self.magnitude:.4g}"
-        return f"YaRN ×{self.factor:g} from {self.train_length} tokens, {more}"
+        details = f"{self.ramp} ramp, cos and sin ×{self.magnitude:.4g}"
+        return f"YaRN ×{self.factor:g} from {self.train_length} tokens, {details}"
 
 
 @final
@@ -181,7 +201,11 @@ class Llama3(Stretch):
 
     def __post_init__(self) -> None:
         _check(self, factor=self.factor, train_length=self.train_length)
-        check(0 < self.low < self.high, "0 < low < high turns", f"low={self.low}, high={self.high}")
+        check(
+            0 < self.low < self.high,
+            "0 < low < high turns",
+            f"low={self.low}, high={self.high}",
+        )
 
     def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
         return f.llama3(theta, self.factor, self.train_length, self.low, self.high)
@@ -256,7 +280,12 @@ class Position(Slot):
         g, s = k.shape[1], k.shape[2]
         if g == h:
             return q @ k.mT
-        return (q.reshape(b, g, h // g * t, d) @ k.mT).view(b, h, t, s)
+        return (q.reshape(b, g, h // g * t, d) @ k.mT).view(
+            b,
+            h,
+            t,
+            s,
+        )
 
     @abc.abstractmethod
     def formula(self) -> str:
@@ -317,14 +346,23 @@ class Rope(Position):
         return round(int(head_dim) * self.rotary)  # tracing turns sizes into tensors
 
     def encode(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Queries, Keys]:
-        (cos_q, sin_q), (cos_k, sin_k) = self.tables(q, k, pos_q, pos_k)
+        (cos_q, sin_q), (cos_k, sin_k) = self.tables(
+            q,
+            k,
+            pos_q,
+            pos_k,
+        )
         return rotate(q, cos_q, sin_q, self.pairing), rotate(k, cos_k, sin_k, self.pairing)
 
     def tables(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[CosSin, CosSin]:
         """The tables (cos, sin) for q and for k, [b|1 1 t half] each, in float32 or wider."""
         # Tables are built directly on CUDA, because a copy from the host would wait. Other devices may lack float64.
         device = q.device if q.device.type == "cuda" else None
-        theta = rope_frequencies(self._rotated(q.shape[-1]), self.base, device)
+        theta = rope_frequencies(
+            self._rotated(q.shape[-1]),
+            self.base,
+            device,
+        )
         frequencies = self.stretch.frequencies(theta, self.base, pos_k) if self.stretch.changes else theta
         keys = self._table(pos_k, frequencies, k)
         return (keys if pos_q is pos_k else self._table(pos_q, frequencies, q)), keys
@@ -435,7 +473,11 @@ class XPos(Position):
 
     def _turned(self, x: Tensor, pos: Tensor, sign: float) -> Tensor:
         d = x.shape[-1]
-        cos, sin = rope_table(pos[:, None], rope_frequencies(d, self.base), x.dtype)
+        cos, sin = rope_table(
+            pos[:, None],
+            rope_frequencies(d, self.base),
+            x.dtype,
+        )
         power = sign * pos[:, None, :, None].to(x.dtype) / self.scale
         faded = xpos_decay(d).to(x) ** power
         return rotate(x, cos * faded, sin * faded, "interleaved")

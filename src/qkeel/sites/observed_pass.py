@@ -1,0 +1,234 @@
+"""One observed forward pass: where it is searched for attention, and what is measured of its calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, maxima
+from qkeel.capture.example import ModuleCall
+from qkeel.capture.intercept import SDPA_ALONE, CapturedCall, CaptureMode, name_of
+from qkeel.capture.readers import FLASH_AND_FLEX
+from qkeel.functional.statistics import KernelRows, LogitStats
+from qkeel.heads.site import layer_of
+from qkeel.kernels.logits import compiled as logit_pass
+from qkeel.nn import functional_attention
+from qkeel.nn.attention import Observer, RowObserver, SpecModule
+from qkeel.patching.forward import extra_of_another
+from qkeel.patching.modes import (
+    Args,
+    Function,
+    Kwargs,
+    ModuleTree,
+    in_this_thread,
+)
+from qkeel.sites.trace import names_by_caller
+from qkeel.spec import AttentionCall
+
+if TYPE_CHECKING:
+    from qkeel.sites.tap import Tap
+
+MeasurePlain = Callable[[Tensor, Tensor, float, bool], LogitStats | None]
+MeasureCall = Callable[[Seen], LogitStats | None]
+MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
+
+_FUSED = SDPA_ALONE | frozenset({F.multi_head_attention_forward, functional_attention})
+# For each function by whose name a call was observed, the torch functions to look for in the calling module; None for
+# all of them.
+_FUNCTIONS: dict[str, frozenset[Function] | None] = {
+    "scaled_dot_product_attention": _FUSED,
+    "multi_head_attention_forward": _FUSED,
+    "softmax": None,
+    **{name: frozenset({reader}) for name, reader in FLASH_AND_FLEX.items()},
+}
+# The modules in which attention was observed, by name, with the torch functions to look for there.
+Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]
+
+
+class PassSearch:
+    """Where passes in one mode of a model, training or evaluation, are searched for attention.
+
+    Searching everywhere costs one callback for each torch function call. Once the modules with attention are known, a
+    pass is searched in these alone, except passes 1, 2, 4, 8, …, in which attention may appear that was not seen
+    before, and passes after a change of the modules.
+    """
+
+    def __init__(self) -> None:
+        self._passes = 0
+        self._places: Places | None = None
+        self._modules: object = None  # those that existed in the last pass that was searched everywhere
+
+    def places(self, tree: ModuleTree) -> Places | None:
+        """Returns the modules in which the pass that begins is searched, or None for everywhere."""
+        number, self._passes = self._passes, self._passes + 1
+        everywhere = number & (number - 1) == 0 or self._modules is not tree.named()
+        return None if everywhere else self._places
+
+    def note(self, places: Places | None, tree: ModuleTree) -> None:
+        """Notes where a pass that was searched everywhere had attention; None if that does not say where to search."""
+        if places is not None and self._modules is tree.named():
+            for name, (module, functions) in (self._places or {}).items():
+                places[name] = (module, _either(functions, places[name][1]) if name in places else functions)
+        self._places, self._modules = places, tree.named()
+
+
+class ObservedPass:
+    """One observed forward pass. qkeel's own modules report their calls, and a `CaptureMode` observes those of other
+    code. With `kept`, the first call of each site is stored there, and nothing is measured."""
+
+    def __init__(self, tap: Tap, kept: dict[str, Seen] | None = None, *, candidate: bool = True) -> None:
+        self.tap, self.kept = tap, kept
+        self.candidate = candidate  # whether it may be trained
+        self.calls = 0  # attention calls that were measured
+        self.sites = SiteStatistics()
+        self.error: Exception | None = None
+        self.watcher: CaptureMode | None = None
+        self.places: dict[str, tuple[nn.Module, frozenset[Function] | None] | None] = {}
+        self.indexed = False  # whether a module has chosen keys
+
+    def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
+        """Observes until `around` is closed; `call` holds the arguments of the model's own call if that has already
+        begun."""
+        visit = self.tap.visitor.looking(self.candidate) if self.kept is None else None
+        if visit is not None:
+            around.callback(visit.remove)
+        spec_modules = self.tap.tree.of_kind(SpecModule)
+        for name, module in spec_modules:
+            assert isinstance(module, SpecModule)
+            observer = self._observer(name)
+            module.observers.append(observer)
+            around.callback(module.observers.remove, observer)
+        by_caller = names_by_caller(self.tap.sites)
+        only_in = self.tap.places() if self.kept is None and by_caller is None else None
+        if only_in == {} and (spec_modules or self.tap.own_alone):
+            return
+        self.watcher = watcher = CaptureMode(
+            self.tap.model,
+            self._foreign,
+            guard=self.tap.guard,
+            rows=self.tap.measure_rows is not None and self.kept is None,
+            described=self.tap.facts.described,
+            layouts=self.tap.facts.layouts,
+            only_in=only_in,
+        )
+        watcher.maxima = self.tap.measure is maxima  # no other result of a call is read
+        watcher.stack.by_caller = by_caller
+        watcher.key_heads = self.tap.facts.key_heads
+        if self.tap.facts.indexers and self.kept is None:
+            watcher.index, watcher.index_layouts = self._index, self._index_layout
+        if call is not None and only_in is None:
+            watcher.stack.begun(call[0], dict(call[1]))
+        if only_in is not None and self.tap.measure_plain is not None and logit_pass.ready():
+            watcher.plain = self._plain
+        watcher.look(around)
+
+    def over(self) -> None:
+        """Called after the pass to determine the modules in which the next pass is searched."""
+        watcher = self.watcher
+        if watcher is None or self.kept is not None:
+            return
+        if not watcher.whole:
+            if 0 in [frame.calls + frame.indexes for frame in watcher.called_in]:
+                self.tap.searched(None)  # attention that was found there is now computed elsewhere
+            return
+        is_local = not (watcher.hidden or self.indexed)
+        for name, place in self.places.items():
+            # Attention of qkeel's modules inside must not be attributed to this module.
+            if place is not None and any([m is not place[0] and isinstance(m, SpecModule) for m in place[0].modules()]):  # noqa: C419
+                self.places[name] = None
+        places = {name: place for name, place in self.places.items() if place is not None}
+        self.tap.searched(places if is_local and len(places) == len(self.places) else None)
+
+    def _note_place(self, captured: CapturedCall) -> None:
+        """Records the module in which attention was observed, and the function by which it was found."""
+        layout, name = captured.layout, captured.frame.name
+        is_known = layout is None or (layout == self.tap.facts.layouts.get(captured.name) and not layout.guess)
+        if captured.headless or not name or not is_known or captured.how not in _FUNCTIONS:
+            self.places[name] = None
+        else:
+            only = SDPA_ALONE if captured.named else _FUNCTIONS[captured.how]
+            if name not in self.places:
+                self.places[name] = captured.frame.module, only
+                return
+            before = self.places[name]
+            if before is not None:
+                self.places[name] = before[0], _either(before[1], only)
+
+    def _observer(self, name: str) -> Observer:
+        see = in_this_thread(functools.partial(self.tap.guard, self._take, name))
+        if self.tap.measure_rows is None or self.kept is not None:
+            return see
+        read = functools.partial(self.tap.guard, self._read, name, self.tap.measure_rows)
+        return RowObserver(see, in_this_thread(read))
+
+    def _read(self, name: str, measure: MeasureRows, call: AttentionCall, rows: KernelRows) -> None:
+        self._take(name, call, measure=lambda _: measure(call, rows))
+
+    def _plain(self, frame: ModuleCall, ordinal: int, q: Tensor, k: Tensor, scale: float, causal: bool) -> bool:
+        """Measures a call of torch's own function from q and k, and returns whether that was possible."""
+        measure = self.tap.measure_plain
+        if measure is None or not self.tap.active or extra_of_another(self.tap):
+            return False
+        stats = measure(q, k, scale, causal)
+        if stats is None:
+            return False
+        self.sites.add(frame.name if ordinal == 0 else name_of(frame, ordinal), stats, None)
+        self.calls += 1
+        return True
+
+    def _layer(self, frame: ModuleCall) -> str | None:
+        """The layer whose keys a module chooses, if the module belongs to a known indexer."""
+        indexers = self.tap.facts.indexers
+        layer = layer_of(frame.name, [site.name for site in self.tap.sites]) if indexers else None
+        return layer if layer in indexers else None
+
+    def _index_layout(self, name: str) -> HeadLayout | None:
+        return self.tap.facts.indexers.get(layer_of(name, [site.name for site in self.tap.sites]) or "")
+
+    def _index(self, frame: ModuleCall, call: ScoresCall) -> None:
+        layer = self._layer(frame)
+        if layer is None or not self.tap.active or extra_of_another(self.tap):
+            return
+        self.indexed = True
+        self.tap.visitor.index(layer, call, self.candidate)
+
+    def _foreign(self, captured: CapturedCall) -> None:
+        if not self.tap.active:
+            return
+        if self.watcher is None or self.watcher.whole:
+            self._note_place(captured)
+        self.tap.warn_of_guess(captured)
+        rows, reads, measure = captured.rows, self.tap.measure_rows, None
+        if rows is not None and reads is not None and isinstance(captured.call, AttentionCall):
+            measure = lambda call: reads(call, rows)  # noqa: E731
+        self._take(captured.name, captured.call, captured.frame.name if captured.headless else None, measure)
+
+    def _take(self, name: str, call: Seen, part_of: str | None = None, measure: MeasureCall | None = None) -> None:
+        """Measures one call. If a module computes its heads one by one, `part_of` is the name of its site."""
+        if extra_of_another(self.tap):
+            return
+        if self.kept is not None:
+            self.kept.setdefault(name, call)
+        elif self.tap.active and not _has_no_rows(call):
+            stats = (measure or self.tap.measure)(call)
+            if part_of is None:
+                self.tap.visitor.call(name, call, self.candidate)
+            if stats is not None:
+                self.sites.add(name, stats, part_of)
+                self.calls += 1
+
+
+def _has_no_rows(call: Seen) -> bool:
+    """True if a call has no queries or no keys, as in an expert that received no tokens."""
+    x = call.logits if isinstance(call, ScoresCall) else call.q
+    return not x.numel() or (not isinstance(call, ScoresCall) and not call.k.numel())
+
+
+def _either(first: frozenset[Function] | None, second: frozenset[Function] | None) -> frozenset[Function] | None:
+    """The functions of interest if both sets are given, or None, which means all functions."""
+    return None if first is None or second is None else first | second

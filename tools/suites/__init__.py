@@ -1,1 +1,0 @@
-"""Peers' own tests with qkeel's attention in them or every model watched; writes docs/internals/suites.md."""
