@@ -107,6 +107,11 @@ def watch(
     typed = os.environ.pop(TYPED, None)  # so that the script's environment is the same as without qkeel
     source = prepare(program)
     place = out or Path("qkeel-runs") / program.title
+    folder = place.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if not os.access(folder, os.W_OK):
+        raise InvalidValueError(f"{folder} cannot be written; give --out a folder that can")
     named = policy or ("ladder" if autopilot else None)
     if named is not None:
         named_policy(named)
