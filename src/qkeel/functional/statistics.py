@@ -9,9 +9,8 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Mapping
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -29,7 +28,6 @@ from qkeel.functional.class_statistics import (
     merge_classes,
     merge_rules,
     merged,
-    merged_rows,
     one_hot,
     rule,
     tensors,
@@ -164,16 +162,6 @@ def merge(a: LogitStats, *others: LogitStats) -> LogitStats:
         error = merged(sampled, {"entropy_error": _ERROR})["entropy_error"]
     classes = functools.reduce(merge_classes, [stats.classes for stats in others], a.classes)
     return LogitStats(**merged(parts, MERGES), classes=classes, entropy_error=error)
-
-
-def merge_stacked(every: Mapping[str, Tensor]) -> LogitStats:
-    """Merges data sets whose fields are stacked: [n h] instead of [h] for n data sets, by name.
-
-    The statistics by token class are left out. Source: derived, as `merge`.
-    """
-    error = merged_rows(every, "entropy_error", _ERROR) if "entropy_error" in every else None
-    fields: dict[str, Any] = {name: merged_rows(every, name, rule) for name, rule in MERGES.items()}
-    return LogitStats(**fields, entropy_error=error)
 
 
 _ERROR = Merge("mean", count="n_queries")

@@ -88,7 +88,9 @@ def attend(
         attention_mask, causal = _biased(bias, attention_mask, causal), False
     if arguments.get("indices") is not None:
         attention_mask, causal = _chosen(arguments["indices"], attention_mask, causal, s), False
-    dropout, sinks = arguments.get("dropout", 0.0), _sinks(arguments)
+    dropout = arguments.get("dropout", 0.0)
+    # One logit per head [h]; GPT-OSS names it s_aux, other models sinks.
+    sinks = arguments.get("s_aux") if arguments.get("sinks") is None else arguments["sinks"]
     if arguments.get("softcap") is not None or sinks is not None:
         scale = Fixed(query.shape[-1] ** -0.5 if scaling is None else scaling)
         cap = NoCap() if arguments.get("softcap") is None else Softcap(arguments["softcap"])
@@ -128,11 +130,6 @@ def _names(kind: type[nn.Module], argument: str) -> bool:
         return True
     consts = forward.__code__.co_consts  # keyword names of a call: one tuple, or separate strings next to **kwargs
     return any(argument == const or (isinstance(const, tuple) and argument in const) for const in consts)
-
-
-def _sinks(arguments: Kwargs) -> Tensor | None:
-    """Returns the sink logit of each head [h], or None."""
-    return arguments.get("s_aux") if arguments.get("sinks") is None else arguments["sinks"]
 
 
 def _chosen(indices: Tensor, mask: Tensor | None, causal: bool, keys: int) -> Tensor:
