@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,7 +18,7 @@ from qkeel.capture.example import arguments, copied, tensors, undisturbed
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
 from qkeel.frames.run_verdict import judge_run
-from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged
+from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged, without_constant
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import FaultGuard
 from qkeel.records import NON_FINITE, RunDirectory
@@ -113,8 +114,8 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     head_name = layer_name = ""
     for name, stats in statistics.items():
         label = site_label(name, type(inner).__name__)
-        logits = stats.max_logit.double()
-        head = int(logits.nan_to_num(-math.inf).argmax())
+        logits = without_constant(stats.max_logit.double().numpy(force=True), stats.logit_spread.numpy(force=True))
+        head = int(np.where(np.isnan(logits), -np.inf, logits).argmax())
         top = float(logits[head])
         entropies, non_finite = stats.value("entropy"), stats.value(NON_FINITE)
         mean = math.nan if entropies is None else float(entropies.double().nanmean())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, Health, Row, judged
+from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, Health, Row, judged, without_constant
 from qkeel.records import NON_FINITE, Heads, fold_heads
 
 
@@ -27,6 +27,8 @@ def judge_run(heads: Heads, events: Sequence[Row], threshold: float = HARMFUL_LO
     healthy: largest logit 7 (a head 0, step 1), under 100, where logits begin to count as large
     """
     measured = np.asarray(heads.values["max_logit"], dtype=np.float64)
+    if "logit_spread" in heads.values:
+        measured = without_constant(measured, np.asarray(heads.values["logit_spread"], dtype=np.float64))
     logits = np.where(np.isnan(measured), -math.inf, measured)
     n_layers = logits.shape[1]
     names = [name or "the model itself" for name in heads.layers or [f"layer {i}" for i in range(n_layers)]]

@@ -84,6 +84,8 @@ class LogitStats:
     cos_mean: PerHead = field(metadata=rule("mean", count="n_products"))
     #: mean over `n_free` rows of the row's largest logit minus its mean, in nats
     logit_gap: PerHead = field(metadata=rule("mean", count="n_free"))
+    #: the same for the row where it is largest, in nats: a constant on all logits of a row does not change it
+    logit_spread: PerHead = field(metadata=rule("max", -torch.inf))
     n_free: Int[Tensor, " h"] = field(metadata=rule("sum"))
     n_products: Int[Tensor, " h"] = field(metadata=rule("sum"))
     classes: ClassStats | None = None
@@ -534,6 +536,7 @@ def reduce_fields(
         cos_max=tops["cos_max"] if products else torch.full_like(sink_share, -torch.inf),
         cos_mean=sums["cos_total"] / of_pairs,
         logit_gap=gap.masked_fill(bound, 0.0).sum(1) / of_free,
+        logit_spread=gap.masked_fill(bound, -torch.inf).amax(1),
         n_free=n_free,
         n_products=n_pairs if products else torch.zeros_like(n_pairs),
         classes=classes,

@@ -155,6 +155,23 @@ def spike_score(losses: Sequence[float], window: int = 16, deviations: float = 6
     return spikes / len(losses)
 
 
+def without_constant(logits: np.ndarray, spreads: np.ndarray) -> np.ndarray:
+    """Returns the logits that a verdict judges: each largest logit, or its spread if a constant makes up most of it.
+
+    A constant on all logits of a row (such as a bias of the keys) changes no attention weight. The spread is the
+    largest distance of a row's maximum from the row's mean; where it is less than half of the largest logit, it counts.
+
+    Args:
+        logits: the largest signed logits, in nats.
+        spreads: the spreads of the same heads, in nats; NaN where they were not measured.
+
+    >>> without_constant(np.array([1200.0, 80.0, 5.0]), np.array([3.0, 90.0, np.nan])).tolist()
+    [3.0, 80.0, 5.0]
+    """
+    with np.errstate(invalid="ignore"):
+        return np.where(spreads < logits / 2, spreads, logits)
+
+
 # Verdicts on the health of attention, each a sentence with its number and threshold.
 
 LAYER_ENTROPY = COLLAPSE_ENTROPY / 2  # nats, for one layer; half the threshold for a whole model
