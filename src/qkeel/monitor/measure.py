@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import tensors
 from qkeel.capture.visible_sets import LayerType

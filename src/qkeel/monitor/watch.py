@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.example import arguments
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.distributed.layout import Layout

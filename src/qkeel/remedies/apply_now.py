@@ -85,7 +85,7 @@ def apply_now(
         several = [] if isinstance(model, nn.Module) else [f"{len(request[1])} models"]
         return ", ".join([f"{list(request[0])}", *several, *parts, f"train_length={train_length}, partial={partial}"])
 
-    found, bare = dist.agree(WHAT, asked, said, lambda _: None)
+    found, bare = dist.agree(WHAT, asked, said)
     optimizers = listed(optimizer)
 
     def applied() -> Handle:

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, fewest_keys, key_heads
 from qkeel.capture.eager import is_projected, reached
 from qkeel.capture.example import Caller, ModuleCall, ShortExample, Undo, copied, first_row, shorter, undisturbed
