@@ -254,23 +254,6 @@ def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
         raise _failed(model, error) from error
 
 
-def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
-    """The names of hand-written sites whose logits are not only a scale times q·k, for example because of a bias."""
-    found: set[str] = set()
-
-    def note(captured: CapturedCall) -> None:
-        call = captured.call
-        if isinstance(call, ScoresCall) and not is_product(call):
-            found.add(captured.name)
-
-    with extra_pass(model), undisturbed(model):
-        forward(model, CaptureMode(model, note, probing=True), copied(args), copied(kwargs))
-    return found
-
-
-# --- the passes
-
-
 def _traced(
     model: nn.Module,
     args: Args,
