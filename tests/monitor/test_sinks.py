@@ -73,7 +73,7 @@ def test_a_run_stays_where_it_began_when_the_program_changes_its_folder(
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "a")
     sink = RunDirectorySink("run")
-    sink.require()
+
     monkeypatch.chdir(tmp_path / "b")
     sink.open(about())
     sink.write(sample(0))
