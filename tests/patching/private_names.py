@@ -219,11 +219,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_rows(
         "modes",
         (
-            "torch.ops.aten: _scaled_dot_product_flash_attention_for_cpu, _scaled_dot_product_flash_attention, "
-            "_scaled_dot_product_flash_attention_for_cpu_backward, _scaled_dot_product_efficient_attention, "
-            "_scaled_dot_product_cudnn_attention, _scaled_dot_product_fused_attention_overrideable",
-            "to know torch's attention kernels when they are called, and to merge their rows by their logsumexps",
-            "watching models that call them, and windowed attention on a CPU",
+            "torch.ops.aten: _scaled_dot_product_flash_attention_for_cpu, "
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+            "to merge rows of far and near keys by their logsumexps",
+            "windowed attention on a CPU",
         ),
         (
             "torch.ops.aten.add.default: _schema",

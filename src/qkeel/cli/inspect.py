@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from torch import nn
 
-from qkeel.audit import Geometry, as_json, table
+from qkeel.audit import Documents, Geometry, Window, as_json, table
 from qkeel.audit.check import check as judge
 from qkeel.audit.check import check_checkpoint, is_run
 from qkeel.audit.scan import scan as read
+from qkeel.audit.sees import Contract
 from qkeel.cli.commands import FAILED, OK, UNDECIDED
 from qkeel.cli.output import printable
 from qkeel.cli.parameters import SEVERAL, JsonSwitch, Switch, Unset
-from qkeel.errors import DataError, InvalidValueError, RunDirectoryError, unknown
+from qkeel.errors import DataError, InvalidTypeError, InvalidValueError, RunDirectoryError, unknown
 from qkeel.frames import Frame, TableFiles
 from qkeel.lab.build_run import build_decoder, rules
 from qkeel.lab.config import ModelConfig
@@ -160,25 +164,34 @@ def check(
     table: Switch = False,
     n_heads: Unset[int] = None,
     n_kv_heads: Unset[int] = None,
+    sees: Unset[str] = None,
     json_: JsonSwitch = False,
 ) -> int:
-    """Report in one sentence whether the attention of a run or a checkpoint is healthy.
+    """Report in one sentence whether the attention of a run, a checkpoint or a model is healthy.
 
     The exit code is 0 if it is healthy, 1 if not, 2 if the command is used incorrectly, and 4 if it is not known. The
     weights of a checkpoint provide only an upper bound on its logits: if that exceeds the threshold, the answer is "not
     known". In Python: qkeel.check(model, batch).
 
     Args:
-        path: Directory of a run, or a .safetensors file, a folder of shards, or a Hugging Face folder.
+        path: Directory of a run; a .safetensors file, a folder of shards or a Hugging Face folder; or module:function,
+            where the function returns a model and a batch for it.
         threshold: Largest acceptable attention logit, in nats.
         table: Also print the values of each layer.
         n_heads: Number of query heads per layer of a checkpoint, if config.json does not state it.
         n_kv_heads: Number of key heads per layer of a checkpoint, if config.json does not state it.
+        sees: With module:function, check what an output depends on instead: causal, window=SIZE, or documents, which
+            begin where the batch's position_ids start again.
         json_: Print the status, sentence, largest logit and threshold as JSON.
     """
     if not threshold > 0:
         raise InvalidValueError(f"expected a threshold above 0 nats, got {threshold:g}")
-    if is_run(path):
+    if not path.exists() and _FUNCTION.fullmatch(str(path)):
+        model, batch = _model_and_batch(str(path))
+        health = judge(model, batch, sees=None if sees is None else _contract(sees, batch), threshold=threshold)
+    elif sees is not None:
+        raise InvalidValueError(f"expected module:function with --sees, got {path}: a model has to run for it")
+    elif is_run(path):
         health = judge(path, threshold=threshold)
     else:
         refuse_hub_name(path)
@@ -193,6 +206,47 @@ def check(
         if table and health.rows:
             print(printable(health.table()))
     return {Status.HEALTHY: OK, Status.NOT_HEALTHY: FAILED, Status.NOT_KNOWN: UNDECIDED}[health.status]
+
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def _model_and_batch(name: str) -> tuple[nn.Module, object]:
+    """Calls module:function, looked for in the current folder first, and returns the model and batch that it gives."""
+    module_name, _, function_name = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name.partition(".")[0] and error.name != module_name:
+            raise  # what the module imports is missing
+        raise DataError(f"expected a module {module_name} on Python's path or in {Path.cwd()}, found none") from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise InvalidValueError(f"expected a function {function_name} in {module_name}, found none")
+    returned = function()
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module)):
+        raise InvalidTypeError(f"expected {name} to return a model and a batch, got {type(returned).__name__}")
+    return returned
+
+
+def _contract(text: str, batch: object) -> Contract:
+    """Reads what --sees names."""
+    if text == "causal":
+        return text
+    if text == "documents":
+        positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
+        if not isinstance(positions, torch.Tensor):
+            raise InvalidValueError(
+                "expected a batch with position_ids for --sees documents; other documents: in Python"
+            )
+        return Documents.from_positions(positions)
+    word, _, size = text.partition("=")
+    if word == "window" and size.isdecimal():
+        return Window(int(size))
+    raise InvalidValueError(f"expected --sees causal, window=SIZE or documents, got {text!r}")
 
 
 # `qkeel export`: the records of a run as tables.

@@ -431,6 +431,7 @@ class WatchPlan:
     sinks: tuple[Sink, ...] = ()
     query_mask: str | None = None
     policy: str | None = None  # policy of an autopilot
+    nan: bool = False  # whether to name the origin of the first NaN
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -545,6 +546,7 @@ class WatchSession:
             every=plan.cadence,
             sinks=[run, message_sink, *others] if self.writer.rank == 0 else [],
             query_mask=plan.query_mask,
+            nan=plan.nan,
         )
         if plan.fix.applied:
             self._apply(model, optimizer)

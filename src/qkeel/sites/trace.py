@@ -24,7 +24,7 @@ from qkeel import distributed as dist
 from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, fewest_keys, key_heads
 from qkeel.capture.eager import is_projected, reached
 from qkeel.capture.example import Caller, ModuleCall, ShortExample, Undo, copied, first_row, shorter, undisturbed
-from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.capture.intercept import SDPA_ALONE, CapturedCall, CaptureMode
 from qkeel.capture.visible_sets import KeyOrigin, VisibleSets, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
@@ -53,7 +53,6 @@ from qkeel.patching.modes import (
     uncompiled,
     unguarded,
 )
-from qkeel.patching.named_calls import SDPA_BY_NAME
 from qkeel.sites.run import check_devices, forward, spread, whole_weights
 from qkeel.sites.verify import RecordedCall, Rerun, Verification, VisibleLogits, products_of_call
 from qkeel.spec import AttentionCall
@@ -139,9 +138,9 @@ class ModelTrace:
         """Returns the modules that made the calls, keyed by name, if all attention calls are calls of
         F.scaled_dot_product_attention through that name in modules inside the model; otherwise returns None."""
         calls = [one.captured for each in self.calls.values() for one in each]
-        named = all(c.named and c.frame.name and not c.below and not c.headless for c in calls)
+        named = all(c.named and c.frame.name and not c.headless for c in calls)
         plain = named and not self.sites.missed and {c.name for c in calls} == {site.name for site in self.sites}
-        return {c.frame.name: (c.frame.module, SDPA_BY_NAME) for c in calls} if plain and calls else None
+        return {c.frame.name: (c.frame.module, SDPA_ALONE) for c in calls} if plain and calls else None
 
     def inputs_after(
         self, site: AttentionSite, weights: Mapping[str, Tensor]
@@ -232,7 +231,7 @@ def seen(model: nn.Module, args: Args, kwargs: Kwargs, *, earlier: ModelTrace | 
         args: its arguments.
         kwargs: its keyword arguments.
         earlier: the trace of a pass on the same example. If all its attention calls were calls of
-            F.scaled_dot_product_attention through that name, only such calls in the same modules are observed.
+            F.scaled_dot_product_attention, only such calls in the same modules are observed.
     """
     model = uncompiled(model)
     places = None if earlier is None else earlier.places()
@@ -253,23 +252,6 @@ def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
             forward(model, nullcontext(), copied(args), copied(kwargs), graph=False)
     except Exception as error:
         raise _failed(model, error) from error
-
-
-def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
-    """The names of hand-written sites whose logits are not only a scale times q·k, for example because of a bias."""
-    found: set[str] = set()
-
-    def note(captured: CapturedCall) -> None:
-        call = captured.call
-        if isinstance(call, ScoresCall) and not is_product(call):
-            found.add(captured.name)
-
-    with extra_pass(model), undisturbed(model):
-        forward(model, CaptureMode(model, note, probing=True), copied(args), copied(kwargs))
-    return found
-
-
-# --- the passes
 
 
 def _traced(
@@ -670,7 +652,8 @@ def _site(calls: list[CapturedCall], names: dict[int, str], read: Wanted) -> Att
         spec=call.spec,
         n_heads=heads,
         n_kv_heads=max((b.shape[1] for _, b in products if b is not None), default=heads),
-        head_dim=sum(q.shape[-1] for q in _distinct([q for q, _ in products])),
+        # Products of the same weights, of which a mask chooses one for each pair (ReRoPE), are one term.
+        head_dim=sum(q.shape[-1] for q in _distinct([q for q, _ in products[: 1 if len(terms) == 1 else None]])),
         terms=terms,
         why=why,
         normed=normed,
