@@ -409,7 +409,6 @@ flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 # Operators over a list of tensors. All of them but `lerp_all` work in place.
-add_to_all = torch._foreach_add_
 multiply_all = torch._foreach_mul_
 copy_to_all = torch._foreach_copy_
 lerp_all = torch._foreach_lerp
