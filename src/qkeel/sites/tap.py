@@ -37,6 +37,7 @@ _TRANSFORMED = (
     "a pass inside a transform of torch.func (grad, vmap, jvp) is not measured, because its tensors have no values "
     "outside it; passes outside are measured"
 )
+MOST_HELD = 1024  # passes whose role is open
 _OFF = "qkeel's tap failed and switched itself off: {}. The model continues unwatched"
 
 
@@ -389,6 +390,8 @@ class Tap(Handle):
             trained = True
         if trained is None:
             self._held.append(held)
+            if len(self._held) > MOST_HELD:  # graphs that the program keeps, or checkpoints that nothing repeats
+                self._sort(self._held.pop(0), "eval")
         else:
             self._sort(held, "train" if trained else "eval")
 
