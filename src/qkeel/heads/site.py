@@ -266,7 +266,7 @@ class AttentionSite:
     `unverified` says why an experiment did not confirm that these weights, and no others, determine the logits of these
     heads. `normed` is True if a norm that belongs to the model, and not to the spec, lies between the weights and the
     logit. `unscaled` says how an experiment showed that, unlike a dot product, the logits do not scale with the rows of
-    q (or of k). `below` is True if only a CaptureMode with dispatch=True can observe this attention. `description` is
+    q (or of k). `description` is
     set for a site that is described by hand.
 
     `key_heads` [n_heads] holds the index of the key head that each query head uses, or is None if consecutive query
@@ -287,7 +287,6 @@ class AttentionSite:
     terms: tuple[QKProduct, ...] = ()
     why: str = ""
     normed: bool = False
-    below: bool = False
     description: Description | None = None
     query_gains: tuple[NormGain, ...] = ()  #: the norms on q's path to the logit
     key_gains: tuple[NormGain, ...] = ()  #: the norms on k's path to the logit

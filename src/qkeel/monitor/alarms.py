@@ -283,7 +283,7 @@ def _steps(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
 
 def _takes_a_cap(site: AttentionSite) -> bool:
     free = site.spec.cap.kind == "none" and site.spec.normalizer.kind == "softmax"
-    return free and site.description is None and not site.below
+    return free and site.description is None
 
 
 def decay_gains(sites: Sequence[AttentionSite]) -> str:

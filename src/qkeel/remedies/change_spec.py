@@ -40,7 +40,7 @@ SlotName = Literal["cap", "normalizer", "scale"]
 
 def refuse_unseen(site: AttentionSite) -> Refusal | None:
     """Refuses attention whose call cannot be replaced."""
-    if site.description is not None or site.below:
+    if site.description is not None:
         return Refusal(
             "its attention runs inside torch.jit.script, torch.func.vmap or a custom function, and can't be changed "
             "there",

@@ -50,7 +50,7 @@ class OutputGate(Remedy):
                 "nn.MultiheadAttention applies its output projection inside a torch function",
                 "use an attention module that calls its output projection as a module",
             )
-        if site.description is not None or site.below:
+        if site.description is not None:
             return Refusal("its attention was described by hand or its calls can't be seen", "build it with qkeel.nn")
         return None
 
