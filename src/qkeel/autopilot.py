@@ -57,15 +57,13 @@ class Action(StrEnum):
     """The actions of an autopilot, from cheapest to most expensive.
 
     WATCH: measure more often. CLIP: qk_clip on heads. RATES: lalr, lower rates for the q and k weights of heads. NORM:
-    a q/k norm with fitted gains throughout the model. RATE: request a lower learning rate, which only the training
-    script can set. NONE: no action is left.
+    a q/k norm with fitted gains throughout the model. NONE: no action is left.
     """
 
     WATCH = "watch_closer"
     CLIP = "qk_clip"
     RATES = "lalr"
     NORM = "calibrated_norm"
-    RATE = "lower_rate"
     NONE = "nothing_left"
 
 
@@ -103,7 +101,6 @@ class Decision:
     release: bool = False  #: whether this decision ends the action
     rule: str  #: name of the rule that raised it
     forecast: Forecast | None = None  #: forecast of the largest logit, if available
-    expected: str  #: the expected effect, in words
     reason: str  #: the reason, in words
 
     def __str__(self) -> str:
@@ -114,7 +111,7 @@ class Decision:
         action = f"releases {self.action}" if self.release else self.remedy or self.action.replace("_", " ")
         # An alarm's reason may state the same forecast.
         crossing = "" if self.forecast is None or str(self.forecast) in self.reason else f"; max logit {self.forecast}"
-        return f"autopilot at step {self.step:,}{where}: {action}: {self.reason}{crossing}. Expected: {self.expected}"
+        return f"autopilot at step {self.step:,}{where}: {action}: {self.reason}{crossing}"
 
     def row(self) -> Row:
         """The decision as a line of events.jsonl."""
@@ -145,7 +142,7 @@ def active_actions(decisions: Sequence[Decision], refused: Sequence[Refused] = (
 
     A decision that was refused when its step came has no effect. A norm replaces all remedies for optimizer steps.
 
-    >>> rates = Decision(step=1, action=Action.RATES, site="a", remedy="lalr", rule="", expected="", reason="")
+    >>> rates = Decision(step=1, action=Action.RATES, site="a", remedy="lalr", rule="", reason="")
     >>> active_actions([rates])
     {(<Action.RATES: 'lalr'>, 'a'): ('lalr', ())}
     """
@@ -248,8 +245,7 @@ def _crossing(history: History) -> Forecast | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder:
-    """Escalates per head and site: watch closer, qk_clip or lalr, a calibrated norm, and a request for a lower learning
-    rate.
+    """Escalates per head and site: watch closer, qk_clip or lalr, and a calibrated norm.
 
     *Watch closer* measures every `every` steps, during the first `calm` records, while an action is active, and while a
     head is rising: its logit is over 8 nats, has doubled, and is forecast to end above `limit`. *qk_clip* at
@@ -257,9 +253,8 @@ class Ladder:
     over the threshold, and to the head that the alarm names. Its steps are matched, unless the site refuses lalr, as it
     does if steps cannot be scaled. *lalr* takes its place at sites that refuse qk_clip. *Norm*, which is for the whole
     model and requires `allow_new_parameters`, follows after 2 · `patience` records if a logit of a site exceeds three
-    times the threshold in spite of the remedy, or its entropy is below 0.05 nats. The last action is the request for a
-    lower rate, with `ask_for_rate`. Actions that a site refuses are skipped; a site with no action left is reported
-    once.
+    times the threshold in spite of the remedy, or its entropy is below 0.05 nats. Actions that a site refuses are
+    skipped; a site with no action left is reported once.
 
     lalr is released if the site stayed below half of the threshold for the last `calm` records and would end below it
     even if it grew 1/tau times as fast; qk_clip with full steps is released per head by the same rule at the current
@@ -274,7 +269,6 @@ class Ladder:
     patience: Count = 3
     calm: Count = 20
     allow_new_parameters: bool = False
-    ask_for_rate: bool = False
 
     def __post_init__(self) -> None:
         settle(self, "the policy ladder")
@@ -328,7 +322,6 @@ class _Step:
 
     def take(self, action: Action, site: str | None, rule: str, reason: str, heads: tuple[int, ...] = ()) -> Decision:
         """Builds a decision for this step."""
-        threshold, tau = f"{self.ladder.threshold:g}", f"{self.ladder.tau:g}"
         return Decision(
             step=self.records.step,
             action=action,
@@ -337,14 +330,6 @@ class _Step:
             remedy=self.remedy(action, site),
             rule=rule,
             forecast=_crossing(self.history),
-            expected={
-                Action.WATCH: "a record every few steps; nothing else changes",
-                Action.CLIP: f"the max logit of these heads stays at or under about {threshold}",
-                Action.RATES: f"steps of this layer's query and key weights are at most {tau} times as long",
-                Action.NORM: "the max logit is at most what the gains allow; qk_clip and lalr are removed",
-                Action.RATE: "the logits grow in proportion to the learning rate",
-                Action.NONE: "no change; the run continues as it is",
-            }[action],
             reason=reason,
         )
 
@@ -358,7 +343,6 @@ class _Step:
             remedy=self.remedy(action, site),
             release=True,
             rule="no longer needed",
-            expected=f"the max logit stays under {self.ladder.threshold:g}",
             reason=reason,
         )
 
@@ -439,14 +423,12 @@ class _Step:
         lalr only takes the place of a clip: the rates that it sets rise as the clip shrinks the weights, which undoes
         matched steps.
         """
-        actions += (Action.NORM,) * self.ladder.allow_new_parameters + (Action.RATE,) * self.ladder.ask_for_rate
+        actions += (Action.NORM,) * self.ladder.allow_new_parameters
         for action in actions:
             if self.records.refuses(action, site):
                 continue
             if action in (Action.CLIP, Action.RATES):
                 return [self.take(action, site, rule, reason, heads if action is Action.CLIP else ())]
-            if (action, None) in self.active and action is Action.RATE:  # it was asked for
-                return []
             return [self.take(action, None, rule, reason)]
         if (Action.NONE, site) in self.active:  # it was said
             return []
@@ -663,7 +645,6 @@ class ActiveRemedies:
 
 EVERY = 10  # steps
 WITH_REMEDY = (Action.CLIP, Action.RATES, Action.NORM)
-LATER = 5  # the effect of a decision is measured this many records later
 FIELDS = ("max_logit", "entropy")  # the fields per head that the policy reads
 _OFF = (
     "the autopilot failed and changes nothing further: {}. Remedies that it has applied stay active until remove(); "
@@ -696,7 +677,6 @@ class Autopilot(Handle):
         self.recording = Recording(planned=monitor.history.planned)
         self.sites: tuple[SiteFacts, ...] | None = None  # None until the first record
         self.remedies = ActiveRemedies(monitor.model, self.optimizers, batch)
-        self._due: list[tuple[int, int]] = []  # the number of records at which an effect is due, and its decision
         self._carried: Sample | None = None  # measured before a checkpoint; the decision is made after it
         self._scheduled = Handle(lambda: None)
         self._guard = FaultGuard(_OFF, self._stop)
@@ -716,11 +696,6 @@ class Autopilot(Handle):
         if self.sites is not None:
             raise InvalidValueError("the policy has already started; pass all optimizers to the autopilot at once")
         self.optimizers.append(optimizer)
-
-    @property
-    def asked_rate(self) -> bool:
-        """Whether the policy has requested a lower learning rate, which only the training script can set."""
-        return any(decision.action is Action.RATE for decision in self.decisions)
 
     def state_dict(self) -> State:
         """Returns the state as tensors by name, for a checkpoint."""
@@ -792,12 +767,9 @@ class Autopilot(Handle):
             return
         self._see(sample)
         for action, site, reason in self.remedies.set(active_actions(self.decisions, self.refused)):
-            numbers = [
-                n for n, d in enumerate(self.decisions) if (d.action, d.site, d.release) == (action, site, False)
-            ]
-            refusal = Refused(step=self.decisions[numbers[-1]].step, action=str(action), site=site, reason=reason)
+            steps = [d.step for d in self.decisions if (d.action, d.site, d.release) == (action, site, False)]
+            refusal = Refused(step=steps[-1], action=str(action), site=site, reason=reason)
             self.refused.append(refusal)
-            self._due = [(record, number) for record, number in self._due if number != numbers[-1]]
             self._note({"event": "refused", **dataclasses.asdict(refusal), "text": f"refused {action}: {reason}"})
 
     def _begin(self, sample: Sample) -> None:
@@ -832,24 +804,20 @@ class Autopilot(Handle):
         self.remedies.know(sites)
 
     def _see(self, sample: Sample) -> None:
-        """Records a sample, measures the effects that are due, and calls the policy."""
+        """Records a sample and calls the policy."""
         assert self.sites is not None
         if not self.remedies.sites:
             self.remedies.know(self.monitor.sites)
         heads = {name: values for name, values in sample.heads.items() if name in FIELDS}
         self.recording.append({**sample.values, "step": sample.step}, heads)
-        history, count = self.recording.history, len(self.recording)
-        for record, number in self._due:
-            if record <= count:
-                self._note(self._effect(self.decisions[number], history))
-        self._due = [(record, number) for record, number in self._due if record > count]
         records = Records(
-            history=history, sites=self.sites, decisions=tuple(self.decisions), refused=tuple(self.refused)
+            history=self.recording.history,
+            sites=self.sites,
+            decisions=tuple(self.decisions),
+            refused=tuple(self.refused),
         )
         decisions = self.ladder.decide(records)
         for decision in decisions:
-            if decision.action in WITH_REMEDY and not decision.release:
-                self._due.append((count + LATER, len(self.decisions)))
             self.decisions.append(decision)
             self._note(decision.row())
             if self.warns and dist.rank() == 0:
@@ -857,31 +825,6 @@ class Autopilot(Handle):
         if decisions:
             closer, _ = active_actions(self.decisions, self.refused).get((Action.WATCH, None), ("", ()))
             self.monitor.closer = int(parse(closer)[0].options["every"]) if closer else None
-
-    def _effect(self, decision: Decision, history: History) -> Row:
-        """The event that says what came of a decision: the largest logit of its heads then and now."""
-        assert self.sites is not None
-        layers = [i for i, site in enumerate(self.sites) if decision.site in (None, site.name)]
-        logits = np.asarray(history.series("max_logit"), dtype=np.float64)[:, layers]
-        if decision.heads:
-            logits = logits[:, :, list(decision.heads)]
-        then = int(np.searchsorted(history.steps, decision.step, side="right")) - 1  # the last record up to it
-        before, after = (float(np.fmax.reduce(logits[k].ravel(), initial=np.nan)) for k in (max(then, 0), -1))
-        step, place = (
-            int(history.steps[-1]),
-            "" if decision.site is None else f" at {decision.site or 'the model itself'}",
-        )
-        return {
-            "event": "effect",
-            "step": step,
-            "of_step": decision.step,
-            "action": str(decision.action),
-            "site": decision.site,
-            "before": before,
-            "after": after,
-            "text": f"autopilot at step {step:,}: since {decision.action}{place} at step {decision.step:,}, the max "
-            f"logit went from {before:,.4g} to {after:,.4g}",
-        }
 
     def _note(self, row: Row) -> None:
         self.events.append(row)
@@ -902,7 +845,6 @@ class Autopilot(Handle):
                 "sites": [dataclasses.asdict(site) for site in self.sites],
                 "decisions": [decision.row() for decision in self.decisions],
                 "refused": [dataclasses.asdict(refusal) for refusal in self.refused],
-                "waiting": self._due,
                 "closer": self.monitor.closer,
                 "optimizers": len(self.optimizers),
                 "events": self.events,
@@ -942,7 +884,6 @@ class Autopilot(Handle):
         needs_sites = any(action in WITH_REMEDY for action, _ in active)
         self._start([SiteFacts(**row) for row in facts["sites"]], self._known_sites() if needs_sites else [])
         self.decisions, self.refused = decisions, refused
-        self._due = [(record, number) for record, number in facts["waiting"]]
         if (coming := facts.get("coming")) is not None:
             heads = {name: np.asarray(x) for name, x in under("coming/", state).items()}
             self._carried = Sample(**coming | {"layers": tuple(coming["layers"])}, heads=heads)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import mmap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -20,7 +19,7 @@ from qkeel.records.disk import refuse_path
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-_AHEAD = 1 << 26  # bytes that the system is asked to read ahead
+REMAP = 1 << 25  # bytes that are read through one memory map
 
 # Dtype names of the format -> dtypes of torch. Tensors of other dtypes are listed without their values.
 DTYPES: dict[str, torch.dtype] = {
@@ -42,15 +41,12 @@ DTYPES: dict[str, torch.dtype] = {
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """The location of a tensor: its file, its dtype as named in the file, its shape, and its first and last byte
-    (exclusive)."""
+    """A tensor of a file, with its dtype as named there."""
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    begin: int
-    end: int
 
     @property
     def floating(self) -> bool:
@@ -67,11 +63,7 @@ class Checkpoint:
     path: Path
     tensors: Mapping[str, StoredTensor]
     config: Mapping[str, Any]
-
-    @property
-    def size(self) -> int:
-        """The total size of all tensors in bytes."""
-        return sum(t.end - t.begin for t in self.tensors.values())
+    size: int  #: size of all files in bytes
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -92,38 +84,54 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             tensors[tensor.name] = tensor
     if not tensors:
         raise DataError(f"{path} does not contain any tensors; expected the weights of a model")
-    lost = [name for name in _weight_map(path) if name not in tensors] if (path / INDEX).exists() else []
-    if lost:
+    index = _index(path)
+    lost = [] if index is None else [name for name in _weight_map(index) if name not in tensors]
+    if index is not None and lost:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-        raise DataError(f"{INDEX} lists {', '.join(lost[:3])}{more}, but no file in {path} has it; download it again")
-    return Checkpoint(path=path, tensors=tensors, config=_config(path))
+        raise DataError(
+            f"{index.name} lists {', '.join(lost[:3])}{more}, but no file in {path} has it; download it again"
+        )
+    size = sum(file.stat().st_size for file in files)
+    return Checkpoint(path=path, tensors=tensors, config=_config(path), size=size)
+
+
+def _index(folder: Path) -> Path | None:
+    """Returns the index of a sharded checkpoint: transformers' or diffusers', or None if there is none."""
+    if (folder / INDEX).exists():
+        return folder / INDEX
+    others = sorted(folder.glob("*.safetensors.index.json")) if folder.is_dir() else []
+    return others[0] if others else None
 
 
 def _files(folder: Path) -> list[Path]:
-    if (folder / INDEX).exists():
-        files = [folder / name for name in sorted(set(_weight_map(folder).values()))]
+    index = _index(folder)
+    if index is not None:
+        files = [folder / name for name in sorted(set(_weight_map(index).values()))]
         missing = [file.name for file in files if not file.exists()]
         if missing:
-            raise DataError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names; download what is missing")
+            raise DataError(f"{folder} lacks {', '.join(missing)}, which {index.name} names; download what is missing")
         return files
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
-    found = sorted(folder.glob("*.safetensors"))
-    if found:
-        return found
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
     pickles = sorted(file for file in folder.iterdir() if file.suffix in PICKLES)
     if pickles:
         raise _refusal(pickles[0])
+    parts = sorted({str(file.parent) for file in folder.glob("*/*.safetensors")})
+    if parts:
+        raise DataError(f"{folder} has its weights in parts, as a pipeline of diffusers; give one: {', '.join(parts)}")
     raise DataError(f"{folder} does not contain a .safetensors file; expected one, or shards with {INDEX}")
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
+def _weight_map(index: Path) -> dict[str, str]:
     """The mapping from tensor names to file names in the index of a sharded checkpoint."""
-    weights = _json(folder / INDEX).get("weight_map")
+    weights = _json(index).get("weight_map")
     if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
-        raise DataError(f"{folder / INDEX} has no weight_map from names to files, so it is damaged; download it again")
+        raise DataError(f"{index} has no weight_map from names to files, so it is damaged; download it again")
     for name in set(weights.values()):
-        refuse_path(name, f"weight_map of {folder / INDEX}", DataError)
+        refuse_path(name, f"weight_map of {index}", DataError)
     return weights
 
 
@@ -142,31 +150,20 @@ def _header(file: Path) -> list[StoredTensor]:
         raise _refusal(file)
     with reported(f"cannot read {file}", error=DataError), open(file, "rb") as opened:
         start = opened.read(9)
-        length = int.from_bytes(start[:8], "little")
-        # The length of a valid header may begin like a pickle (640 is 80 02), but it is followed by a brace.
-        if start.startswith(_PICKLE_STARTS) and start[8:] != b"{":
-            raise _refusal(file)
-        try:
-            with safe_open(file, framework="numpy"):  # checks the header and that the tensors fill the file
-                opened.seek(8)
-                table = json.loads(opened.read(length))
-        except (SafetensorError, ValueError) as failure:
-            raise DataError(
-                f"{file} is truncated or not a safetensors file: {failure}; download or save it again"
-            ) from failure
-    tensors = [
-        StoredTensor(
-            name=name,
-            file=file,
-            dtype=entry["dtype"],
-            shape=tuple(entry["shape"]),
-            begin=8 + length + entry["data_offsets"][0],
-            end=8 + length + entry["data_offsets"][1],
-        )
-        for name, entry in table.items()
-        if name != "__metadata__"
-    ]
-    return sorted(tensors, key=lambda tensor: (tensor.begin, tensor.end))
+    # The length of a valid header may begin like a pickle (640 is 80 02), but it is followed by a brace.
+    if start.startswith(_PICKLE_STARTS) and start[8:] != b"{":
+        raise _refusal(file)
+    try:
+        with safe_open(file, framework="pt") as stored:  # checks the header and that the tensors fill the file
+            slices = {name: stored.get_slice(name) for name in stored.offset_keys()}
+            return [
+                StoredTensor(name=name, file=file, dtype=part.get_dtype(), shape=tuple(part.get_shape()))
+                for name, part in slices.items()
+            ]
+    except (SafetensorError, ValueError, OSError) as failure:
+        raise DataError(
+            f"{file} is truncated or not a safetensors file: {failure}; download or save it again"
+        ) from failure
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -190,38 +187,32 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 @final
-class MappedFile:
-    """A memory-mapped file of which only the pages in use are kept in memory; `release` frees pages."""
+class TensorReader:
+    """Reads tensors of safetensors files through a memory map, which is renewed after `REMAP` bytes so that the pages
+    that were read do not stay in memory."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        with open(file, "rb") as stream:
-            # Copy on write, because torch refuses read-only memory; nothing is written here.
-            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._map.madvise(mmap.MADV_SEQUENTIAL)
-        self._asked = 0
+    def __init__(self) -> None:
+        self._file: Path | None = None
+        self._stored: Any = None
+        self._bytes = 0
 
-    def view(self, tensor: StoredTensor) -> Tensor:
-        """Returns the tensor as a view of the file, which is valid even if its pages were released before."""
-        dtype = DTYPES[tensor.dtype]
-        count = math.prod(tensor.shape)
-        if count == 0:
-            return torch.empty(tensor.shape, dtype=dtype)
-        if tensor.begin % dtype.itemsize:  # an old file without padding: copy
-            return torch.frombuffer(bytearray(self._map[tensor.begin : tensor.end]), dtype=dtype).view(tensor.shape)
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=tensor.begin).view(tensor.shape)
+    def _open(self, tensor: StoredTensor, count: int) -> Any:
+        if self._file != tensor.file or self._bytes > REMAP:
+            self._file, self._stored, self._bytes = tensor.file, safe_open(tensor.file, framework="pt"), 0
+        self._bytes += count * DTYPES[tensor.dtype].itemsize
+        return self._stored
 
-    def expect(self, begin: int, end: int) -> None:
-        """Asks the system to start reading the bytes [begin, end), at most `_AHEAD` of them, and `_AHEAD` bytes after
-        them."""
-        first = max(begin - begin % mmap.PAGESIZE, self._asked)
-        last = min(min(end, begin + _AHEAD) + _AHEAD, len(self._map))
-        if last > first:
-            self._map.madvise(mmap.MADV_WILLNEED, first, last - first)
-            self._asked = last - last % mmap.PAGESIZE
+    def read(self, tensor: StoredTensor) -> Tensor:
+        """Returns the tensor, a view of the file."""
+        return self._open(tensor, math.prod(tensor.shape)).get_tensor(tensor.name)
 
-    def release(self, begin: int, end: int) -> None:
-        """Frees the pages of the bytes [begin, end); they are read from the file if needed again."""
-        first = begin - begin % mmap.PAGESIZE
-        if end > first:
-            self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
+    def parts(self, tensor: StoredTensor) -> Iterator[Tensor]:
+        """Yields the tensor's numbers in parts of at most about `REMAP` bytes."""
+        if not tensor.shape or 0 in tensor.shape:
+            yield self.read(tensor).flatten()
+            return
+        row = math.prod(tensor.shape[1:])
+        rows = max(1, REMAP // (row * DTYPES[tensor.dtype].itemsize))
+        for start in range(0, tensor.shape[0], rows):
+            end = min(start + rows, tensor.shape[0])
+            yield self._open(tensor, (end - start) * row).get_slice(tensor.name)[start:end].flatten()

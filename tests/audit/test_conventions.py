@@ -16,8 +16,8 @@ import transformers
 from torch import Tensor
 
 from qkeel.audit import Scan
+from qkeel.audit.checkpoint_config import VERIFIED
 from qkeel.audit.scan import scan
-from qkeel.audit.tensor_heads import VERIFIED
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 64,

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from audit.models import CONFIGS, projections, save
 from qkeel.audit import Geometry, Scan, as_json, table
+from qkeel.audit.attention_weights import Unknown
 from qkeel.audit.scan import scan
-from qkeel.audit.tensor_heads import Unknown
 
 
 def _matrix(values: tuple[float, ...]) -> torch.Tensor:

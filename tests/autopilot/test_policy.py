@@ -11,7 +11,7 @@ from qkeel.autopilot import Action, Decision, Ladder, Records, Refused, SiteFact
 from qkeel.monitor.recording import Recording
 
 SITES = (SiteFacts(name="a", n_heads=2), SiteFacts(name="b", n_heads=2))
-WIDE = Ladder(calm=4, allow_new_parameters=True, ask_for_rate=True)
+WIDE = Ladder(calm=4, allow_new_parameters=True)
 
 
 def decided(
@@ -37,7 +37,7 @@ def grown(n: int, power: float, top: float = 30.0) -> np.ndarray:
 
 
 def clip(step: int, *heads: int, release: bool = False) -> Decision:
-    about = {"rule": "", "expected": "", "reason": "", "remedy": "qk_clip"}
+    about = {"rule": "", "reason": "", "remedy": "qk_clip"}
     return Decision(step=step, action=Action.CLIP, site="a", heads=heads, release=release, **about)  # type: ignore[arg-type]
 
 
@@ -112,7 +112,7 @@ def test_what_is_refused_gives_way_to_the_next_action_and_the_end_is_said_once()
 
     assert first(Action.CLIP)[0] is Action.RATES
     assert first(Action.CLIP, Action.RATES) == [Action.NORM]
-    assert first(Action.CLIP, Action.RATES, Action.NORM) == [Action.RATE]
+    assert first(Action.CLIP, Action.RATES, Action.NORM) == [Action.NONE]
     assert first(Action.CLIP, Action.RATES, chosen=Ladder()) == [Action.NONE]  # no parameters are added unasked
     assert first()[:2] == [Action.CLIP, Action.NORM]  # a logit that grows in spite of the clip; lalr would undo it
 

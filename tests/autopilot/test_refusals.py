@@ -127,7 +127,7 @@ class Asks(Ladder):
     """Asks for a norm at the third record, under a clip of the first."""
 
     def decide(self, records: Records) -> tuple[Decision, ...]:
-        about = {"step": records.step, "rule": "r", "expected": "e", "reason": "r"}
+        about = {"step": records.step, "rule": "r", "reason": "r"}
         if len(records.history) == 1:
             return (Decision(action=CLIP, site=records.sites[0].name, remedy="qk_clip:threshold=20", **about),)
         return (Decision(action=NORM, remedy="qk_norm", **about),) if len(records.history) == 3 else ()
@@ -188,8 +188,6 @@ def test_a_calibrated_norm_is_announced_trained_kept_in_checkpoints_and_comes_of
     assert again.train(9).losses == whole.train(9).losses[9:]
     assert equal(again.bits(), whole.bits())
     assert whole.pilot.events == again.pilot.events
-    effect = next(e for e in whole.pilot.events if e["event"] == "effect" and e["action"] == NORM)
-    assert effect["before"] > 5 > 0 < effect["after"]  # at least the policy's threshold, when it acted
     # How far a trained logit falls depends on the rounding of 24 steps at this rate. No arithmetic lets it pass the
     # bound of its gains: unit directions of length √d each, times the scale 1/√d.
     bound = 8**0.5 * float((gains["q_norm.weight"] * gains["k_norm.weight"]).detach().abs().max())

@@ -270,7 +270,10 @@ REASONS = [
     ("net = Net()", "the script created no torch.optim.Optimizer in this process"),
     ("torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)", "no nn.Module was found"),
     ("net = Net(); torch.optim.SGD(net.parameters(), lr=1)", "the script ended before Net was called"),
-    ("net = Net(); o = torch.optim.SGD(net.parameters(), lr=1); net(batch(0))", "no step of its optimizer was seen"),
+    (
+        "net = Net(); o = torch.optim.SGD(net.parameters(), lr=1); net(batch(0)).sum().backward()",
+        "no step of its optimizer was seen",
+    ),
     ("net = nn.Linear(2, 2); o = torch.optim.SGD(net.parameters(), lr=1); net(torch.ones(1, 2))", "see above"),
     (
         "net = Net(); o = torch.optim.SGD(net.parameters(), lr=1); train(net.forward, o)",

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import json
 import os
 import signal
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tests import forked
 from tests.contract.cli.scripts import Watch, run, script, watched
 
-from qkeel.cli.watched_program import TYPED, Fix, MessageSink, MessageWriter, Program, parse, under_torchrun
+from qkeel.cli.watched_program import TYPED, Fix, Program, parse, under_torchrun
 from qkeel.errors import InvalidValueError
-from qkeel.monitor import Alarm, RunDirectorySink, Sample, Severity
-from qkeel.monitor.rules import GROWTH
 
 TALKER = """
 import os, sys
@@ -134,35 +129,6 @@ def test_wrong_usage_is_one_line_and_exit_code_2(words: list[str], message: str,
     assert err.count("\n") == 1
     assert message in err
     assert [path.name for path in tmp_path.iterdir()] == ["s.py"]
-
-
-def test_the_end_of_a_run_that_an_autopilot_held_is_not_told_as_if_it_still_grew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    alarm = Alarm(
-        rule="r", severity=Severity.ALARM, step=12, value=240.7, meaning="max logit 240.7", trend="", remedy="",
-        source="", layer="a", head=0, cause=GROWTH,
-    )  # fmt: skip
-    for acted, last in itertools.product((False, True), (14.3, 684.0)):
-        with MessageWriter() as writer:
-            sink = MessageSink(
-                RunDirectorySink(tmp_path / "run"), writer, shown=tmp_path / "run", fix=Fix(own=(), command=("python",))
-            )
-            sink.alarm(dataclasses.replace(alarm, severity=Severity.NOTICE, step=10))
-            sink.alarm(alarm)
-            if acted:
-                sink.event({"event": "decision", "remedy": "qk_clip"})
-            sink.write(Sample(step=100, layers=("a",), heads={"max_logit": np.array([[last]])}))
-            sink.summary()
-        story = capsys.readouterr().err.splitlines()[-1]
-        held = (
-            "qkeel: attention logits have grown too large at step 10; "
-            "after the autopilot acted, the largest logit is 14.3"
-        )
-        grows = (
-            "qkeel: attention logits have grown too large, since step 10; alarm at step 12, a, head 0: max logit 240.7"
-        )
-        assert story == (held if acted and last < 100 else grows)
 
 
 def test_a_command_is_read() -> None:

@@ -23,7 +23,6 @@ import qkeel
 from qkeel.errors import RefusedError
 from qkeel.integrations import register_attention
 from qkeel.integrations.huggingface import attend
-from qkeel.kernels.attention import compiled as compiled_attention
 from qkeel.kernels.attention.compiled import Native
 
 NO_DROPOUT = {"gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}  # with it torch attends
@@ -119,33 +118,26 @@ def test_it_is_the_compiled_kernel_that_computes(taken: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
-def test_a_model_is_watched_as_with_sdpa_and_its_numbers_cost_no_pass(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_watched_as_with_sdpa(kind: str) -> None:
     found, losses = [], []
     for implementation in ("sdpa", "qkeel"):
-        for stats in (True, "entropy"):
-            model = hf(kind, implementation, **NO_DROPOUT.get(kind, {})).train()
-            x = example(kind, batch=2, tokens=24)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            passes = []
-            with monkeypatch.context() as patched, qkeel.watch(model, optimizer, stats=stats) as monitor:
-                if stats == "entropy" and implementation == "qkeel" and compiled_attention.ready():
-                    patched.setattr("qkeel.monitor.call_statistics.find", passes.append)
-                for _ in range(2):
-                    loss = out(model, x).square().mean()
-                    loss.backward()
-                    optimizer.step()
-                losses.append(float(loss.detach()))
-                found.append(monitor.read())
-                assert all(site.terms and site.verified for site in monitor.sites)
-            assert passes == []
+        model = hf(kind, implementation, **NO_DROPOUT.get(kind, {})).train()
+        x = example(kind, batch=2, tokens=24)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with qkeel.watch(model, optimizer) as monitor:
+            for _ in range(2):
+                loss = out(model, x).square().mean()
+                loss.backward()
+                optimizer.step()
+            losses.append(float(loss.detach()))
+            found.append(monitor.read())
+            assert all(site.terms and site.verified for site in monitor.sites)
     for other in found[1:]:
         assert list(other) == list(found[0])
         for name, stats in other.items():
             for field in ("max_logit", "entropy"):
                 torch.testing.assert_close(getattr(stats, field), getattr(found[0][name], field), rtol=1e-4, atol=1e-4)
-    assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
+    assert losses == pytest.approx([losses[0]] * 2, rel=1e-4)
 
 
 def test_a_watched_model_computes_the_same_bits() -> None:

@@ -369,6 +369,12 @@ def test_measuring_does_not_change_training(tiny: Make, tmp_path: Path) -> None:
     assert timeless(last[0]) == timeless(last[1])
 
 
+def test_a_run_may_be_steered_by_an_autopilot(tiny: Make, tmp_path: Path) -> None:
+    directory = run(tiny(remedy="autopilot", steps=20, optim_lr=0.3), tmp_path / "r")
+    assert directory.status is RunStatus.DONE
+    assert directory.config()["remedy"] == "autopilot"
+
+
 def test_environment_names_no_folder(tiny: Make, tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_bytes(bytes(range(32, 127)) * 20)

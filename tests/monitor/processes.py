@@ -239,18 +239,6 @@ def a_read_in_the_middle_of_a_step_is_of_this_process_and_disturbs_nobody() -> N
     monitor.remove()
 
 
-def a_fault_with_sharded_weights_switches_all_off() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    def during(step: int, monitor: Any) -> None:
-        if step == 2 and dist.get_rank() == 1:
-            monitor._models.taps[0].measure = boom
-
-    _, monitor, warned = train(lambda m, o: watch(m, o, every=2), wrap=fully_shard, during=during)
-    assert not monitor.active
-    assert len([w for w in warned if "switched itself off" in w]) == 1
-
-
 def a_fault_in_the_search_of_a_sharded_model_is_one_of_all() -> None:
     """In one process, before its first pass is measured: in what begins it, before the search's passes, within one."""
     from torch.distributed.fsdp import fully_shard
@@ -275,22 +263,18 @@ def a_fault_in_the_search_of_a_sharded_model_is_one_of_all() -> None:
         dist.barrier()
 
 
-def closed_on_one(wrap: Callable[[nn.Module], nn.Module]) -> None:
+def one_process_closes() -> None:
     """The others learn it at the next measured step; nobody waits."""
 
     def during(step: int, monitor: Monitor) -> None:
         if step == 2 and dist.get_rank() == 1:
             monitor.close()
 
-    _model, monitor, warned = train(lambda m, o: watch(m, o), wrap=wrap, during=during)
+    _model, monitor, warned = train(lambda m, o: watch(m, o), during=during)
     assert not monitor.active
     assert len(monitor.history) == 2
     assert len(warned) == (dist.get_rank() == 0), warned
     assert all("was closed there" in one for one in warned)
-
-
-def one_process_closes() -> None:
-    closed_on_one(DistributedDataParallel)
 
 
 def all_processes_close_and_go_on_and_watch_again() -> None:
@@ -307,12 +291,6 @@ def all_processes_close_and_go_on_and_watch_again() -> None:
     _, again, warned = train(lambda m, o: found.append(watch(m, o)) or found[0])
     assert warned == [], warned
     assert len(again.history) == STEPS
-
-
-def one_process_closes_a_sharded_model() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    closed_on_one(fully_shard)
 
 
 def models_that_are_trained_apart_are_recorded_apart() -> None:
@@ -462,9 +440,7 @@ SLOW: tuple[Callable[[], None], ...] = (
     a_read_in_the_middle_of_a_step_is_of_this_process_and_disturbs_nobody,
     all_processes_close_and_go_on_and_watch_again,
     ends_of_unequal_length_under_join_are_recorded_alone,
-    a_fault_with_sharded_weights_switches_all_off,
     a_fault_in_the_search_of_a_sharded_model_is_one_of_all,
-    one_process_closes_a_sharded_model,
     flat_weights_are_refused_untouched,
     a_process_that_watches_a_sharded_model_too_late_switches_all_off,
     models_that_are_trained_apart_are_recorded_apart,

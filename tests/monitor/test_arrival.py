@@ -19,7 +19,7 @@ from qkeel.monitor.gather import (
     merged,
     merged_records,
 )
-from qkeel.monitor.journal import COMPUTED, RecordArrays
+from qkeel.monitor.record_arrays import COMPUTED, RecordArrays
 from qkeel.records import HEAD_FIELDS
 
 SEEDS = range(40)

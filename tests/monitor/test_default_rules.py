@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests import forked
@@ -15,7 +16,8 @@ import qkeel
 from qkeel import watch
 from qkeel.errors import AlarmWarning
 from qkeel.monitor import DEFAULT, Ceiling, History, Setting, Severity, replay, rules_for
-from qkeel.monitor.alarms import LOWER_RATE, fitted
+from qkeel.monitor.alarms import LOWER_RATE, AlarmLog, fitted
+from qkeel.monitor.recording import Recording
 from qkeel.nn import Attention
 from qkeel.records import Heads
 from qkeel.spec import AttentionSpec, RMSNorm
@@ -209,3 +211,14 @@ with qkeel.watch(model, optimizer, rules=qkeel.monitor.Ceiling(threshold=-100.0)
     lines = done.stderr.splitlines()
     assert lines[0].startswith(f"{script}:6: AlarmWarning: alarm at step 0"), done.stderr
     assert lines[1:] == ["  optimizer.step()"]
+
+
+def test_a_constant_on_all_logits_raises_no_alarm_and_a_spread_does() -> None:
+    shape = (1, 2)
+    for spread, expected in ((3.0, []), (1150.0, ["ceiling 1000"])):
+        recording = Recording(("attn",))
+        for n in range(3):
+            heads = {"max_logit": np.full(shape, 1200.0), "logit_spread": np.full(shape, spread)}
+            recording.append({"step": n}, heads)
+        raised = [alarm.rule for alarm in AlarmLog([Ceiling(threshold=1000.0)]).update(recording.history)]
+        assert raised == expected

@@ -15,7 +15,7 @@ from torch import nn
 
 from qkeel import watch
 from qkeel.autopilot import attach
-from qkeel.errors import RefusedError
+from qkeel.errors import QkeelWarning, RefusedError
 from qkeel.monitor import PlannedRates
 from qkeel.monitor.monitor import Monitor
 
@@ -256,3 +256,30 @@ def test_a_model_that_fails_in_the_pass_at_the_end_is_watched_on() -> None:
         model.closed = False
         monitor.measure_end()
         assert monitor.history.steps.tolist() == [0, 3]
+
+
+class StepsInBackward(torch.optim.Optimizer):
+    """As transformers' dummy: every weight has an optimizer, which steps in the backward pass; this one counts."""
+
+    def __init__(self, optimizer_dict: dict[torch.Tensor, torch.optim.Optimizer]) -> None:
+        self.optimizer_dict = optimizer_dict
+        super().__init__([torch.randn(1, 1)], {"lr": 1e-2})
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+def test_an_optimizer_that_only_counts_the_steps_of_others_counts_them_here_too() -> None:
+    model = small()
+    each = {p: torch.optim.SGD([p], lr=1e-2) for p in model.parameters()}
+    for p in each:
+        p.register_post_accumulate_grad_hook(lambda p: each[p].step())
+    optimizer = StepsInBackward(each)  # type: ignore[arg-type]
+    with pytest.warns(QkeelWarning, match="updated in the backward pass"):
+        monitor = watch(model, optimizer)
+    for step in range(3):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        model.zero_grad()
+    assert monitor.history.steps.tolist() == [0, 1, 2]
+    monitor.remove()

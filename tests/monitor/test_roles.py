@@ -122,3 +122,30 @@ def test_a_pass_inside_a_transform_of_torch_func_is_told_of_and_left_alone() -> 
         take(weights)  # a second warning would be an error
         assert monitor.active
         assert monitor.passes == 0
+
+
+class Labelled(nn.Module):
+    """Returns its loss as transformers' models do: of the whole step's tokens, if their number is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small()
+
+    def forward(self, x: torch.Tensor, num_items_in_batch: int | None = None) -> torch.Tensor:
+        squares = self.inner(x).square()
+        return squares.mean() if num_items_in_batch is None else squares.sum() / num_items_in_batch
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_loss_of_a_step_is_that_of_all_its_tokens(shared: bool) -> None:
+    model = Labelled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    batches = [batch(seed, b=2) for seed in range(3)]
+    with torch.no_grad():
+        right = float(model(torch.cat(batches)))
+    with qkeel.watch(model, optimizer, rules=()) as monitor:
+        for x in batches:
+            loss = model(x, num_items_in_batch=torch.cat(batches).numel()) if shared else model(x)
+            loss.backward()
+        optimizer.step()
+        assert monitor.history.values["train_loss"].tolist() == pytest.approx([right], rel=1e-5)

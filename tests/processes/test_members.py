@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 
@@ -38,9 +37,9 @@ def of_process(seed: int, n: int = HEADS) -> LogitStats:
 
 
 def member(measured: Measurement | None, **fields: object) -> Member:
-    """A process, as it describes itself in words."""
+    """A process, as it describes itself."""
     form = () if measured is None else flatten(measured)[0]
-    return Member.of(*Member(form=form, parameters={"": 1}, **fields).texts())  # type: ignore[arg-type]
+    return Member(form=form, parameters={"": 1}, **fields)  # type: ignore[arg-type]
 
 
 def reduced(members: Sequence[Member], measured: Sequence[Measurement | None]) -> StepRecord | None:
@@ -209,11 +208,3 @@ def test_statistics_by_token_class_are_merged() -> None:
         counted = expected.tensors()[rule.count] > 0 if rule.count else torch.ones(())
         counted = counted if counted.ndim in (0, values.ndim) else counted[..., None]
         torch.testing.assert_close(classes.tensors()[name] * counted, values * counted, rtol=1e-12, atol=0)
-
-
-def test_what_a_process_says_of_itself_is_text() -> None:
-    measured = Measurement(stats={"a": of_process(0)}, numbers={("", "lr"): torch.tensor(0.5)})
-    said = Member(layout=Layout(data=3), form=flatten(measured)[0], splits={"a": (True, False)}, stages={"a": 1})
-    layout, others = said.texts()
-    assert Member.of(layout, others) == said
-    assert json.loads(layout)[0]["data"] == 3

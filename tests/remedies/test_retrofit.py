@@ -16,7 +16,8 @@ import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RefusedError
 from qkeel.remedies.change_norm import HeadNorm
 from qkeel.remedies.retrofit import RetrofitConfig, retrofit
-from qkeel.remedies.retrofit.fit_gains import Balance, least_squares
+from qkeel.remedies.retrofit.balance import Balance
+from qkeel.remedies.retrofit.fit_gains import least_squares
 from qkeel.remedies.retrofit.outputs import Reference
 from qkeel.remedies.retrofit.replay import QueryRows
 from qkeel.sites import find_sites

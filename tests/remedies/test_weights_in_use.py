@@ -73,7 +73,16 @@ WRAPS: dict[str, Callable[[nn.Linear], nn.Linear]] = {
     "doubled": doubled,
     "own hook": computed_by_hook,
 }
-SHARING = ("nothing", "keys", "queries", "both", "a chain", "keys and values", "one layer three times")
+SHARING = (
+    "nothing",
+    "keys",
+    "queries",
+    "both",
+    "a chain",
+    "keys and values",
+    "values of another",
+    "one layer three times",
+)
 
 
 class Layer(nn.Module):
@@ -143,6 +152,8 @@ def draw(seed: int) -> Drawn:
         b.q, c.k = a.q, b.k
     if sharing == "keys and values":
         a.v = a.k
+    if sharing == "values of another":
+        b.v = a.k
     if sharing == "one layer three times":
         layers = [a, a, a]
     model = nn.Sequential(*layers)
@@ -229,7 +240,7 @@ def test_a_cap_bounds_the_weights_in_use(seed: int) -> None:
     drawn = draw(seed)
     optimizer = applied(drawn, "spectral_cap:cap=0.5")
     if optimizer is None:
-        assert drawn.wrap != "plain" or drawn.sharing == "keys and values"
+        assert drawn.wrap != "plain" or drawn.sharing in ("keys and values", "values of another")
         return
     values = [v for _, v in drawn.observed()]
     drawn.model(drawn.x).square().mean().backward()

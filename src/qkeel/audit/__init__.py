@@ -1,12 +1,14 @@
 """AUDIT: reads a checkpoint head by head without running it, and explains a model's attention by experiment."""
 
+from qkeel.audit.attention_weights import Unknown
 from qkeel.audit.check import check
+from qkeel.audit.checkpoint_config import Geometry
 from qkeel.audit.explain import explain
+from qkeel.audit.logit_bounds import SiteReport
 from qkeel.audit.maps import AttentionMaps, attention_maps
 from qkeel.audit.recipes import Explanation, NormRecipe, Rotation, SiteRecipe
-from qkeel.audit.scan import Scan, SiteReport, TensorReport, as_json, scan, table
+from qkeel.audit.scan import Scan, TensorReport, as_json, scan, table
 from qkeel.audit.sees import Documents, Window
-from qkeel.audit.tensor_heads import Geometry, Unknown
 from qkeel.deprecation import earlier_name
 
 __all__ = [

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
-from qkeel.audit.scan import Scan, ScanProgress, largest_bounds, scan
+from qkeel.audit.checkpoint_config import Geometry
+from qkeel.audit.scan import Scan, ScanProgress, scan
 from qkeel.audit.sees import Contract, check_sees
-from qkeel.audit.tensor_heads import Geometry
 from qkeel.audit.visibility import findings, read_visibility
 from qkeel.capture.example import arguments, copied, tensors, undisturbed
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
-from qkeel.functional.statistics import LogitStats
-from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged
+from qkeel.frames.run_verdict import judge_run
+from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged, without_constant
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import FaultGuard
-from qkeel.records import NON_FINITE, Heads, RunDirectory, fold_heads
+from qkeel.records import NON_FINITE, RunDirectory
 from qkeel.sites.find import found_sites, site_label
 from qkeel.sites.tap import Tap
 
@@ -102,140 +103,108 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     with Tap(inner, guard=guard) as tap, torch.no_grad(), undisturbed(inner):
         tap.sites = sites
         output = inner(*copied(args), **copied(kwargs))
-        finite = all(bool(x.isfinite().all()) for x in tensors(output) if x.is_floating_point())
-        found = tap.read()
+        is_finite = all(bool(x.isfinite().all()) for x in tensors(output) if x.is_floating_point())
+        statistics = tap.read()
     if guard.error is not None:
         raise guard.error
-    if not found:
+    if not statistics:
         raise NoAttentionError(f"no attention was seen in a forward pass of this {type(inner).__name__}")
-    rows, largest, where = [], math.nan, ""
-    lowest, entropy, broken = "", math.nan, []
-    for name, stats in found.items():
+    rows, broken = [], []
+    largest = entropy = math.nan
+    head_name = layer_name = ""
+    for name, stats in statistics.items():
         label = site_label(name, type(inner).__name__)
-        top, head, mean, bad = _numbers(stats)
-        if bad:
+        logits = without_constant(stats.max_logit.double().numpy(force=True), stats.logit_spread.numpy(force=True))
+        head = int(np.where(np.isnan(logits), -np.inf, logits).argmax())
+        top = float(logits[head])
+        entropies, non_finite = stats.value("entropy"), stats.value(NON_FINITE)
+        mean = math.nan if entropies is None else float(entropies.double().nanmean())
+        if non_finite is not None and bool((non_finite > 0).any()):
             broken.append(label)
+        # Comparisons with NaN are false, so the first number replaces it.
         if not top <= largest and not math.isnan(top):
-            largest, where = top, f"{label} head {head}"
+            largest, head_name = top, f"{label} head {head}"
         if not mean >= entropy and not math.isnan(mean):
-            entropy, lowest = mean, label
+            entropy, layer_name = mean, label
         rows.append((label, _text(top), str(head), _text(mean)))
-    status, sentence = judged(largest, where, entropy=entropy, lowest=lowest, broken=broken, threshold=threshold)
-    unexpected = findings(inner, batch, read_visibility(inner, batch, sites), finite=finite)
+    status, sentence = judged(
+        largest, head_name, entropy=entropy, lowest=layer_name, broken=broken, threshold=threshold
+    )
+    unexpected = findings(inner, batch, read_visibility(inner, batch, sites), finite=is_finite)
     if unexpected:
         status = Status.NOT_HEALTHY
         sentence = f"not healthy: {'; '.join(unexpected)}; {sentence.partition(': ')[2]}"
     if sites.missed:
-        sentence += f"; {len(sites.missed)} of {len(found) + len(sites.missed)} attention layers are not understood"
+        total = len(statistics) + len(sites.missed)
+        sentence += f"; {len(sites.missed)} of {total} attention layers are not understood"
     columns = ("layer", "max logit", "head", "entropy")
     return Health(
         status=status, sentence=sentence, largest=largest, threshold=threshold, columns=columns, rows=tuple(rows)
     )
 
 
-def _numbers(stats: LogitStats) -> tuple[float, int, float, bool]:
-    """Returns a site's largest logit, the head of that logit, the mean entropy of the heads, and whether a logit is not
-    finite."""
-    values = stats.max_logit.double()
-    head = int(values.nan_to_num(-math.inf).argmax())
-    entropy = stats.value("entropy")
-    mean = math.nan if entropy is None else float(entropy.double().nanmean())
-    bad = stats.value(NON_FINITE)
-    return float(values[head]), head, mean, bad is not None and bool((bad > 0).any())
-
-
 def _of_run(path: Path, threshold: float) -> Health:
     run = RunDirectory(path)
     records = run.metrics()
-    if not records:
-        status, sentence = judged(math.nan, threshold=threshold)
-        return Health(status=status, sentence=sentence, threshold=threshold)
-    heads = run.heads() if (path / "heads.json").exists() else None
-    if heads is None or not len(heads.steps) or "max_logit" not in heads.values:
-        known = [float(r["max_logit"]) for r in records if isinstance(r.get("max_logit"), (int, float))]
-        largest = max((x for x in known if not math.isnan(x)), default=math.nan)
-        status, sentence = judged(
-            largest, broken=["the run"] if any(map(math.isnan, known)) else [], threshold=threshold
-        )
-        return Health(status=status, sentence=sentence, largest=largest, threshold=threshold)
-    found = _of_heads(heads, threshold)
-    alarms = [e for e in run.events() if e.get("event") == "alarm" and e.get("severity") != "notice"]
-    if found.status is not Status.HEALTHY or not alarms:
-        return found
-    raised = f"{len(alarms)} alarm{'s' if len(alarms) > 1 else ''}, {'the first ' if len(alarms) > 1 else ''}"
-    return dataclasses.replace(found, sentence=f"{found.sentence}; the run raised {raised}at step {alarms[0]['step']}")
+    heads = run.heads() if records and (path / "heads.json").exists() else None
+    if heads is not None and len(heads.steps) and "max_logit" in heads.values:
+        return judge_run(heads, run.events(), threshold)
+    logits = [float(row["max_logit"]) for row in records if isinstance(row.get("max_logit"), (int, float))]
+    finite = [logit for logit in logits if not math.isnan(logit)]
+    largest = max(finite, default=math.nan)
+    broken = ["the run"] if len(finite) < len(logits) else []
+    status, sentence = judged(largest, broken=broken, threshold=threshold)
+    return Health(status=status, sentence=sentence, largest=largest, threshold=threshold)
 
 
-def _of_heads(heads: Heads, threshold: float) -> Health:
-    """Judges a run by all records: the largest logit of any record, and the entropy of the last."""
-    logits = torch.from_numpy(heads.values["max_logit"].copy()).double()  # [records layers heads]
-    bad = heads.values.get(NON_FINITE)
-    flat = logits.nan_to_num(-math.inf).flatten()
-    at = int(flat.argmax())
-    record, layer, head = (int(i) for i in torch.unravel_index(torch.tensor(at), logits.shape))
-    named = heads.layers or [f"layer {i}" for i in range(logits.shape[1])]  # runs of the lab do not name them
-    names = [name or "the model itself" for name in named]
-    largest = float(flat[at]) if math.isfinite(float(flat[at])) or float(flat[at]) > 0 else math.nan
-    last = heads.values.get("entropy")
-    entropies = [math.nan] * len(names) if last is None else [float(x) for x in fold_heads("entropy", last[-1])]
-    low = min(range(len(names)), key=lambda i: math.inf if math.isnan(entropies[i]) else entropies[i])
-    broken = [] if bad is None else [names[i] for i in range(len(names)) if (bad[:, i] > 0).any()]
-    where = f"{names[layer]} head {head}, step {int(heads.steps[record]):,}"
-    status, sentence = judged(
-        largest, where, entropy=entropies[low], lowest=names[low], broken=broken, threshold=threshold
-    )
-    tops = logits.nan_to_num(-math.inf).amax(dim=(0, 2)).tolist()
-    now = logits[-1].nan_to_num(-math.inf).amax(dim=1).tolist()
-    rows = tuple((names[i], _text(tops[i]), _text(now[i]), _text(entropies[i])) for i in range(len(names)))
-    columns = ("layer", "max logit", "last", "entropy, last")
-    return Health(status=status, sentence=sentence, largest=largest, threshold=threshold, columns=columns, rows=rows)
-
-
-def of_scan(found: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
+def of_scan(scanned: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
     """Judges a checkpoint by its weights, which imply an upper bound on the logits if there are norms."""
-    rows, bounds = [], []
-    for site in found.sites:
-        both = largest_bounds(site)
-        known = [x for x in both if math.isfinite(x)]
-        bound = max(known) if len(known) == len(both) else math.nan
-        bounds.append((bound, site.name))
-        normed = "q, k norm" if any(map(math.isfinite, site.gain_bound)) else "-"
-        rows.append((site.name, _text(bound), normed, str(sum(site.outlier))))
-    columns = ("layer", "logit bound", "normed", "outlier heads")
-    bad = [t.name for t in found.tensors if t.non_finite]
-    unbounded = [name for bound, name in bounds if math.isnan(bound)]
-    largest, where = max(((b, n) for b, n in bounds if not math.isnan(b)), default=(math.nan, ""))
-    assumed = [(site.name, why) for site in found.sites for why in site.assumed]
-    apart = [f"{site.name} head {h}" for site in found.sites for h, out in enumerate(site.outlier) if out]
-    if bad:
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        status, text = Status.NOT_HEALTHY, f"not healthy: NaN or infinite weights in {', '.join(bad[:3])}{more}"
-    elif unbounded or found.unknown or not bounds:
-        left = [*unbounded, *(one.name for one in found.unknown)]
-        status = Status.NOT_KNOWN
-        text = f"not known: weights are finite but imply no bound on the logits of {left[0] if left else 'this model'}"
-        text += f" and {len(left) - 1} more layers" if len(left) > 1 else ""
-    elif largest <= threshold and assumed:
-        status = Status.NOT_KNOWN
-        name, why = assumed[0]
-        text = (
-            f"not known: weights would allow logits up to {largest:,.4g} ({where}), but {name} is read by conventions"
+    rows, unbounded, assumptions = [], [], []
+    largest, layer = math.nan, ""
+    for site in scanned.sites:
+        bounds = site.bounds()
+        bound = max(bounds) if all(map(math.isfinite, bounds)) else math.nan
+        if math.isnan(bound):
+            unbounded.append(site.name)
+        elif not bound <= largest:
+            largest, layer = bound, site.name
+        assumptions += [f"{site.name} is read by conventions ({assumed})" for assumed in site.assumed]
+        kind = "q, k norm" if any(map(math.isfinite, site.gain_bound)) else "-"
+        rows.append((site.name, _text(bound), kind, str(sum(site.outlier))))
+    non_finite = [tensor.name for tensor in scanned.tensors if tensor.non_finite]
+    unread = [*unbounded, *(unknown.name for unknown in scanned.unknown)]
+    status = Status.NOT_KNOWN
+    if non_finite:
+        status = Status.NOT_HEALTHY
+        sentence = f"not healthy: NaN or infinite weights in {_few(non_finite)}"
+    elif unread or not scanned.sites:
+        name = _few(unread, 1, " layers") if unread else "this model"
+        sentence = f"not known: weights are finite but imply no bound on the logits of {name}"
+    elif largest > threshold:
+        sentence = (
+            f"not known: weights allow logits up to {largest:,.4g} ({layer}), and the threshold is {threshold:,g}"
         )
-        text += f" ({why})"
-    elif largest <= threshold:
-        status, text = (
-            Status.HEALTHY,
-            f"healthy: no input can produce a logit over {largest:,.4g} ({where}); the threshold is {threshold:,g}",
-        )
+    elif assumptions:
+        sentence = f"not known: weights would allow logits up to {largest:,.4g} ({layer}), but {assumptions[0]}"
     else:
-        status = Status.NOT_KNOWN
-        text = f"not known: weights allow logits up to {largest:,.4g} ({where}), and the threshold is {threshold:,g}"
+        status = Status.HEALTHY
+        sentence = (
+            f"healthy: no input can produce a logit over {largest:,.4g} ({layer}); the threshold is {threshold:,g}"
+        )
     if status is Status.NOT_KNOWN:
-        text += "; to decide, check a pass on data: qkeel.check(model, batch)"
-    if apart:
-        more = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
-        text += f". Outlier heads (|Wq'Wk|_2 far above the median): {', '.join(apart[:3])}{more}"
-    return Health(status=status, sentence=text, largest=largest, threshold=threshold, columns=columns, rows=tuple(rows))
+        sentence += "; to decide, check a pass on data: qkeel.check(model, batch)"
+    outliers = [f"{site.name} head {h}" for site in scanned.sites for h, out in enumerate(site.outlier) if out]
+    if outliers:
+        sentence += f". Outlier heads (|Wq'Wk|_2 far above the median): {_few(outliers)}"
+    columns = ("layer", "logit bound", "normed", "outlier heads")
+    return Health(
+        status=status, sentence=sentence, largest=largest, threshold=threshold, columns=columns, rows=tuple(rows)
+    )
+
+
+def _few(names: Sequence[str], count: int = 3, noun: str = "") -> str:
+    more = len(names) - count
+    return ", ".join(names[:count]) + (f" and {more} more{noun}" if more > 0 else "")
 
 
 def _text(value: float) -> str:

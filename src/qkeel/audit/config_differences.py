@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
+from qkeel.audit.checkpoint_config import ConfigMapping, section
 from qkeel.audit.recipes import SiteRecipe, compress, scale_text
-from qkeel.audit.tensor_heads import ConfigMapping, section
 
 _NORM = ("use_qk_norm", "qk_layernorm", "qk_norm", "use_qk_layernorm", "query_key_norm")
 _CAP = ("attn_logit_softcapping", "attn_logit_softcap", "attention_logit_cap")
@@ -36,8 +36,8 @@ def differences(model: nn.Module, recipes: Sequence[SiteRecipe]) -> tuple[str, .
         layers[lost] = [recipe.name for recipe in recipes]
     sentences = []
     for sentence, names in layers.items():
-        where = "everywhere" if len(names) == len(recipes) else compress(names)
-        sentences.append(f"{sentence} ({where})")
+        place_names = "everywhere" if len(names) == len(recipes) else compress(names)
+        sentences.append(f"{sentence} ({place_names})")
     return tuple(sentences)
 
 

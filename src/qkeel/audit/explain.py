@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Literal, final
 
 import torch
@@ -26,6 +27,7 @@ from qkeel.spec import AttentionCall
 from qkeel.spec.call import of_key
 
 Letter = Literal["q", "k"]
+_ROWS = 256  # queries whose scores are compared with q·k
 
 
 def explain(model: nn.Module, batch: object = None) -> Explanation:
@@ -125,8 +127,8 @@ class SiteEvidence:
             key=NormRecipe(kind="unknown", why="k was not seen"),
         )
         if not self.calls:
-            why = site.why or "q and k of this attention could not be read"
-            return dataclasses.replace(recipe, unknown=(why,))
+            reason = site.why or "q and k of this attention could not be read"
+            return dataclasses.replace(recipe, unknown=(reason,))
         pairs = visible_pairs(self.calls[0])
         visible, window = describe_visible(pairs[0])
         sees_all = visible.startswith(("keys up to its own", "every key")) and site.layer_type != "cross"
@@ -156,7 +158,7 @@ class SiteEvidence:
             rotation=turns[0] or turns[1],
             latent=self._latent(),
             scale=scale,
-            scale_parameter=self._scale_parameter(scale),
+            scale_parameter=self._parameter_of(torch.tensor(scale).double(), torch.clone, torch.exp) if scale else "",
             sinks=self._sinks(),
             bias=is_biased,
             idle=self._idle({"q": query, "k": key}),
@@ -169,9 +171,9 @@ class SiteEvidence:
         batch, heads, tokens, _ = self.arrived[letter].shape
         parts = {}
         for term in self.site.terms:
-            part = (term.query if letter == "q" else term.key)[-1]
-            parts[part.parameter, part.index.shape, int(part.index[0, 0])] = part
-        readings = [self.trace.outputs(part, batch, tokens) for part in parts.values()]
+            weight_slice = (term.query if letter == "q" else term.key)[-1]
+            parts[weight_slice.parameter, weight_slice.index.shape, int(weight_slice.index[0, 0])] = weight_slice
+        readings = [self.trace.outputs(weight_slice, batch, tokens) for weight_slice in parts.values()]
         assembled = []
         for outputs in zip(*readings):
             # One key for all heads, as the rotated part of MLA's, belongs to each of them.
@@ -185,7 +187,7 @@ class SiteEvidence:
         arrived = self.arrived[letter]
         fit = unknown_norm(arrived[0], "the output of its projection was not seen as a product with the stored weight")
         scope, module = self.trace.scopes[self.site.name]
-        projections = {part.parameter for part in (*self.site.query, *self.site.key)}
+        projections = {weight_slice.parameter for weight_slice in (*self.site.query, *self.site.key)}
         parameters = {name: p for name, p in module.named_parameters() if joined(scope, name) not in projections}
         for projected in self._projected(letter):
             candidates = gain_candidates(parameters, self.trace.norms[self.site.name], projected)
@@ -215,10 +217,12 @@ class SiteEvidence:
             bias = first.bias(slice(0, first.q.shape[2]), slice(0, first.k.shape[2]))
             if bias is None:
                 return (factor,) * self.site.n_heads, False
-            seen, added = torch.broadcast_tensors(pairs, bias.detach().cpu())
-            return (factor,) * self.site.n_heads, bool((added[seen] != 0).any())
-        q, k = self.arrived["q"], self.arrived["k"]
-        logits = torch.cat([call.logits.detach() for call in self.calls if isinstance(call, ScoresCall)], 1)
+            visible_pairs_of_head, added = torch.broadcast_tensors(pairs, bias.detach().cpu())
+            return (factor,) * self.site.n_heads, bool((added[visible_pairs_of_head] != 0).any())
+        # Two samples and the last queries say it all, and the scores of a long batch would not fit into memory.
+        q, k = self.arrived["q"][:2, :, -_ROWS:], self.arrived["k"][:2]
+        scores = [call.logits.detach()[:2, :, -_ROWS:] for call in self.calls if isinstance(call, ScoresCall)]
+        logits, pairs = torch.cat(scores, 1), pairs[:2, :, -_ROWS:]
         logits, products = logits.double().cpu(), q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
         pairs = pairs.expand(products.shape)
         tolerance = max(1e-3, 30 * self.rounding)
@@ -226,20 +230,19 @@ class SiteEvidence:
         if scale or len(q) == 1:
             return scale, False
         # What is added to the scores is the same in both samples.
-        both = pairs[:1] & pairs[1:2]
+        shared_pairs = pairs[:1] & pairs[1:2]
         products, logits = products[:1] - products[1:2], logits[:1] - logits[1:2]
-        scale = _slope(_centred(products, both), _centred(logits, both), tolerance)
+        scale = _slope(_centred(products, shared_pairs), _centred(logits, shared_pairs), tolerance)
         return scale, bool(scale)
 
-    def _scale_parameter(self, scale: tuple[float, ...]) -> str:
-        """Returns the name of the parameter that is a learned scale of each head, or whose exponential is."""
-        if not scale:
-            return ""
-        expected = torch.tensor(scale, dtype=torch.float64)
-        for name, values in self._numbers():
-            for learned in (values, values.exp()):
-                if torch.allclose(learned.expand_as(expected), expected, rtol=1e-3, atol=0.0):
-                    return name
+    def _parameter_of(self, numbers: Tensor, *functions: Callable[[Tensor], Tensor]) -> str:
+        """Returns the name of the parameter near the site that holds these numbers [h], after one of the functions."""
+        for name, p in self.trace.scopes[self.site.name][1].named_parameters():
+            if p.numel() not in (1, len(numbers)) or p.is_meta:
+                continue
+            values = p.detach().double().cpu().flatten().expand_as(numbers)
+            if any(torch.allclose(function(values), numbers, rtol=1e-3, atol=1e-6) for function in functions):
+                return name
         return ""
 
     def _sinks(self) -> str:
@@ -247,28 +250,17 @@ class SiteEvidence:
         sink = self.calls[0].sink if isinstance(self.calls[0], ScoresCall) else None
         if sink is None:
             return ""
-        expected = sink[0, :, 0].detach().double().cpu()
-        for name, values in self._numbers():
-            if values.shape == expected.shape and torch.allclose(values, expected, rtol=1e-4, atol=1e-6):
-                return f"1 sink logit per head in the softmax ({name})"
-        return "sink logits in the softmax"
-
-    def _numbers(self) -> list[tuple[str, Tensor]]:
-        """Returns the parameters near the site with one number, or one for each head."""
-        small = []
-        for name, p in self.trace.scopes[self.site.name][1].named_parameters():
-            if p.numel() in (1, self.site.n_heads) and not p.is_meta:
-                small.append((name, p.detach().double().cpu().flatten()))
-        return small
+        name = self._parameter_of(sink[0, :, 0].detach().double().cpu(), torch.clone)
+        return f"1 sink logit per head in the softmax ({name})" if name else "sink logits in the softmax"
 
     def _latent(self) -> str:
         """Describes MLA: which dimensions of a key come from which weight."""
         parts = []
         for term in self.site.terms:
-            part = term.key[-1]
-            is_shared = part.n == 1 and self.site.n_heads > 1
-            weight = part.parameter.rpartition(".")[0].rpartition(".")[2] or part.parameter
-            parts.append(f"{part.index.shape[1]} from {weight}{', one key for all heads' if is_shared else ''}")
+            weight_slice = term.key[-1]
+            is_shared = weight_slice.n == 1 and self.site.n_heads > 1
+            weight = weight_slice.parameter.rpartition(".")[0].rpartition(".")[2] or weight_slice.parameter
+            parts.append(f"{weight_slice.index.shape[1]} from {weight}{', one key for all heads' if is_shared else ''}")
         return f"MLA-like, q·k = {' + '.join(parts)}" if len(parts) > 1 else ""
 
 

@@ -130,18 +130,35 @@ def fit_norm(
             if rotation is None or rotation.pairing:
                 return fit
         if fitting:
-            return fitting[0]
+            return _of_length_alone(fitting[0], tolerance)
     return unknown_norm(arrived, "its length follows neither its projection nor a norm of a head or layer")
 
 
-def unknown_norm(arrived: Tensor, why: str) -> NormFit:
+def _of_length_alone(fit: NormFit, tolerance: float) -> NormFit:
+    """Returns the answer where lengths fit, and what is left is no rotation or the batch is too short to show it.
+
+    Lengths under a gain that varies before the rotation agree by no accident. Otherwise an RMS norm and a layer norm
+    give vectors of the same length, but only those of a layer norm have a mean of 0.
+    """
+    recipe = fit.recipe
+    is_conclusive = recipe.order == "before RoPE" and "dim" in recipe.gain
+    if is_conclusive or fit.after.shape[1] < 3:
+        return fit
+    if float(fit.after.mean(-1).abs().max()) <= 10 * tolerance * float(fit.after.abs().max()):
+        return dataclasses.replace(fit, recipe=dataclasses.replace(recipe, kind="layer"))
+    return unknown_norm(
+        fit.after, "its length is that of a norm, but its direction follows no rotation of its projection"
+    )
+
+
+def unknown_norm(arrived: Tensor, reason: str) -> NormFit:
     """Returns the answer for q that nothing explains."""
     # A mistake that runs without an error: a norm over the wrong axis, where the mean square of q is then 1.
     for axis, dim in (("heads", 0), ("tokens", 1)):
         if arrived.shape[dim] > 1 and bool(((arrived.square().mean(dim) - 1).abs() <= 1e-2).all()):
             recipe = NormRecipe(kind="RMS", over=axis, gain="unknown")
             return NormFit(recipe=recipe, error=math.inf, before=arrived, after=arrived)
-    recipe = NormRecipe(kind="unknown", why=why)
+    recipe = NormRecipe(kind="unknown", why=reason)
     return NormFit(recipe=recipe, error=math.inf, before=arrived, after=arrived)
 
 
@@ -236,9 +253,9 @@ def rotation_of(fit: NormFit, tolerance: float, rounding: float) -> Rotation | N
             angles = angle if angles is None else angles
     if angles is None:
         return Rotation(dims=count, of=size, why="it is no rotation of pairs")
-    base, why = _base(angles)
+    base, reason = _base(angles)
     pairing = "one pair" if count == 2 else fitting[0]
-    return Rotation(dims=count, of=size, pairing=pairing, base=base, why=why)  # type: ignore[arg-type]
+    return Rotation(dims=count, of=size, pairing=pairing, base=base, why=reason)  # type: ignore[arg-type]
 
 
 Pair = tuple[Tensor, Tensor]

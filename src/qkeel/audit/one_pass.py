@@ -144,7 +144,7 @@ class OnePass:
     def _norms(self, site: AttentionSite) -> list[NormModule]:
         """Returns modules near a site that hold only vectors, or are called a norm, and are no projections."""
         scope, module = self.scopes[site.name]
-        projections = {part.parameter.rpartition(".")[0] for part in (*site.query, *site.key)}
+        projections = {weight_slice.parameter.rpartition(".")[0] for weight_slice in (*site.query, *site.key)}
         norms = []
         for name, child in module.named_modules():
             has_children = any(True for _ in child.children())
@@ -154,15 +154,15 @@ class OnePass:
                 norms.append(NormModule(name=name, module=child))
         return norms
 
-    def outputs(self, part: HeadSlice, batch: int, tokens: int) -> list[Tensor]:
+    def outputs(self, weight_slice: HeadSlice, batch: int, tokens: int) -> list[Tensor]:
         """Returns what a projection output for each head of the whole batch, [b n t r], in float64: once for outputs in
         the order batch, token, and once for token, batch."""
-        for product in self.mode.products.get(part.parameter, ()):
+        for product in self.mode.products.get(weight_slice.parameter, ()):
             base = base_of(product.weight)
             stored = product.weight if base is None else base
-            axis = part.axis if stored.ndim > 1 else 0
+            axis = weight_slice.axis if stored.ndim > 1 else 0
             first = (product.weight.storage_offset() - stored.storage_offset()) // max(stored.stride(axis), 1)
-            rows = part.index.cpu() - first
+            rows = weight_slice.index.cpu() - first
             features = product.output.shape[-1]
             if int(rows.min()) < 0 or int(rows.max()) >= features:
                 continue  # another part of a fused weight
@@ -183,8 +183,8 @@ def joined(scope: str, name: str) -> str:
 def _scope(model: nn.Module, site: AttentionSite) -> tuple[str, nn.Module]:
     """Returns the innermost module around the site's own module and the projections of q and k, with its name."""
     paths = [site.name.split("#")[0].split(".")]
-    for part in ends(site):
-        owner = part.parameter.split(".parametrizations.")[0].split(".")[:-1]
+    for weight_slice in ends(site):
+        owner = weight_slice.parameter.split(".parametrizations.")[0].split(".")[:-1]
         module = model.get_submodule(".".join(owner))
         is_linear = {name for name, _ in module.named_parameters(recurse=False)} <= {"weight", "bias"}
         is_leaf = not any(True for _ in module.children())

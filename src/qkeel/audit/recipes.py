@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from typing import Literal, final
 
-from qkeel.frames.tables import join, plain_table, tag
 from qkeel.records import LAYER_TYPES, LINEAR
 
 
@@ -32,11 +31,11 @@ class Rotation:
         """Returns text such as `RoPE (half), base 10,000`."""
         if self.why and not self.pairing:
             return f"changes with the position in an unknown way: {self.why}"
-        where = "" if self.dims == self.of else f" on {self.dims} of {self.of} dimensions"
+        dims = "" if self.dims == self.of else f" on {self.dims} of {self.of} dimensions"
         base = f"base {self.base:,.6g}" if self.base is not None else f"base unknown ({self.why})"
         if self.base is not None and self.dims < self.of:
             base += f" counted over these, {self.whole_base:,.3g} over all"
-        return f"RoPE{where} ({self.pairing}), {base}"
+        return f"RoPE{dims} ({self.pairing}), {base}"
 
 
 @final
@@ -146,8 +145,11 @@ def scale_text(scale: Sequence[float], head_dim: int) -> str:
     low, high = min(scale), max(scale)
     if high - low > 1e-3 * abs(high):
         return f"{low:.4g} to {high:.4g} by head"
-    known = {f"1/√{head_dim}": head_dim**-0.5, f"1/{head_dim}": 1 / head_dim, "1": 1.0, f"√{head_dim}": head_dim**0.5}
-    return next((text for text, value in known.items() if abs(low / value - 1) < 2e-3), f"{low:.4g}")
+    usual = {f"1/√{head_dim}": head_dim**-0.5, f"1/{head_dim}": 1 / head_dim, "1": 1.0, f"√{head_dim}": head_dim**0.5}
+    for text, value in usual.items():
+        if abs(low / value - 1) < 2e-3:
+            return text
+    return f"{low:.4g}"
 
 
 @final
@@ -168,19 +170,12 @@ class Explanation:
         parts += [f"differs from config: {text}" for text in self.differences]
         return "\n".join(parts)
 
-    def _repr_html_(self) -> str:
-        rows = [(tag("code", {}, names), join(recipe.lines(), "<br>")) for names, recipe in self.grouped()]
-        rows += [(tag("code", {}, compress(self.linear)), f"{LINEAR}: {LAYER_TYPES[LINEAR]}")] if self.linear else []
-        items = [tag("li", {}, text) for text in self.differences]
-        more = [tag("p", {}, "differs from config:"), tag("ul", {}, *items)] if items else []
-        return join([tag("p", {}, self.model), plain_table((), rows), *more])
-
     def grouped(self) -> list[tuple[str, SiteRecipe]]:
         """Returns each distinct recipe once, with the names of its layers."""
         groups: dict[str, list[SiteRecipe]] = {}
         for site in self.sites:
             groups.setdefault("\n".join(site.lines()), []).append(site)
-        return [(compress([s.name for s in same]), same[0]) for same in groups.values()]
+        return [(compress([site.name for site in sites]), sites[0]) for sites in groups.values()]
 
 
 def compress(names: Sequence[str]) -> str:
@@ -190,15 +185,15 @@ def compress(names: Sequence[str]) -> str:
         match = re.search(r"\d+", name)
         key = name if match is None else f"{name[: match.start()]}\0{name[match.end() :]}"
         families.setdefault(key, []).append(-1 if match is None else int(match[0]))
-    return ", ".join(key.replace("\0", _numbers(found)) or "(the model)" for key, found in families.items())
+    return ", ".join(key.replace("\0", _numbers(numbers)) or "(the model)" for key, numbers in families.items())
 
 
-def _numbers(found: list[int]) -> str:
+def _numbers(numbers: list[int]) -> str:
     runs: list[list[int]] = []
-    for n in sorted(found):
+    for n in sorted(numbers):
         if runs and n == runs[-1][1] + 1:
             runs[-1][1] = n
         else:
             runs.append([n, n])
     text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return text if len(found) == 1 else f"{{{text}}}"
+    return text if len(numbers) == 1 else f"{{{text}}}"

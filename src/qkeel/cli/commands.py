@@ -16,6 +16,7 @@ OK = 0
 FAILED = 1  # a run failed
 USAGE = 2  # wrong usage or bad input
 COLLAPSED = 3  # with --fail-on-collapse
+UNDECIDED = 4  # a check could not decide
 INTERRUPTED = 130
 
 

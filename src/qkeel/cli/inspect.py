@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from torch import nn
 
-from qkeel.audit import Geometry, as_json, table
+from qkeel.audit import Documents, Geometry, Window, as_json, table
 from qkeel.audit.check import check as judge
 from qkeel.audit.check import check_checkpoint, is_run
 from qkeel.audit.scan import scan as read
-from qkeel.cli.commands import FAILED, OK
+from qkeel.audit.sees import Contract
+from qkeel.cli.commands import FAILED, OK, UNDECIDED
 from qkeel.cli.output import printable
-from qkeel.cli.parameters import JsonSwitch, Switch, Unset
-from qkeel.errors import DataError, InvalidValueError, RunDirectoryError, unknown
+from qkeel.cli.parameters import SEVERAL, JsonSwitch, Switch, Unset
+from qkeel.errors import DataError, InvalidTypeError, InvalidValueError, RunDirectoryError, unknown
 from qkeel.frames import Frame, TableFiles
 from qkeel.lab.build_run import build_decoder, rules
 from qkeel.lab.config import ModelConfig
@@ -51,18 +55,18 @@ def explain(text: str) -> str:
     names = [term.name for term in terms]
     if len(names) == 1 and names[0] in PRESETS:
         row = PRESETS[names[0]]
-        given = text.partition(":")[2]
-        line = f"{names[0]} with {given}; as published: {row.line}" if given else row.line
+        options = text.partition(":")[2]
+        line = f"{names[0]} with {options}; as published: {row.line}" if options else row.line
         return f"{text}: {line}\nsource: {row.source}\n\n{attention_spec(text).explain()}"
     for name in names:
         if name not in REMEDIES and name not in ALIASES:
             raise unknown("preset or remedy", name, {*PRESETS, *REMEDIES, *ALIASES})
-    about, found = note(text), rules(text)
-    if len(found) < len(remedies_of(text)):
-        found.append(_formula(text))
-    elif found:
-        found.append("the attention computation stays the model's own")
-    return "\n".join([f"{canonical(text)}: {about.line}", f"source: {about.source}", "", *found])
+    about, formulas = note(text), rules(text)
+    if len(formulas) < len(remedies_of(text)):
+        formulas.append(_formula(text))
+    elif formulas:
+        formulas.append("the attention computation stays the model's own")
+    return "\n".join([f"{canonical(text)}: {about.line}", f"source: {about.source}", "", *formulas])
 
 
 def _formula(text: str) -> str:
@@ -80,6 +84,8 @@ def scan(
     *,
     n_heads: Unset[int] = None,
     n_kv_heads: Unset[int] = None,
+    head_dim: Unset[int] = None,
+    heads: Annotated[list[str], SEVERAL] = [],  # noqa: B006 - read only
     layout: Unset[Literal["blocks", "groups"]] = None,
     every_head: Switch = False,
     tensors: Switch = False,
@@ -94,6 +100,8 @@ def scan(
         checkpoint: A .safetensors file, a folder of shards, or a Hugging Face folder.
         n_heads: Number of query heads per layer, if config.json does not state it.
         n_kv_heads: Number of key heads per layer, if config.json does not state it.
+        head_dim: Width of one head; gives the number of heads where it differs from layer to layer.
+        heads: Query heads of the layers in a stage, like down_blocks.0=5; several may follow.
         layout: Layout of a fused qkv weight: blocks for [q | k | v], groups for the queries, key and value of one key
             head after another.
         every_head: Print one line per head, not only one for the largest head of each layer.
@@ -101,15 +109,26 @@ def scan(
         tensors_only: Print only the table of all tensors, even if no attention is recognised.
         json_: Print everything as JSON.
     """
-    flags = Geometry(n_heads=n_heads, n_kv_heads=n_kv_heads, layout=layout)
+    flags = Geometry(n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, stages=_stages(heads), layout=layout)
     refuse_hub_name(checkpoint)
     with progress_bar() as on_progress:
-        found = read(checkpoint, flags=flags, on_progress=on_progress, heads=not tensors_only)
+        scanned = read(checkpoint, flags=flags, on_progress=on_progress, heads=not tensors_only)
     if json_:
-        print(json.dumps(as_json(found)))
+        print(json.dumps(as_json(scanned)))
     else:
-        print(printable(table(found, every_head=every_head, tensors=tensors or tensors_only)))
-    return FAILED if any(t.non_finite for t in found.tensors) else OK
+        print(printable(table(scanned, every_head=every_head, tensors=tensors or tensors_only)))
+    return FAILED if any(t.non_finite for t in scanned.tensors) else OK
+
+
+def _stages(heads: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    """Returns the stages and heads of `--heads STAGE=N`."""
+    stages = []
+    for text in heads:
+        stage, _, number = text.partition("=")
+        if not stage or not number.isdecimal() or int(number) < 1:
+            raise InvalidValueError(f"expected --heads STAGE=N, like down_blocks.0=5, got {text!r}")
+        stages.append((stage, int(number)))
+    return tuple(stages)
 
 
 def refuse_hub_name(path: Path) -> None:
@@ -143,43 +162,91 @@ def check(
     *,
     threshold: float = HARMFUL_LOGIT,
     table: Switch = False,
-    strict: Switch = False,
     n_heads: Unset[int] = None,
     n_kv_heads: Unset[int] = None,
+    sees: Unset[str] = None,
     json_: JsonSwitch = False,
 ) -> int:
-    """Report in one sentence whether the attention of a run or a checkpoint is healthy.
+    """Report in one sentence whether the attention of a run, a checkpoint or a model is healthy.
 
-    The exit code is 0 if it is healthy, 1 if not, and 2 if the command is used incorrectly. The weights of a checkpoint
-    provide only an upper bound on its logits. If the bound exceeds the threshold, the answer is "not known", with exit
-    code 0, or 1 with --strict. In Python: qkeel.check(model, batch).
+    The exit code is 0 if it is healthy, 1 if not, 2 if the command is used incorrectly, and 4 if it is not known. The
+    weights of a checkpoint provide only an upper bound on its logits: if that exceeds the threshold, the answer is "not
+    known". In Python: qkeel.check(model, batch).
 
     Args:
-        path: Directory of a run, or a .safetensors file, a folder of shards, or a Hugging Face folder.
+        path: Directory of a run; a .safetensors file, a folder of shards or a Hugging Face folder; or module:function,
+            where the function returns a model and a batch for it.
         threshold: Largest acceptable attention logit, in nats.
         table: Also print the values of each layer.
-        strict: Also exit with code 1 if the answer cannot be decided from the weights alone.
         n_heads: Number of query heads per layer of a checkpoint, if config.json does not state it.
         n_kv_heads: Number of key heads per layer of a checkpoint, if config.json does not state it.
+        sees: With module:function, check what an output depends on instead: causal, window=SIZE, or documents, which
+            begin where the batch's position_ids start again.
         json_: Print the status, sentence, largest logit and threshold as JSON.
     """
     if not threshold > 0:
         raise InvalidValueError(f"expected a threshold above 0 nats, got {threshold:g}")
-    if is_run(path):
-        found = judge(path, threshold=threshold)
+    if not path.exists() and _FUNCTION.fullmatch(str(path)):
+        model, batch = _model_and_batch(str(path))
+        health = judge(model, batch, sees=None if sees is None else _contract(sees, batch), threshold=threshold)
+    elif sees is not None:
+        raise InvalidValueError(f"expected module:function with --sees, got {path}: a model has to run for it")
+    elif is_run(path):
+        health = judge(path, threshold=threshold)
     else:
         refuse_hub_name(path)
         with progress_bar() as on_progress:
-            found = check_checkpoint(path, Geometry(n_heads=n_heads, n_kv_heads=n_kv_heads), threshold, on_progress)
+            health = check_checkpoint(path, Geometry(n_heads=n_heads, n_kv_heads=n_kv_heads), threshold, on_progress)
     if json_:
-        largest = found.largest if math.isfinite(found.largest) else None
-        said = {"status": str(found.status), "sentence": found.sentence, "largest": largest, "threshold": threshold}
-        print(json.dumps(said))
+        largest = health.largest if math.isfinite(health.largest) else None
+        fields = {"status": str(health.status), "sentence": health.sentence, "largest": largest, "threshold": threshold}
+        print(json.dumps(fields))
     else:
-        print(printable(str(found)))
-        if table and found.rows:
-            print(printable(found.table()))
-    return FAILED if found.status is Status.NOT_HEALTHY or (strict and not found.healthy) else OK
+        print(printable(str(health)))
+        if table and health.rows:
+            print(printable(health.table()))
+    return {Status.HEALTHY: OK, Status.NOT_HEALTHY: FAILED, Status.NOT_KNOWN: UNDECIDED}[health.status]
+
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def _model_and_batch(name: str) -> tuple[nn.Module, object]:
+    """Calls module:function, looked for in the current folder first, and returns the model and batch that it gives."""
+    module_name, _, function_name = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name.partition(".")[0] and error.name != module_name:
+            raise  # what the module imports is missing
+        raise DataError(f"expected a module {module_name} on Python's path or in {Path.cwd()}, found none") from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise InvalidValueError(f"expected a function {function_name} in {module_name}, found none")
+    returned = function()
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module)):
+        raise InvalidTypeError(f"expected {name} to return a model and a batch, got {type(returned).__name__}")
+    return returned
+
+
+def _contract(text: str, batch: object) -> Contract:
+    """Reads what --sees names."""
+    if text == "causal":
+        return text
+    if text == "documents":
+        positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
+        if not isinstance(positions, torch.Tensor):
+            raise InvalidValueError(
+                "expected a batch with position_ids for --sees documents; other documents: in Python"
+            )
+        return Documents.from_positions(positions)
+    word, _, size = text.partition("=")
+    if word == "window" and size.isdecimal():
+        return Window(int(size))
+    raise InvalidValueError(f"expected --sees causal, window=SIZE or documents, got {text!r}")
 
 
 # `qkeel export`: the records of a run as tables.
@@ -203,10 +270,10 @@ def export(run: Path, /, *, to: Literal["csv", "parquet"], out: Unset[Path] = No
         "eval_steps": loaded.eval_steps,
         "eval_heads": loaded.eval_heads,
     }
-    place = out or Path(f"{run.resolve().name}-tables")
-    files = TableFiles(place, to)
-    if not disk.make_directory(place) and any(place.iterdir()):
-        raise RunDirectoryError(f"expected a new or empty folder to write tables to, but {place} is not empty")
+    folder = out or Path(f"{run.resolve().name}-tables")
+    files = TableFiles(folder, to)
+    if not disk.make_directory(folder) and any(folder.iterdir()):
+        raise RunDirectoryError(f"expected a new or empty folder to write tables to, but {folder} is not empty")
     for name, frame in frames.items():
         if len(frame):
             files.append(name, frame)

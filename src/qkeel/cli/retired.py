@@ -7,6 +7,7 @@ from collections.abc import Sequence
 # As typed after `qkeel`; an option is listed behind its command.
 RETIRED = {
     "bench": "python -m benchmarks.kernels, in the repository, times the attention kernels side by side",
+    "check --strict": "a check that cannot decide ends with exit code 4",
     "completion": "`qkeel --help` lists the commands, and `qkeel COMMAND --help` the options of one",
     "config": "write a recipe by hand, as TOML like steps = 500; config.json in a run's directory lists all settings",
     "demo --stack": "runs train one by one, --jobs of them at a time",

@@ -69,6 +69,7 @@ def watch(
     out: Unset[Path] = None,
     sink: Annotated[list[str], _SWITCH] = [],  # noqa: B006 - read only
     query_mask: Unset[str] = None,
+    nan: Switch = False,
     apply: Unset[str] = None,
     autopilot: Switch = False,
     policy: Unset[str] = None,
@@ -84,6 +85,7 @@ def watch(
         out: Directory of the run; if it is not empty, -2, -3 and so on is appended [default: qkeel-runs/SCRIPT].
         sink: Also send metrics to a tracker, like tensorboard or wandb:project=gpt; may be repeated.
         query_mask: Keyword argument of the model's forward that marks the query rows to include, like attention_mask.
+        nan: Also name what made the first NaN or infinity, at the cost of waiting for the device before each step.
         apply: Remedies to train with, like lalr:tau=0.1+qk_clip or qk_norm; the script itself is not changed.
         autopilot: Apply the cheapest effective remedy automatically, only to the heads that need it.
         policy: The autopilot's policy, like ladder:threshold=50 [default: ladder].
@@ -107,6 +109,11 @@ def watch(
     typed = os.environ.pop(TYPED, None)  # so that the script's environment is the same as without qkeel
     source = prepare(program)
     place = out or Path("qkeel-runs") / program.title
+    folder = place.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if not os.access(folder, os.W_OK):
+        raise InvalidValueError(f"{folder} cannot be written; give --out a folder that can")
     named = policy or ("ladder" if autopilot else None)
     if named is not None:
         named_policy(named)
@@ -123,6 +130,7 @@ def watch(
         ),
         sinks=tuple(others),
         query_mask=query_mask,
+        nan=nan,
         policy=named,
     )
     with MessageWriter(_rank()) as writer:

@@ -27,15 +27,14 @@ from typing import Any, final
 from torch import nn
 from torch.optim import Optimizer
 
+from qkeel.audit.check import check, is_run
 from qkeel.autopilot import Autopilot
 from qkeel.autopilot import attach as attach_autopilot
 from qkeel.cli.commands import FAILED, INTERRUPTED, OK, USAGE
 from qkeel.errors import AlarmWarning, DataError, InvalidValueError, NoAttentionError, QkeelError, QkeelWarning, caution
 from qkeel.handle import Handle, compose
-from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.monitor import Alarm, Cadence, RunDirectorySink, Sample, Severity, Sink, sample_table
 from qkeel.monitor.monitor import Monitor, watched
-from qkeel.monitor.rules import GROWTH
 from qkeel.monitor.watch import watch as attach
 from qkeel.options import parse as parse_terms
 from qkeel.patching.forward import unwrapped
@@ -106,7 +105,6 @@ class MessageSink(Sink):
         self._sample: Sample | None = None
         self._alarms: list[Alarm] = []
         self._fixed: set[str] = set()
-        self._acted = False
         self._model = ""
         self._next_page = time.monotonic() + PAGE_SECONDS
         self._page_told = False  # where the page is
@@ -151,7 +149,6 @@ class MessageSink(Sink):
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Prints the text of an event, if it has one."""
-        self._acted = self._acted or bool(event.get("event") == "decision" and event.get("remedy"))
         if "text" in event:
             self.writer(str(event["text"]))
 
@@ -179,33 +176,15 @@ class MessageSink(Sink):
             self._page_told = True
 
     def summary(self) -> None:
-        """Prints the last measured values, layer by layer, and the number of alarms."""
+        """Prints the last measured values, layer by layer, the number of alarms, and the verdict of `qkeel check`."""
         if self._sample is not None:
             for line in sample_table(self._sample, root=self._model).splitlines():
                 self.writer(line)
         counts = Counter(alarm.severity for alarm in self._alarms)
         alarms = ", ".join(f"{counts[severity]} {severity}" for severity in reversed(Severity) if counts[severity])
         self.writer(f"alarms: {alarms or 'none'}")
-        for cause, own in self._by_cause().items():
-            grave = max(own, key=lambda alarm: list(Severity).index(alarm.severity))
-            now = math.nan if self._sample is None else self._sample.overall("max_logit")
-            if cause == GROWTH and self._acted and now <= ALARM_THRESHOLD:
-                self.writer(
-                    f"{cause} at step {own[0].step:,}; after the autopilot acted, the largest logit is {now:,.4g}"
-                )
-            else:
-                self.writer(f"{cause}, since step {own[0].step:,}; {grave.line}")
-
-    def _by_cause(self) -> dict[str, list[Alarm]]:
-        """The alarms of each cause that has alarms at several steps, at least one of them more severe than a notice."""
-        causes: dict[str, list[Alarm]] = {}
-        for alarm in self._alarms:
-            causes.setdefault(alarm.cause, []).append(alarm)
-        return {
-            cause: own
-            for cause, own in causes.items()
-            if len({alarm.step for alarm in own}) > 1 and any(alarm.severity is not Severity.NOTICE for alarm in own)
-        }
+        if self.run.path is not None and is_run(self.run.path):
+            self.writer(str(check(self.run.path)))
 
 
 @final
@@ -452,6 +431,7 @@ class WatchPlan:
     sinks: tuple[Sink, ...] = ()
     query_mask: str | None = None
     policy: str | None = None  # policy of an autopilot
+    nan: bool = False  # whether to name the origin of the first NaN
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -566,6 +546,7 @@ class WatchSession:
             every=plan.cadence,
             sinks=[run, message_sink, *others] if self.writer.rank == 0 else [],
             query_mask=plan.query_mask,
+            nan=plan.nan,
         )
         if plan.fix.applied:
             self._apply(model, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -138,16 +139,16 @@ class OwnGroup:
         options.reduceOp = torch_distributed.ReduceOp.MAX if by == "max" else torch_distributed.ReduceOp.SUM
         self._open().allreduce([vector], options).wait()
 
-    def gather(self, text: str, subject: str = "") -> list[str]:
-        """Returns the text of every process, in rank order.
+    def gather(self, value: T, subject: str = "") -> list[T]:
+        """Returns the value of every process, in rank order. Values travel as pickles, as in `all_gather_object`.
 
         Args:
-            text: the text of this process.
+            value: the value of this process.
             subject: what a warning says after 8 seconds that the processes wait in; "" for no warning.
 
         Raises: RuntimeError if another process has left the group.
         """
-        encoded = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
+        encoded = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         work = self._open().allgather([sizes], [torch.tensor([len(encoded)])])
         self._warn_while_waiting(work, subject)
@@ -156,10 +157,7 @@ class OwnGroup:
         padded = torch.nn.functional.pad(encoded, (0, longest - len(encoded)))
         rows = [torch.empty_like(padded) for _ in range(self.size)]
         self._open().allgather([rows], [padded]).wait()
-        texts = []
-        for row, size in zip(rows, sizes):
-            texts.append(bytes(row[: int(size) - 1].numpy()).decode())
-        return texts
+        return [pickle.loads(bytes(row.numpy())) for row in rows]  # what is behind a pickle's end is ignored
 
     def _open(self) -> torch_distributed.ProcessGroupGloo:
         if self._group is None:
@@ -179,61 +177,57 @@ class OwnGroup:
 # Actions that either all processes of a run perform or none does.
 
 
-@final
 class _Meetings:
     """The group in which all processes of a run agree; it is made when they first do."""
 
-    def __init__(self) -> None:
-        self._store: object = None
-        self._group: OwnGroup | None = None
-        self._runs = 0
+    store: object = None
+    group: OwnGroup | None = None
+    runs = 0
 
-    def gather(self, subject: str, text: str) -> list[str]:
-        """Returns the text of every process.
 
-        Raises: ApartError if a process has ended or does not come within `time_limit()` seconds.
-        """
-        if self._store is not process_store():  # a new run of torch.distributed
-            self._store, self._group = process_store(), None
-            self._runs += 1
-            missing = absent(f"meetings {self._runs}", time_limit(), subject)
-            if missing:
-                raise ApartError(self._silence(subject, missing))
-            self._group = OwnGroup(f"meetings {self._runs}")
-        if self._group is None:
-            raise ApartError(f"{subject}: the processes of this run have lost each other in an earlier call")
-        try:
-            return self._group.gather(text, subject)
-        except RuntimeError as error:
-            self._group = None
-            raise ApartError(self._silence(subject, [])) from error
+_Message = tuple[str, str, str]  # the subject, the status and the text
 
-    @staticmethod
-    def _silence(subject: str, ranks: Sequence[int]) -> str:
-        names = name_processes(ranks) if ranks else "another one"
-        return (
+
+def _gather(subject: str, message: _Message) -> list[_Message]:
+    """Returns the message of every process.
+
+    Raises: ApartError if a process has ended or does not come within `time_limit()` seconds.
+    """
+    absent_ranks: list[int] = []
+    try:
+        if _Meetings.store is not process_store():  # a new run of torch.distributed
+            _Meetings.store, _Meetings.group = process_store(), None
+            _Meetings.runs += 1
+            name = f"meetings {_Meetings.runs}"
+            absent_ranks = absent(name, time_limit(), subject)
+            if not absent_ranks:
+                _Meetings.group = OwnGroup(name)
+        if _Meetings.group is None:
+            raise RuntimeError("the processes have lost each other")
+        return _Meetings.group.gather(message, subject)
+    except RuntimeError as error:
+        _Meetings.group = None
+        names = name_processes(absent_ranks) if absent_ranks else "another one"
+        raise ApartError(
             f"{subject} was called on only some processes of this run: {names} has ended, or did not reach it within "
             f"{time_limit():g} seconds. Every process must call it; if they reach it at very different times, "
             "synchronise them first with torch.distributed.barrier()"
-        )
+        ) from error
 
 
-_MEETINGS = _Meetings()
-
-
-def _meet(subject: str, status: str, text: str) -> list[tuple[str, str]]:
-    """Returns the status and the text of every process.
+def _meet(subject: str, status: str, text: str) -> list[_Message]:
+    """Returns the message of every process.
 
     Raises: ApartError if a process has failed, unless this one has failed too, or if the processes make different
         calls.
     """
-    messages = [message.split("\n", 2) for message in _MEETINGS.gather(subject, f"{subject}\n{status}\n{text}")]
+    messages = _gather(subject, (subject, status, text))
     for other, (their_subject, their_status, their_text) in enumerate(messages):
         if their_status != _DONE and status == _DONE:
             raise ApartError(f"{their_subject} failed on process {other}, so no process has done it: {their_text}")
     if status == _DONE:
         _check_alike("the processes of this run make different calls", [message[0] for message in messages])
-    return [(their_status, their_text) for _, their_status, their_text in messages]
+    return messages
 
 
 def _check_alike(subject: str, texts: Sequence[str]) -> None:
@@ -252,7 +246,7 @@ def gather_messages(subject: str, text: str) -> list[str]:
     Raises:
         ApartError: a process has failed, does not come, or reports on another subject. Every process raises it.
     """
-    return [their_text for _, their_text in _meet(subject, _DONE, text)]
+    return [their_text for *_, their_text in _meet(subject, _DONE, text)]
 
 
 def agree(
@@ -303,7 +297,7 @@ def fail_on_all(subject: str, error: Exception) -> None:
     Raises:
         ApartError: the action failed on some processes but not on all.
     """
-    statuses = [status for status, _ in _meet(subject, _GOES_ON, f"{type(error).__name__}: {error}")]
+    statuses = [status for _, status, _ in _meet(subject, _GOES_ON, f"{type(error).__name__}: {error}")]
     if any(status != _GOES_ON for status in statuses):
         message = f"{subject} failed on process {rank()}, so no process has done it: {type(error).__name__}: {error}"
         raise ApartError(message) from error

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, Self, final
+from typing import Literal, NamedTuple, final
 
 import numpy as np
 import torch
@@ -63,8 +62,8 @@ WHOLE_MODEL = ("lr", "train_loss", "final_hidden_norm")  # numbers that do not b
 class StepTable:
     """Where each number of a step lies in a vector [n], and how such vectors are merged.
 
-    A vector is merged through two others: `largest`, whose maxima over all data are taken, and `sums`, which are added
-    up. Together they have n entries.
+    A vector is merged through two others [n]: `largest`, whose maxima over all data are taken, and `sums`, which are
+    added up. Each number is in one of them.
     """
 
     def __init__(self, form: Form) -> None:
@@ -75,28 +74,22 @@ class StepTable:
         for entry in form:
             self.firsts[entry.site, entry.name] = self.size
             self.size += entry.size
-        extremes, signs, sums, powers, weights, binary = [], [], [], [], [], []
-        blanks = np.empty(self.size)
-        weight_of = np.full(self.size + 1, self.size)  # the value behind the last one is 1
+        self._signs = np.zeros(self.size)  # of extremes: 1 for maxima and -1 for minima, which are negative maxima
+        self._weight_of = np.full(self.size, self.size)  # the value behind the last one is 1
+        self._blanks = np.full(self.size, np.nan)
+        self._squared = np.zeros(self.size, dtype=bool)
+        self._divided = np.zeros(self.size, dtype=bool)
         for entry in form:
             indices = self.indices(entry)
-            blanks[indices] = np.nan if entry.blank is None else entry.blank
             if entry.weight:
                 of_weights = self.indices(self.entries[entry.site, entry.weight])
                 missing = len(entry.shape) - of_weights.ndim  # weights may lack the last dimensions
-                weight_of[indices] = of_weights.reshape(of_weights.shape + (1,) * missing)
-            if entry.rule in ("max", "min"):
-                extremes.append(indices.ravel())
-                signs.append(np.full(entry.size, 1.0 if entry.rule == "max" else -1.0))
-            else:
-                sums.append(indices.ravel())
-                powers.append(np.full(entry.size, entry.rule in ("root", "root_mean")))
-                binary.append(np.full(entry.size, entry.rule == "root"))
-                weights.append(np.full(entry.size, entry.rule in ("mean", "root_mean")))
-        self.extremes, self.sums = _joined(extremes, np.intp), _joined(sums, np.intp)
-        self._signs, self._squared = _joined(signs, np.float64), _joined(powers, np.bool_)
-        self._binary, self._divided = _joined(binary, np.bool_), _joined(weights, np.bool_)
-        self._weight_of, self._blanks = weight_of, blanks
+                self._weight_of[indices] = of_weights.reshape(of_weights.shape + (1,) * missing)
+            if entry.blank is not None:
+                self._blanks[indices] = entry.blank
+            self._signs[indices] = {"max": 1.0, "min": -1.0}.get(entry.rule, 0.0)
+            self._squared[indices] = entry.rule in ("root", "root_mean")
+            self._divided[indices] = entry.rule in ("mean", "root_mean")
         self._on_device: dict[torch.device, list[Tensor]] = {}
 
     def indices(self, entry: Entry) -> np.ndarray:
@@ -112,33 +105,38 @@ class StepTable:
 
     def blank(self, vector: np.ndarray) -> np.ndarray:
         """Returns a vector of one data set with NaN in place of numbers that are NaN without data and have weight 0."""
-        weights = np.append(vector, 1.0)[self._weight_of[:-1]]
+        weights = np.append(vector, 1.0)[self._weight_of]
         return np.where((weights > 0) | ~np.isnan(self._blanks), vector, np.nan)
 
     def split(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns `largest` and `sums` of a vector [n], on its device."""
-        extremes, signs, sums, squared, binary, weight_of = self._tensors(vector.device)
-        extended = torch.cat([vector, vector.new_ones(1)])
-        top = _without_nan(extended[extremes] * signs)
-        largest = torch.where(extended[weight_of[extremes]] > 0, top, -torch.inf)
-        values, weights = extended[sums], extended[weight_of[sums]]
-        values = torch.where(squared, values.square(), values)
-        weights = torch.where(binary, (weights > 0).to(weights.dtype), weights)
-        return largest, torch.where(weights > 0, weights * values, 0.0)
+        """Returns `largest` and `sums` of a vector, on its device."""
+        device = vector.device
+        if device not in self._on_device:
+            signs = torch.from_numpy(self._signs).to(device, vector.dtype)
+            arrays = (self._weight_of, self._squared, self._divided)
+            self._on_device[device] = [signs, *(torch.from_numpy(array).to(device) for array in arrays)]
+        signs, weight_of, squared, divided = self._on_device[device]
+        weights = torch.cat([vector, vector.new_ones(1)])[weight_of]
+        has_data = weights > 0
+        # No reduction to maxima is guaranteed to keep NaN: it is sent as infinity, and infinity as the largest number.
+        tops = (vector * signs).nan_to_num(torch.inf, torch.finfo(vector.dtype).max, -torch.inf)
+        powers = torch.where(squared, vector.square(), vector)
+        shares = torch.where(divided, weights * powers, powers)
+        is_extreme = signs != 0
+        return torch.where(is_extreme & has_data, tops, -torch.inf), torch.where(~is_extreme & has_data, shares, 0.0)
 
     def join(self, largest: np.ndarray, sums: np.ndarray) -> np.ndarray:
         """Returns the vector of the merged data, from the maxima and the sums over all data."""
-        vector = np.empty(self.size + 1)
-        vector[-1] = 1.0
-        vector[self.sums] = sums
-        tops = self._signs * _with_nan(largest)
-        vector[self.extremes] = np.where(largest == -np.inf, self._blanks[self.extremes], tops)
-        weights = vector[self._weight_of[self.sums]]
+        weights = np.append(sums, 1.0)[self._weight_of]
+        is_infinite = (largest == np.finfo(np.float32).max) | (largest == np.finfo(np.float64).max)
+        tops = np.where(largest == np.inf, np.nan, np.where(is_infinite, np.inf, largest))
         with np.errstate(divide="ignore", invalid="ignore"):
             means = np.where(self._divided, sums / weights, sums)
             means = np.where(self._squared, np.sqrt(means), means)
-        vector[self.sums] = np.where(weights > 0, means, self._blanks[self.sums])
-        return vector[:-1]
+            is_extreme = self._signs != 0
+            merged = np.where(is_extreme, self._signs * tops, means)
+        has_data = np.where(is_extreme, largest != -np.inf, weights > 0)
+        return np.where(has_data, merged, self._blanks)
 
     def merge(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the vector of the merged data of several steps."""
@@ -149,31 +147,8 @@ class StepTable:
         sums = torch.stack([half[1] for half in halves]).sum(0)
         return self.join(largest.numpy(), sums.numpy())
 
-    def _tensors(self, device: torch.device) -> list[Tensor]:
-        if device not in self._on_device:
-            arrays = (self.extremes, self._signs, self.sums, self._squared, self._binary, self._weight_of)
-            dtypes = {np.dtype(float): widest(device)}
-            tensors = [torch.from_numpy(array).to(device, dtypes.get(array.dtype)) for array in arrays]
-            self._on_device[device] = tensors
-        return self._on_device[device]
-
 
 step_table = functools.lru_cache(maxsize=64)(StepTable)
-
-
-def _joined(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
-
-
-def _without_nan(x: Tensor) -> Tensor:
-    """Maps NaN to the largest value, because reductions to maxima are not guaranteed to propagate NaN."""
-    return x.nan_to_num(torch.inf, torch.finfo(x.dtype).max, -torch.inf)
-
-
-def _with_nan(x: np.ndarray) -> np.ndarray:
-    """Undoes `_without_nan`, for either dtype."""
-    infinite = (x == np.finfo(np.float32).max) | (x == np.finfo(np.float64).max)
-    return np.where(x == np.inf, np.nan, np.where(infinite, np.inf, x))
 
 
 # The processes of one model, which reduce their vectors to one.
@@ -208,29 +183,6 @@ class Member:
     sites: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)
     parameters: Mapping[str, int] = dataclasses.field(default_factory=dict)
     stages: Mapping[str, int] = dataclasses.field(default_factory=dict)
-
-    def texts(self) -> tuple[str, str]:
-        """Returns two JSON strings: the layout and `keys_seen`, and everything else, which many processes share."""
-        others = [self.form, self.splits, self.sites, self.parameters, self.stages]
-        return json.dumps([dataclasses.asdict(self.layout), self.keys_seen]), json.dumps(others)
-
-    @classmethod
-    def of(cls, layout: str, others: str) -> Self:
-        """Returns the process that these strings describe."""
-        form, splits, sites, parameters, stages = json.loads(others)
-        fields, keys_seen = json.loads(layout)
-        entries = []
-        for site, name, shape, *more in form:
-            entries.append(Entry(site, name, tuple(shape), *more))
-        return cls(
-            layout=Layout(**fields),
-            keys_seen=keys_seen,
-            form=tuple(entries),
-            splits={site: (queries, keys) for site, (queries, keys) in splits.items()},
-            sites=sites,
-            parameters=parameters,
-            stages=stages,
-        )
 
     @property
     def position(self) -> tuple[int, ...]:
@@ -332,7 +284,7 @@ class SharedTable:
         self._repeats = len({site for _, site in sites}) < len(sites)
         self.sites = [self._whole_key(stage, site, "max_logit")[0] for stage, site in sites]
         self.table = step_table(self._whole_form())
-        self._pairs = self._index_pairs()
+        self._indices = self._contributions()
         self._on_device: dict[torch.device, list[Tensor]] = {}
 
     def _whole_key(self, stage: int, site: str, name: str) -> NumberKey:
@@ -367,47 +319,29 @@ class SharedTable:
                 entries[whole_key] = entry._replace(site=whole_key[0], shape=shape)
         return tuple(entries.values())
 
-    def _index_pairs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Returns where the values that this process contributes lie in its vectors and in those of the whole model."""
+    def _contributions(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the indices of the values that this process contributes, in its vector and in the whole model's."""
         own_table = step_table(self.own_form)
-        last_stage = {}
+        last_stage: dict[str, int] = {}
         for stage in sorted(self._leads):
             last_stage |= {name: stage for site, name in self._leads[stage].entries if not site}
-        sources, targets = [], []
+        sources, targets = [np.zeros(0, np.intp)], [np.zeros(0, np.intp)]
         for member in self._own:
             holds_shard = self._is_first(member, lambda other: (other.layout.stage, other.layout.shard))
-            counted: dict[tuple[str, Axis], bool] = {}
-            spans: dict[tuple[str, Axis], HeadSpan] = {}
+            heads: dict[tuple[str, Axis], tuple[bool, int]] = {}
             for site in member.sites:
                 for axis in _AXES:
-                    counted[site, axis] = self._counts(member, site, axis)
-                    spans[site, axis] = self._span(member, site, axis)
+                    heads[site, axis] = self._counts(member, site, axis), self._span(member, site, axis)[0]
             for (site, name), entry in member.entries.items():
-                if not site and name in last_stage and member.stage != last_stage[name]:
-                    continue
-                if entry.by_weights and not holds_shard:
-                    continue
-                goal = self.table.firsts[self._whole_key(member.stage, site, name)]
-                if entry.axis:
-                    if not counted[site, entry.axis]:
-                        continue
-                    goal += spans[site, entry.axis][0] * math.prod(entry.shape[1:])
-                sources.append(own_table.indices(entry).ravel())
-                targets.append(np.arange(goal, goal + entry.size))
-        source, target = _joined(sources, np.intp), _joined(targets, np.intp)
-        positions = np.empty(max(own_table.size, 1), np.intp)
-        positions[own_table.extremes] = np.arange(len(own_table.extremes))
-        positions[own_table.sums] = np.arange(len(own_table.sums))
-        goals = np.empty(max(self.table.size, 1), np.intp)
-        goals[self.table.extremes] = np.arange(len(self.table.extremes))
-        goals[self.table.sums] = np.arange(len(self.table.sums))
-        extreme = np.isin(source, own_table.extremes)
-        return (
-            positions[source[extreme]],
-            goals[target[extreme]],
-            positions[source[~extreme]],
-            goals[target[~extreme]],
-        )
+                counts, first_head = heads[site, entry.axis] if entry.axis else (True, 0)
+                if not site and member.stage != last_stage[name]:
+                    counts = False
+                if counts and (holds_shard or not entry.by_weights):
+                    first = self.table.firsts[self._whole_key(member.stage, site, name)]
+                    first += first_head * math.prod(entry.shape[1:])
+                    sources.append(own_table.indices(entry).ravel())
+                    targets.append(np.arange(first, first + entry.size))
+        return np.concatenate(sources), np.concatenate(targets)
 
     def _is_first(self, member: _StageMember, role: Callable[[_StageMember], object]) -> bool:
         """Whether a member is the first of those with the same stage and role."""
@@ -449,18 +383,17 @@ class SharedTable:
         device = torch.device("cpu") if vector is None else vector.device
         further = torch.tensor(extremes, dtype=widest(device))
         further = further.pin_memory() if device.type == "cuda" else further  # so that the copy does not block
-        largest = torch.full(
-            (len(extremes) + len(self.table.extremes),), -torch.inf, dtype=further.dtype, device=device
-        )
-        sums = torch.zeros(1 + len(self.table.sums), dtype=further.dtype, device=device)
+        n = self.table.size
+        largest = torch.full((len(extremes) + n,), -torch.inf, dtype=further.dtype, device=device)
+        sums = torch.zeros(1 + n, dtype=further.dtype, device=device)
         largest[: len(extremes)].copy_(further, non_blocking=True)
         if vector is not None:
             if device not in self._on_device:
-                self._on_device[device] = [torch.from_numpy(indices).to(device) for indices in self._pairs]
-            source_max, target_max, source_sum, target_sum = self._on_device[device]
+                self._on_device[device] = [torch.from_numpy(indices).to(device) for indices in self._indices]
+            source, target = self._on_device[device]
             own_largest, own_sums = step_table(self.own_form).split(vector)
-            largest[len(extremes) :].index_copy_(0, target_max, own_largest[source_max])
-            sums[1:].index_copy_(0, target_sum, own_sums[source_sum])
+            largest[len(extremes) :].index_copy_(0, target, own_largest[source])
+            sums[1:].index_copy_(0, target, own_sums[source])
             sums[:1].fill_(1.0)
         return largest, sums
 

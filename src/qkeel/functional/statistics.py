@@ -9,9 +9,8 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Mapping
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -29,7 +28,6 @@ from qkeel.functional.class_statistics import (
     merge_classes,
     merge_rules,
     merged,
-    merged_rows,
     one_hot,
     rule,
     tensors,
@@ -86,6 +84,8 @@ class LogitStats:
     cos_mean: PerHead = field(metadata=rule("mean", count="n_products"))
     #: mean over `n_free` rows of the row's largest logit minus its mean, in nats
     logit_gap: PerHead = field(metadata=rule("mean", count="n_free"))
+    #: the same for the row where it is largest, in nats: a constant on all logits of a row does not change it
+    logit_spread: PerHead = field(metadata=rule("max", -torch.inf))
     n_free: Int[Tensor, " h"] = field(metadata=rule("sum"))
     n_products: Int[Tensor, " h"] = field(metadata=rule("sum"))
     classes: ClassStats | None = None
@@ -164,16 +164,6 @@ def merge(a: LogitStats, *others: LogitStats) -> LogitStats:
         error = merged(sampled, {"entropy_error": _ERROR})["entropy_error"]
     classes = functools.reduce(merge_classes, [stats.classes for stats in others], a.classes)
     return LogitStats(**merged(parts, MERGES), classes=classes, entropy_error=error)
-
-
-def merge_stacked(every: Mapping[str, Tensor]) -> LogitStats:
-    """Merges data sets whose fields are stacked: [n h] instead of [h] for n data sets, by name.
-
-    The statistics by token class are left out. Source: derived, as `merge`.
-    """
-    error = merged_rows(every, "entropy_error", _ERROR) if "entropy_error" in every else None
-    fields: dict[str, Any] = {name: merged_rows(every, name, rule) for name, rule in MERGES.items()}
-    return LogitStats(**fields, entropy_error=error)
 
 
 _ERROR = Merge("mean", count="n_queries")
@@ -546,6 +536,7 @@ def reduce_fields(
         cos_max=tops["cos_max"] if products else torch.full_like(sink_share, -torch.inf),
         cos_mean=sums["cos_total"] / of_pairs,
         logit_gap=gap.masked_fill(bound, 0.0).sum(1) / of_free,
+        logit_spread=gap.masked_fill(bound, -torch.inf).amax(1),
         n_free=n_free,
         n_products=n_pairs if products else torch.zeros_like(n_pairs),
         classes=classes,

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from qkeel.autopilot import Ladder, attach
 from qkeel.capture.example import same_random_streams
-from qkeel.errors import RefusedError, caution, needed
+from qkeel.errors import QkeelError, RefusedError, RunDirectoryError, caution, needed
 from qkeel.frames import Foreign
 from qkeel.integrations.watched_training import CALLBACK_CADENCE, Sinks, WatchedTraining
 from qkeel.monitor import Cadence, Rule
@@ -88,7 +88,9 @@ def attend(
         attention_mask, causal = _biased(bias, attention_mask, causal), False
     if arguments.get("indices") is not None:
         attention_mask, causal = _chosen(arguments["indices"], attention_mask, causal, s), False
-    dropout, sinks = arguments.get("dropout", 0.0), _sinks(arguments)
+    dropout = arguments.get("dropout", 0.0)
+    # One logit per head [h]; GPT-OSS names it s_aux, other models sinks.
+    sinks = arguments.get("s_aux") if arguments.get("sinks") is None else arguments["sinks"]
     if arguments.get("softcap") is not None or sinks is not None:
         scale = Fixed(query.shape[-1] ** -0.5 if scaling is None else scaling)
         cap = NoCap() if arguments.get("softcap") is None else Softcap(arguments["softcap"])
@@ -128,11 +130,6 @@ def _names(kind: type[nn.Module], argument: str) -> bool:
         return True
     consts = forward.__code__.co_consts  # keyword names of a call: one tuple, or separate strings next to **kwargs
     return any(argument == const or (isinstance(const, tuple) and argument in const) for const in consts)
-
-
-def _sinks(arguments: Kwargs) -> Tensor | None:
-    """Returns the sink logit of each head [h], or None."""
-    return arguments.get("s_aux") if arguments.get("sinks") is None else arguments["sinks"]
 
 
 def _chosen(indices: Tensor, mask: Tensor | None, causal: bool, keys: int) -> Tensor:
@@ -245,10 +242,26 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
         self._handler = _calling_handler(self)
         if self._handler is None:
             caution(_NO_TRAINER)
+        else:
+            callbacks = [type(callback).__name__ for callback in self._handler.callbacks]
+            self._leave_out({name.removesuffix("Callback").lower() for name in callbacks})
+        try:
+            self._watch(args, state, model, optimizer, kwargs.get("train_dataloader"))
+        except (OSError, RunDirectoryError):
+            raise  # where nothing can be written is said before hours of training, not after
+        except QkeelError as error:
+            # Training is the user's aim and must not end for want of its numbers.
+            caution(f"attention is not watched, and training goes on without it: {error}")
+            self.close(complete=False)
+            self.monitor = self.pilot = None
+
+    def _watch(
+        self, args: TrainingArguments, state: TrainerState, model: nn.Module, optimizer: Optimizer, loader: Foreign
+    ) -> None:
         monitor = self._begin(model, optimizer, state.global_step)
         if self._policy is not False:
             saved = _saved(args, state) if state.global_step else None
-            batch = None if saved is None else _example(kwargs.get("train_dataloader"), model)
+            batch = None if saved is None else _example(loader, model)
             self.pilot = attach(monitor, optimizer, policy=self._policy, batch=batch)
             if saved is not None and saved.exists():
                 self.pilot.load_state_dict(safetensors.torch.load_file(saved))
@@ -292,22 +305,21 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
 
     def _send(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         for sample in self._queue.take():
-            summaries = sample.summaries(None if self._per_layer else ())
+            numbers = sample.summaries(None if self._per_layer else ())
             if not self._per_layer:
-                summaries = {key: v for key, v in summaries.items() if key.rpartition("/")[2] in layer_fields()}
-            then = copy.copy(state)
-            then.global_step = sample.step
-            state.log_history.append({**summaries, "step": sample.step})
+                numbers = {key: v for key, v in numbers.items() if key.rpartition("/")[2] in layer_fields()}
+            if sample.phase == "eval":
+                # The Trainer's trackers show names that begin with eval_ beside its own evaluations.
+                numbers = {f"eval_{key.removeprefix('eval/')}": value for key, value in numbers.items()}
+            state_then = copy.copy(state)
+            state_then.global_step = sample.step
+            state.log_history.append({**numbers, "step": sample.step})
             if self._handler is not None:
                 terminal, reporters = _split(self._handler)
                 # Logging resets the control's requests, and the Trainer has not acted on them yet.
-                reporters.on_log(args, then, copy.copy(control), summaries)
-                terminal.on_log(
-                    args,
-                    then,
-                    copy.copy(control),
-                    {k: summaries[k] for k in _PRINTED if k in summaries},
-                )
+                reporters.on_log(args, state_then, copy.copy(control), numbers)
+                printed = {key: numbers[key] for key in _PRINTED if key in numbers}
+                terminal.on_log(args, state_then, copy.copy(control), printed)
 
 
 # The numbers of a sample that the Trainer prints. Its trackers get all of them: hundreds if a model has many layers.

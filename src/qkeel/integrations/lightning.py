@@ -98,7 +98,7 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
     ) -> None:
         """Logs the numbers that have arrived from the device so far."""
         summaries: dict[str, float] = {}
-        for sample in self._queue.take():
+        for sample in self._queue.take("train"):
             summaries = sample.summaries()
             for logger in trainer.loggers:
                 logger.log_metrics(summaries, step=sample.step)
@@ -110,7 +110,7 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
         if self.monitor is not None:
             self.monitor.training_over()
         if self.monitor is not None and self.monitor.sample is not None:  # reading `sample` waits for pending ones
-            for sample in self._queue.take():
+            for sample in self._queue.take("train"):
                 for logger in trainer.loggers:
                     logger.log_metrics(sample.summaries(), step=sample.step)
 

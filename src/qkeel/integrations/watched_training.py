@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, final
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel.autopilot import Autopilot, Ladder, named_policy
-from qkeel.errors import InvalidTypeError
+from qkeel.errors import InvalidTypeError, caution
 from qkeel.frames import Foreign
 from qkeel.monitor import Adaptive, Alarm, Cadence, Rule, Sample, Sink
 from qkeel.monitor.monitor import Monitor
@@ -58,7 +58,7 @@ Sinks = Sink | str | Path | Sequence[Sink | str | Path]
 
 @final
 class SampleQueue(Sink):
-    """Keeps training samples with their steps until they are taken. Only the first process receives samples."""
+    """Keeps samples with their steps until they are taken. Only the first process receives samples."""
 
     def __init__(self) -> None:
         self._samples: list[Sample] = []
@@ -67,9 +67,8 @@ class SampleQueue(Sink):
         """Does nothing."""
 
     def write(self, sample: Sample) -> None:
-        """Keeps a training sample."""
-        if sample.phase == "train":
-            self._samples.append(sample)
+        """Keeps a sample."""
+        self._samples.append(sample)
 
     def alarm(self, alarm: Alarm) -> None:
         """Does nothing, because the monitor issues its own warnings."""
@@ -77,10 +76,10 @@ class SampleQueue(Sink):
     def close(self, complete: bool) -> None:
         """Does nothing."""
 
-    def take(self) -> list[Sample]:
-        """Returns the samples since the last call, ordered by step."""
+    def take(self, *phases: str) -> list[Sample]:
+        """Returns the samples of these phases since the last call, ordered by step; without phases, all samples."""
         taken, self._samples = self._samples, []
-        return taken
+        return [sample for sample in taken if not phases or sample.phase in phases]
 
 
 class WatchedTraining:
@@ -116,6 +115,18 @@ class WatchedTraining:
         monitor.steps = steps
         self.monitor = monitor
         return monitor
+
+    def _leave_out(self, reported: Collection[str]) -> None:
+        """Leaves out the sinks of trackers to which the trainer reports itself, which would show every series twice."""
+        sinks = []
+        for sink in self._sinks:
+            kind = sink if isinstance(sink, str) else type(sink).__name__.removesuffix("Sink").lower()
+            name = kind.partition(":")[0]
+            if name in reported and not isinstance(sink, Path):
+                caution(f"the trainer reports to {name} itself (report_to), so the sink {name} is left out")
+            else:
+                sinks.append(sink)
+        self._sinks = sinks
 
     def close(self, *, complete: bool) -> None:
         """Stops watching, if it was started."""

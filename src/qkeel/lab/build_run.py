@@ -166,7 +166,7 @@ def put_on(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Handle:
         return remedies.apply(model, text, optimizer, train_length=config.data.context)
     rates = [learning_rate(config.optim, step, config.steps) for step in range(config.steps)]
     every = min(config.log_every, max(1, config.steps // RECORDS))
-    monitor = watch(model, optimizer, every=every, stats="entropy", rules=(), planned=PlannedRates.of(rates))
+    monitor = watch(model, optimizer, every=every, rules=(), planned=PlannedRates.of(rates))
     pilot = attach(monitor, optimizer, policy=text.replace(AUTOPILOT, POLICY, 1))
     pilot.warns = False
     return pilot

@@ -19,6 +19,7 @@ from qkeel.metrics.run_scalars import (
     spike_score,
     stored_logit_error,
     text_table,
+    without_constant,
 )
 
 __all__ = [
@@ -41,4 +42,5 @@ __all__ = [
     "spike_score",
     "stored_logit_error",
     "text_table",
+    "without_constant",
 ]

@@ -12,50 +12,28 @@ import numpy as np
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check
 
-# Student's t distribution. Written out because scipy is not a dependency of the report.
-
-_TINY = 1e-300  # replaces 0 as a denominator in Lentz's method
+# Student's t distribution, in closed form, because scipy is not a dependency of the report.
 
 
-def two_sided(t: float, freedom: int) -> float:
-    """Returns P(|T| ≥ |t|) for Student's t with `freedom` degrees of freedom, accurate to 12 digits.
+def coverage(t: float, freedom: int) -> float:
+    """Returns P(|T| ≤ t) for Student's t with a whole number of degrees of freedom.
 
-    The value is the regularised incomplete beta function I_x(ν/2, 1/2) at x = ν / (ν + t²).
+    With θ = atan(t / √ν) it is sin θ Σ a_i cos²ⁱ θ for even ν, and 2/π (θ + sin θ cos θ Σ b_i cos²ⁱ θ) for odd ν.
 
-    >>> round(two_sided(12.706204736, 1), 9)
-    0.05
+    Source: Abramowitz & Stegun 1964, 26.7.3 and 26.7.4.
+
+    >>> round(coverage(12.706204736, 1), 9)
+    0.95
     """
-    square = min(t * t, 1e300)
-    x, y = freedom / (freedom + square), square / (freedom + square)
-    if not y:
-        return 1.0
-    a, b = freedom / 2, 0.5
-    # The continued fraction converges fast only below the mean of the distribution; above it I_x(a, b) = 1 - I_y(b, a).
-    whole = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
-    front = math.exp(whole + a * math.log(x) + b * math.log(y))
-    if x < (a + 1) / (a + b + 2):
-        return front * _fraction(a, b, x) / a
-    return 1 - front * _fraction(b, a, y) / b
-
-
-def _fraction(a: float, b: float, x: float) -> float:
-    """Continued fraction of the incomplete beta function, by Lentz's method.
-
-    Source: Abramowitz & Stegun 1964, 26.5.8.
-    """
-    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1))
-    value = d
-    for m in range(1, 500):
-        for term in (
-            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
-        ):
-            d = 1 / ((1 + term * d) or _TINY)
-            c = (1 + term / c) or _TINY
-            value *= c * d
-        if abs(c * d - 1) < 1e-15:
-            break
-    return value
+    angle, odd = math.atan(t / math.sqrt(freedom)), freedom % 2
+    cosine = math.cos(angle)
+    term, total = cosine if odd else 1.0, 0.0
+    for i in range(1, (freedom - odd) // 2 + 1):
+        total += term
+        term *= cosine * cosine * (2 * i - 1 + odd) / (2 * i + odd)
+    if odd:
+        return 2 / math.pi * (angle + math.sin(angle) * total)
+    return math.sin(angle) * total
 
 
 @functools.lru_cache(maxsize=4096)
@@ -69,7 +47,10 @@ def quantile(level: float, freedom: int) -> float:
     low, high = -20.0, 60.0
     for _ in range(90):
         middle = (low + high) / 2
-        low, high = (middle, high) if two_sided(math.exp(middle), freedom) > 1 - level else (low, middle)
+        if coverage(math.exp(middle), freedom) < level:
+            low = middle
+        else:
+            high = middle
     return math.exp(high)
 
 

@@ -155,6 +155,23 @@ def spike_score(losses: Sequence[float], window: int = 16, deviations: float = 6
     return spikes / len(losses)
 
 
+def without_constant(logits: np.ndarray, spreads: np.ndarray) -> np.ndarray:
+    """Returns the logits that a verdict judges: each largest logit, or its spread if a constant makes up most of it.
+
+    A constant on all logits of a row (such as a bias of the keys) changes no attention weight. The spread is the
+    largest distance of a row's maximum from the row's mean; where it is less than half of the largest logit, it counts.
+
+    Args:
+        logits: the largest signed logits, in nats.
+        spreads: the spreads of the same heads, in nats; NaN where they were not measured.
+
+    >>> without_constant(np.array([1200.0, 80.0, 5.0]), np.array([3.0, 90.0, np.nan])).tolist()
+    [3.0, 80.0, 5.0]
+    """
+    with np.errstate(invalid="ignore"):
+        return np.where(spreads < logits / 2, spreads, logits)
+
+
 # Verdicts on the health of attention, each a sentence with its number and threshold.
 
 LAYER_ENTROPY = COLLAPSE_ENTROPY / 2  # nats, for one layer; half the threshold for a whole model
@@ -219,8 +236,11 @@ def judged(
     lowest: str = "",
     broken: Sequence[str] = (),
     threshold: float = HARMFUL_LOGIT,
+    alarms: Sequence[Row] = (),
 ) -> tuple[Status, str]:
     """Returns the verdict on measured logits and entropies, and the sentence that explains it.
+
+    The terminal, the page and `qkeel check` all show this sentence.
 
     Args:
         largest: the largest attention logit, in nats.
@@ -229,6 +249,7 @@ def judged(
         lowest: the name of that layer.
         broken: the layers with NaN or infinite logits.
         threshold: the logit above which attention counts as not healthy.
+        alarms: the alarms of a run that are no notices. They decide, unless `threshold` is another than their rules'.
 
     >>> print(*judged(7.0, "h.1.attn head 0"), sep=" | ")
     healthy | healthy: largest logit 7 (h.1.attn head 0), under 100, where logits begin to count as large
@@ -238,6 +259,13 @@ def judged(
     place = f" ({where})" if where else ""
     if broken:
         return Status.NOT_HEALTHY, f"not healthy: attention logits are NaN or infinite in {_few(broken)}"
+    if alarms and threshold == HARMFUL_LOGIT:
+        first = alarms[0]
+        head = "" if first.get("head") is None else f" head {first['head']}"
+        at = f", {first['layer']}{head}" if first.get("layer") else ""
+        cause = first.get("cause") or "attention logits have grown too large"
+        text = f"{cause} since step {first['step']:,}: {first.get('meaning')}{at}"
+        return Status.NOT_HEALTHY, f"not healthy: {text}; the largest logit is {_number(largest)}{place}"
     if largest > threshold:
         suffers = ", where training suffers" if threshold == HARMFUL_LOGIT else ", the threshold that was given"
         return (

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import final, get_args
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.errors import InvalidTypeError, InvalidValueError, check
 from qkeel.patching.roles import Phase
 

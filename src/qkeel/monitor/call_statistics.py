@@ -134,7 +134,7 @@ def _both(site: AttentionSite) -> tuple[NormGain, ...]:
 @final
 class RowSums(PassValues[tuple[str, str], Tensor]):
     """Collects, by site, the `row_moments` of the logsumexps of a step's query rows and of the gates that learned sinks
-    compute from them: lse_mean, lse_std, sink_logit, gate_mean, gate_std [h]."""
+    compute from them: lse_mean, lse_std, lse_min, sink_logit, gate_mean, gate_std [h]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,6 +148,7 @@ class RowSums(PassValues[tuple[str, str], Tensor]):
         if call.query_mask is not None:
             over = over & call.query_mask[:, None]
         self._count((site, "lse"), lse, over)
+        self.count((site, "lse_min"), lse.masked_fill(~over, torch.inf).amin((0, 2)))
         sink = self._sink(call)
         if sink is not None:
             self._sinks[site] = sink.mean((0, 2)).expand(lse.shape[1])
@@ -166,12 +167,16 @@ class RowSums(PassValues[tuple[str, str], Tensor]):
         self.count(of, row_moments(x, over))
 
     def joined(self, key: tuple[str, str], old: Tensor, new: Tensor) -> Tensor:
-        return old + new
+        return torch.minimum(old, new) if key[1] == "lse_min" else old + new
 
     def read(self) -> SiteNumbers:
         """The numbers since the last read, once."""
         found = dict[NumberKey, Tensor | PartialValue]()
-        for (site, of), (n, total, squares) in self.taken().items():
+        for (site, of), value in self.taken().items():
+            if of == "lse_min":
+                found[site, of] = value
+                continue
+            n, total, squares = value
             for name, x in (("mean", total), ("square", squares)):
                 found[site, f"{of}_{name}"] = PartialValue(value=x / n.clamp_min(1), weight=n, own=True)
         for site, sink in self._sinks.items():

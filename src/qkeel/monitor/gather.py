@@ -149,7 +149,9 @@ def vector_of(tensors: Sequence[Tensor]) -> Tensor:
     device = tensors[0].device
     flat: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        piece = tensor.detach().reshape(-1)
+        piece = tensor.detach() if tensor.requires_grad else tensor
+        if piece.ndim != 1:  # nearly all tensors are vectors, and there are hundreds
+            piece = piece.reshape(-1)
         if piece.device != device:
             fills = piece.device.type == "cpu" and piece.numel() == 1
             piece = piece.new_full((1,), float(piece), device=device) if fills else piece.to(device)

@@ -9,25 +9,22 @@ from typing import final
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from qkeel import distributed as dist
 from qkeel.distributed.reduce import StepTable
 from qkeel.errors import AlarmWarning, caution
-from qkeel.functional import statistics
-from qkeel.functional.class_statistics import ClassStats
-from qkeel.functional.statistics import LogitStats
 from qkeel.handle import State
 from qkeel.monitor.alarms import AlarmLog
 from qkeel.monitor.gather import Stats, StepRecord, Transfer, merged, merged_records
 from qkeel.monitor.history import History, PlannedRates
 from qkeel.monitor.processes import ProcessGroup
-from qkeel.monitor.record import Sample, pad_layers, repeat_groups
+from qkeel.monitor.record import Sample
+from qkeel.monitor.record_arrays import RecordArrays, class_fields
 from qkeel.monitor.recording import Recording
 from qkeel.monitor.rules import Alarm, Rule, Severity
 from qkeel.monitor.sinks import Sink
 from qkeel.patching.roles import Phase
-from qkeel.records import HEAD_FIELDS, LINEAR, NON_FINITE, TYPES_EVENT, fold_heads, layer_types
+from qkeel.records import HEAD_FIELDS, LINEAR, TYPES_EVENT, fold_heads, layer_types
 
 # How measurements are recorded: as samples, split by token class if there are classes, for the rules and the sinks.
 
@@ -83,7 +80,10 @@ class Recorder:
             self._evaluated = Recording(self.sites)
         self._tell_late(step, record)
         if self._about is not None:
-            about, self._about = {**self._about(), **class_facts(record.stats)}, None
+            about, self._about = dict(self._about()), None
+            classes = self._arrays_of(record).classes
+            if classes:
+                about |= {"classes": list(classes), "fields": [*HEAD_FIELDS, *class_fields(classes)]}
             self.log = AlarmLog(self._rules())
             self._take_up()
             if self._not_written and self._leads():
@@ -197,14 +197,7 @@ class Recorder:
                 )
 
     def _sample(self, step: int, phase: Phase, record: StepRecord) -> Sample:
-        arrays = self._arrays.get(record.table)
-        if arrays is None:
-            arrays = self._arrays[record.table] = RecordArrays(record.table, self.sites, self._width)
-        heads, measured, values = arrays.read(record.vector)
-        if any("\t" in entry.name for entry in record.table.form):
-            for name, rows in class_rows([record.stats.get(site) for site in self.sites]).items():
-                if any(row is not None for row in rows):
-                    heads[name] = pad_layers(rows, self._width)
+        heads, measured, values = self._arrays_of(record).read(record.vector)
         whole = {}
         for name in _WHOLE:
             if name in measured:
@@ -219,141 +212,11 @@ class Recorder:
             types=self.types,
         )
 
-
-def _smaller_over_eps(query: np.ndarray, key: np.ndarray, eps: np.ndarray) -> np.ndarray:
-    return np.minimum(query, key) / eps
-
-
-def _spread(mean: np.ndarray, square: np.ndarray) -> np.ndarray:
-    """Returns the population standard deviation from a mean and a mean square."""
-    return np.sqrt(np.maximum(square - mean * mean, 0.0))
-
-
-# Numbers that are computed from merged ones: from which, and how. Those that are no recorded field serve only for this.
-COMPUTED: Mapping[str, tuple[tuple[str, ...], Callable[..., np.ndarray]]] = {
-    "grad_over_eps": (("query_grad_rms", "key_grad_rms", "eps"), _smaller_over_eps),
-    "lse_std": (("lse_mean", "lse_square"), _spread),
-    "gate_std": (("gate_mean", "gate_square"), _spread),
-    "gain_bound": (("query_bound", "key_bound"), np.multiply),
-}
-_SERVING = {part for parts, _ in COMPUTED.values() for part in parts if part not in HEAD_FIELDS}
-_OF_MAXIMA = ("max_logit", "capped_max_logit", NON_FINITE)  # known even where only the maxima were measured
-
-
-@final
-class RecordArrays:
-    """Reads the arrays [layers heads] of a record from the vectors in which the numbers of steps arrive.
-
-    NaN stands where a layer has fewer heads or was not measured.
-    """
-
-    def __init__(self, table: StepTable, sites: Sequence[str], width: int) -> None:
-        """Takes the layers of the record, and the number of heads of the layer with the most heads."""
-        layers = {site: layer for layer, site in enumerate(sites)}
-        nothing = np.full((len(sites), width), table.size)  # the index of a NaN behind the vector
-        self._index: dict[str, np.ndarray] = {}
-        self._scalars: dict[str, int] = {}
-        for entry in table.form:
-            name, layer = entry.name, layers.get(entry.site)
-            if name in HEAD_FIELDS or name in _SERVING or name in statistics.TENSORS:
-                if layer is None or not entry.shape:
-                    continue
-                indices, statistic = table.indices(entry), table.entries.get((entry.site, "max_logit"))
-                if statistic is not None and (name in statistics.TENSORS or (name in _SERVING and len(indices) == 1)):
-                    indices = repeat_groups(indices, statistic.shape[0])
-                n = min(len(indices), width)
-                self._index.setdefault(name, nothing.copy())[layer, :n] = indices[:n]
-            elif not entry.shape and not name.endswith(":weight"):
-                self._scalars[f"{name}/{entry.site}" if entry.site else name] = table.firsts[entry.site, name]
-
-    def read(self, vector: np.ndarray) -> tuple[dict[str, np.ndarray], set[str], dict[str, float]]:
-        """Returns the arrays by name, in the order of HEAD_FIELDS; the names of the statistics that were measured for
-        at least one head; and the numbers without heads."""
-        extended = np.append(vector, np.nan)
-        arrays = {name: extended[index] for name, index in self._index.items()}
-        measured = self._mask_statistics(arrays) if "max_logit" in arrays else set()
-        for name, (parts, compute) in COMPUTED.items():
-            if all(part in arrays for part in parts):
-                computed = compute(*[arrays[part] for part in parts])
-                arrays[name] = np.where(np.isnan(computed), arrays[name], computed) if name in arrays else computed
-        heads = {name: arrays[name] for name in HEAD_FIELDS if name in arrays}
-        return heads, measured, {name: float(vector[position]) for name, position in self._scalars.items()}
-
-    def _mask_statistics(self, arrays: dict[str, np.ndarray]) -> set[str]:
-        """Adds what is computed from the statistics, and puts NaN in place of what was not measured.
-
-        Returns the names of the statistics that were measured for at least one head.
-        """
-        top, low, entropy = arrays["max_logit"], arrays["min_logit"], arrays["entropy"]
-        arrays["max_abs_logit"] = np.maximum(np.maximum(top, -low), 0.0)
-        low_is_finite = np.isfinite(low) | (arrays["n_pairs"] == 0)  # without pairs, the minimum was not measured
-        arrays[NON_FINITE] = 1.0 - (np.isfinite(top) & low_is_finite & np.isfinite(entropy))
-        there, capped = ~np.isnan(arrays["n_queries"]), arrays["capped_max_logit"]
-        names = set()
-        for name in statistics.RECORDED:
-            if name in arrays and name in HEAD_FIELDS:
-                measured = arrays[HEAD_FIELDS[name].count] > 0
-                if name in _OF_MAXIMA:
-                    measured |= there & ((capped if name == "capped_max_logit" else top) != -np.inf)
-                arrays[name] = np.where(measured, arrays[name], np.nan)
-                if measured.any():
-                    names.add(name)
-        return names
-
-
-_COMPETITION = ("query_competition", "key_competition")
-_PAIRS = {"class_max_logit": "n_pairs", "class_mass": "n_queries", "class_uniform_mass": "n_queries"}
-_SINGLE = {"class_query_norm": "n_normed", "class_key_norm": "n_keys"}
-
-
-def class_facts(stats: Mapping[str, LogitStats]) -> dict[str, object]:
-    """The names of the classes and of all statistics recorded per head, for the sinks; empty if there are no
-    classes."""
-    names = next((s.classes.names for s in stats.values() if s.classes is not None), None)
-    return {} if names is None else {"classes": list(names), "fields": [*HEAD_FIELDS, *class_fields(names)]}
-
-
-def class_fields(names: Sequence[str]) -> tuple[str, ...]:
-    """The names that are recorded for these classes, according to records.CLASS_FIELDS.
-
-    >>> class_fields(["text", "image"])[1:6]
-    ('key_competition', 'class_max_logit/text->text', 'class_max_logit/text->image', 'class_max_logit/image->text', \
-'class_max_logit/image->image')
-    """
-    pairs = [f"{a}->{b}" for a in names for b in names]
-    return (*_COMPETITION, *(f"{f}/{p}" for f in _PAIRS for p in pairs), *(f"{f}/{n}" for f in _SINGLE for n in names))
-
-
-def class_rows(stats: Sequence[LogitStats | None]) -> dict[str, list[np.ndarray | None]]:
-    """Returns, by recorded name, one row [heads] per layer, NaN where nothing was measured; None for a layer without
-    classes."""
-    names = next((s.classes.names for s in stats if s is not None and s.classes is not None), None)
-    if names is None:
-        return {}
-    layers = [{} if s is None or s.classes is None else _written_rows(s.classes, len(s.max_logit)) for s in stats]
-    return {field: [layer.get(field) for layer in layers] for field in class_fields(names)}
-
-
-def _written_rows(stats: ClassStats, n_heads: int) -> dict[str, np.ndarray]:
-    values = stats.tensors()
-    competition = stats.query_competition, stats.key_competition
-    found = {name: _row(value, n_heads) for name, value in zip(_COMPETITION, competition)}
-    for field, count in (_PAIRS | _SINGLE).items():
-        value, counts = values[field.removeprefix("class_")], values[count]
-        if field in _PAIRS and counts.ndim == 2:
-            counts = counts[..., None].expand_as(value)
-        value = value.double().masked_fill(counts == 0, np.nan)
-        for a, query in enumerate(stats.names):
-            if field in _SINGLE:
-                found[f"{field}/{query}"] = _row(value[:, a], n_heads)
-                continue
-            for b, key in enumerate(stats.names):
-                found[f"{field}/{query}->{key}"] = _row(value[:, a, b], n_heads)
-    return found
-
-
-def _row(value: Tensor, n_heads: int) -> np.ndarray:
-    return repeat_groups(value.double().numpy(), n_heads)
+    def _arrays_of(self, record: StepRecord) -> RecordArrays:
+        arrays = self._arrays.get(record.table)
+        if arrays is None:
+            arrays = self._arrays[record.table] = RecordArrays(record.table, self.sites, self._width)
+        return arrays
 
 
 # The numbers of steps that have not yet arrived from the device and the other processes.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import tensors
 from qkeel.capture.visible_sets import LayerType
@@ -75,6 +75,8 @@ class StepNumbers(Visitor):
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         for values in self._collected:
             values.begin()
+        # Such a loss is a sum over the pass's tokens, divided by those of all passes of the step.
+        self._means.summed = {("", "train_loss")} if kwargs.get("num_items_in_batch") is not None else set()
         self._tokens.begin(args, kwargs)
         if self._hidden is None:
             self._hidden = self._norms(())

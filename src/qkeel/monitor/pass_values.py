@@ -74,6 +74,7 @@ class Means(PassValues[NumberKey, tuple[Tensor, int]]):
     def __init__(self) -> None:
         super().__init__()
         self._reductions: dict[NumberKey, Reduction] = {}
+        self.summed: set[NumberKey] = set()  # what is summed over the passes of a step
 
     def add(self, of: NumberKey, mean: Tensor, n: int, how: Reduction = "mean") -> None:
         """Adds a mean over n values. how: how several means are combined."""
@@ -82,6 +83,8 @@ class Means(PassValues[NumberKey, tuple[Tensor, int]]):
 
     def joined(self, key: NumberKey, old: tuple[Tensor, int], new: tuple[Tensor, int]) -> tuple[Tensor, int]:
         (mean, n), (added, more) = old, new
+        if key in self.summed:
+            return mean + added, n
         return joined(self._reductions[key], mean, added, more / max(n + more, 1)), n + more
 
     def read(self) -> SiteNumbers:

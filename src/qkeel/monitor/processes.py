@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import final
 
 import numpy as np
@@ -68,16 +70,16 @@ class Handshake:
             stages=stages,
         )
 
-    def evidence(self, *, has_numbers: bool) -> tuple[str, str]:
-        """Returns what shows which processes run this model: ranks, or "all", and a checksum of the weights."""
+    def evidence(self, *, has_numbers: bool) -> tuple[tuple[int, ...], str]:
+        """Returns what shows which processes run this model: their ranks, and a checksum of the weights."""
         if self._layout is not None or any(stage is not None for stage in self.stages.values()):
-            return "all", ""
+            return tuple(range(dist.world())), ""
         peers = peer_ranks(self._model)
         if len(peers) > 1 or not has_numbers:
-            return " ".join(map(str, peers)), ""
+            return peers, ""
         names = [name for name, _ in self._model.named_parameters()]
         some = names[:: max(1, len(names) // 8)]  # replicas are equal in all of them, other models hardly in any
-        return str(dist.rank()), fingerprint(self._model, some)
+        return peers, fingerprint(self._model, some)
 
     def _known_stages(self) -> dict[str, int]:
         """The pipeline stages of several models; {} if they are not stages, or if there is only one model."""
@@ -277,8 +279,9 @@ class ProcessGroup:
         if self._group is not None:
             self._group.close()
         elif self._name and not self._alone:
-            for point in ("begins", "meets"):
-                withdraw(f"{self._name} {point}")
+            with suppress(RuntimeError):  # the store may have ended with the process that hosts it
+                for point in ("begins", "meets"):
+                    withdraw(f"{self._name} {point}")
 
     def _meet(self, measured: Measurement | None) -> None:
         if self._group is None:
@@ -306,28 +309,32 @@ class ProcessGroup:
 
     def _introduce(self, group: OwnGroup, measured: Measurement | None) -> list[Member]:
         """Returns what all processes say of themselves. A description that several share is sent by the first only."""
-        layout, description = self._introduced(measured).texts()
-        checksums = group.gather(str(zlib.crc32(description.encode())), "the monitor")
-        sends = checksums.index(checksums[dist.rank()]) == dist.rank()
-        descriptions = group.gather(description if sends else "")
-        layouts = group.gather(layout)
-        return [Member.of(text, descriptions[checksums.index(key)]) for text, key in zip(layouts, checksums)]
+        own = self._introduced(measured)
+        shared = dataclasses.replace(own, layout=Layout(), keys_seen=0)
+        checksum = zlib.crc32(repr(shared).encode())
+        infos = group.gather((checksum, own.layout, own.keys_seen), "the monitor")
+        checksums = [key for key, _, _ in infos]
+        sends = checksums.index(checksum) == dist.rank()
+        descriptions = group.gather(shared if sends else None)
+        members = []
+        for key, layout, keys_seen in infos:
+            description = descriptions[checksums.index(key)]
+            assert description is not None
+            members.append(dataclasses.replace(description, layout=layout, keys_seen=keys_seen))
+        return members
 
     def _of_this_model(self, group: OwnGroup, infos: Sequence[Member]) -> list[int]:
         """Returns the ranks of the processes that run the same model as this one."""
         has_numbers = bool(infos[dist.rank()].form)
         evidence = self._introduced.evidence(has_numbers=has_numbers)
-        words = [text.split("|") for text in group.gather("|".join(evidence))]
+        everyones = group.gather(evidence)
         with_numbers = [rank for rank, info in enumerate(infos) if info.form]
         peers = []
-        for rank, (ranks, _) in enumerate(words):
-            if ranks == "all":
-                peers.append(list(range(len(words))))
-            elif not infos[rank].form and ranks == str(rank):  # nothing shows where it belongs
-                peers.append([rank, with_numbers[0]])
-            else:
-                peers.append([int(other) for other in ranks.split()])
-        groups = groups_of_models(peers, [checksum for _, checksum in words])
+        for rank, (ranks, _) in enumerate(everyones):
+            if ranks == (rank,) and not infos[rank].form:  # nothing shows where it belongs
+                ranks = (rank, with_numbers[0])
+            peers.append(ranks)
+        groups = groups_of_models(peers, [checksum for _, checksum in everyones])
         return [rank for rank, first in enumerate(groups) if first == groups[dist.rank()]]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.frames.tables import plain_table, tag
 from qkeel.heads.site import AttentionSite, Sites, UnrecognizedAttention

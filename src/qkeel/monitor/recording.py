@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import Literal, final
 
 import numpy as np
 
@@ -13,38 +13,8 @@ from qkeel.monitor.history import History, PlannedRates, envelope, number
 MOST = 512  # records kept: a power law fits 512 points as well as 100,000, and a rule reads all of them
 _TAIL = 2  # the newest records are always kept, because rules compare the last two
 
-
-@final
-class _Columns:
-    """Columns of one shape, stored as one array [room, columns, …] so that a record is written in one operation."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: type, room: int) -> None:
-        self.places: dict[str, int] = {}
-        self.array = np.empty((room, 0, *shape), dtype)
-        self._last: tuple[tuple[str, ...], np.ndarray] = (), np.empty(0, dtype=np.intp)
-
-    def at(self, names: tuple[str, ...]) -> np.ndarray:
-        """Returns the indices of these columns; a column is added when its name first appears."""
-        if self._last[0] != names:
-            new = [name for name in names if name not in self.places]
-            if new:
-                self.places |= {name: len(self.places) + i for i, name in enumerate(new)}
-                blank = np.full((len(self.array), len(new), *self.array.shape[2:]), np.nan, self.array.dtype)
-                self.array = np.concatenate([self.array, blank], axis=1)
-            self._last = names, np.array([self.places[name] for name in names], dtype=np.intp)
-        return self._last[1]
-
-    def resize(self, room: int) -> None:
-        """Reserves room for this many records."""
-        array = np.empty((room, *self.array.shape[1:]), self.array.dtype)
-        n = min(room, len(self.array))
-        array[:n], array[n:] = self.array[:n], np.nan
-        self.array = array
-
-    def upto(self, n: int) -> dict[str, np.ndarray]:
-        """Returns the first n records of each column, without a copy."""
-        array = self.array[:n]
-        return {name: array[:, i] for name, i in self.places.items()}
+# Columns of the recording itself, of the values of a record, of its heads, and of the largest value over all heads.
+Kind = Literal["own", "values", "heads", "tops"]
 
 
 @final
@@ -65,12 +35,9 @@ class Recording:
         self._most = max(4, most)
         self._every = 1
         self._seen = self._kept = 0
-        self._rated = True
-        # Kinds: own, values, heads, tops (the largest value over all heads). Columns of heads are grouped by shape.
-        self._columns: dict[tuple[str, tuple[int, ...]], _Columns] = {}
+        self._has_rates = True
+        self._columns: dict[tuple[Kind, str], np.ndarray] = {}  # [room …] each, NaN behind the last record
         self._room = 4
-        # The names and shapes of the record before, and the names by shape.
-        self._form: tuple[tuple[tuple[str, object], ...], list[tuple[str, ...]]] = (), []
 
     def append(self, values: Mapping[str, object], heads: Mapping[str, np.ndarray] | None = None) -> None:
         """Adds the record of a step, which must come after the last recorded step.
@@ -83,21 +50,19 @@ class Recording:
             the previous record.
         """
         heads = {} if heads is None else heads
-        self._check_step(values)
-        form = tuple([(n, x.shape if isinstance(x, np.ndarray) else np.shape(x)) for n, x in heads.items()])
-        if form != self._form[0]:
-            self._form = form, self._by_shape(heads)
+        self._check(values, heads)
         row = self._next_row()
         step, rate = number(values["step"]), number(values.get("lr"))
-        self._rated = self._rated and bool(np.isfinite(rate))
-        self._put("own", row, ("index", "step", "rate"), np.array([self._seen, step, rate]))
-        numbers = [value if type(value) is float else number(value) for value in values.values()]
-        self._put("values", row, tuple(values), np.array(numbers, dtype=np.float64))
-        for names in self._form[1]:
+        self._has_rates = self._has_rates and bool(np.isfinite(rate))
+        for name, value in (("index", self._seen), ("step", step), ("rate", rate)):
+            self._column("own", name)[row] = value
+        for name, value in values.items():
+            self._column("values", name)[row] = number(value)
+        for name, of_heads in heads.items():
+            column = self._column("heads", name, np.shape(of_heads))
             with np.errstate(over="ignore"):  # beyond float32 is infinite
-                record = np.array([heads[name] for name in names], dtype=np.float64).astype(np.float32)
-            self._put("heads", row, names, record)
-            self._put("tops", row, names, envelope(record))
+                column[row] = of_heads
+            self._column("tops", name)[row] = envelope(column[row : row + 1])[0]
         self._seen += 1
         if self._kept > self._most:
             self._thin()
@@ -105,115 +70,90 @@ class Recording:
     @property
     def history(self) -> History:
         """The records so far, as views that are valid until the next append."""
-        of: dict[str, dict[str, np.ndarray]] = {"own": {}, "values": {}, "heads": {}, "tops": {}}
-        for (kind, _), columns in self._columns.items():
-            of[kind] |= columns.upto(self._kept)
+        columns: dict[Kind, dict[str, np.ndarray]] = {"own": {}, "values": {}, "heads": {}, "tops": {}}
+        for (kind, name), column in self._columns.items():
+            columns[kind][name] = column[: self._kept]
         return History(
-            steps=of["own"].get("step", np.zeros(0)),
-            rates=of["own"].get("rate") if self._rated else None,
-            values=of["values"],
-            heads=of["heads"],
-            tops=of["tops"],
+            steps=columns["own"].get("step", np.zeros(0)),
+            rates=columns["own"].get("rate") if self._has_rates else None,
+            values=columns["values"],
+            heads=columns["heads"],
+            tops=columns["tops"],
             layers=self.layers,
             planned=self.planned,
         )
 
     def state(self) -> dict[str, np.ndarray]:
         """The records and their number, from which `load` continues."""
-        columns = {
-            f"{kind}:{name}": column
-            for (kind, _), columns in self._columns.items()
-            for name, column in columns.upto(self._kept).items()
-        }
-        return {**columns, "counts": np.array([self._every, self._seen, self._kept, int(self._rated)])}
+        columns = {f"{kind}:{name}": column[: self._kept] for (kind, name), column in self._columns.items()}
+        return {**columns, "counts": np.array([self._every, self._seen, self._kept, int(self._has_rates)])}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Replaces the records with those of another Recording."""
-        self._every, self._seen, self._kept, rated = (int(x) for x in state["counts"])
-        self._rated = bool(rated)
+        self._every, self._seen, self._kept, has_rates = (int(count) for count in state["counts"])
+        self._has_rates = bool(has_rates)
         self._columns, self._room = {}, max(4, self._kept)
-        self._form = (), []
-        for key, x in state.items():
+        for key, records in state.items():
             kind, _, name = key.partition(":")
             if name:
-                columns = self._of(kind, x.shape[1:])
-                at = columns.at((name,))
-                columns.array[: len(x), at] = x[:, None]
+                self._column(kind, name, records.shape[1:])[: len(records)] = records  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         """The number of appended records, whether they were kept or not."""
         return self._seen
 
-    def _check_step(self, values: Mapping[str, object]) -> None:
-        step = number(values.get("step"))
-        last = self._own("step")[self._kept - 1] if self._kept else -np.inf
-        if not step > last:
+    def _check(self, values: Mapping[str, object], heads: Mapping[str, np.ndarray]) -> None:
+        last = self._column("own", "step")[self._kept - 1] if self._kept else -np.inf
+        if not number(values.get("step")) > last:
             raise ShapeError(f"expected a record of a step after {last:g}, got step {values.get('step')}")
-
-    def _by_shape(self, heads: Mapping[str, np.ndarray]) -> list[tuple[str, ...]]:
-        """Returns the names of the statistics per head, grouped by shape, and checks the shapes."""
-        found: dict[tuple[int, ...], list[str]] = {}
-        for name, value in heads.items():
-            shape = np.shape(value)
+        for name, of_heads in heads.items():
+            shape = np.shape(of_heads)
             if len(shape) != 2 or (self.layers and shape[0] != len(self.layers)):
                 raise ShapeError(f"expected {name!r} as [{len(self.layers) or 'layers'} heads], got shape {shape}")
-            known = [own for (kind, own), of in self._columns.items() if kind == "heads" and name in of.places]
-            if known and known[0] != shape:
-                raise ShapeError(f"expected {name!r} of shape {known[0]} as before, got {shape}")
-            found.setdefault(shape, []).append(name)
-        return [tuple(names) for names in found.values()]
+            column = self._columns.get(("heads", name))
+            if column is not None and column.shape[1:] != shape:
+                raise ShapeError(f"expected {name!r} of shape {column.shape[1:]} as before, got {shape}")
+
+    def _column(self, kind: Kind, name: str, shape: tuple[int, ...] = ()) -> np.ndarray:
+        """Returns a column, which is added when its name first appears."""
+        column = self._columns.get((kind, name))
+        if column is None:
+            dtype = np.float32 if kind == "heads" else np.float64
+            column = self._columns[kind, name] = np.full((self._room, *shape), np.nan, dtype)
+        return column
 
     def _next_row(self) -> int:
         """Returns the index of the new record, after the last; if the record before the last is dropped, the last first
         takes its place."""
         n = self._kept
-        if n >= _TAIL and self._own("index")[n - _TAIL] % self._every:
-            self._fold(np.arange(n - 3, n), np.array([n - 3, n - 1]))
-            for columns in self._columns.values():
-                columns.array[n - 2] = columns.array[n - 1]
+        if n >= _TAIL and self._column("own", "index")[n - _TAIL] % self._every:
+            self._keep(np.delete(np.arange(n), n - _TAIL))
             n -= 1
         self._kept = n + 1
         if n == self._room:
             self._room = min(2 * n, self._most + 1)
-            for columns in self._columns.values():
-                columns.resize(self._room)
-        for columns in self._columns.values():
-            columns.array[n] = np.nan
+            for key, column in self._columns.items():
+                self._columns[key] = np.full((self._room, *column.shape[1:]), np.nan, column.dtype)
+                self._columns[key][:n] = column
+        for column in self._columns.values():
+            column[n] = np.nan
         return n
 
     def _thin(self) -> None:
         """Drops every second record of those that were kept."""
         self._every *= 2
-        index = self._own("index")[: self._kept]
-        stays = index % self._every == 0
+        stays = self._column("own", "index")[: self._kept] % self._every == 0
         stays[-_TAIL:] = True
-        rows = np.flatnonzero(stays)
-        self._fold(np.arange(self._kept), rows)
-        for columns in self._columns.values():
-            columns.array[: len(rows)] = columns.array[rows]
+        self._keep(np.flatnonzero(stays))
+
+    def _keep(self, rows: np.ndarray) -> None:
+        """Keeps these rows only; each gets the mean rate since the row before it."""
+        steps, rates = self._column("own", "step")[: self._kept], self._column("own", "rate")
+        first = int(np.flatnonzero(np.diff(rows, prepend=-1) > 1)[0])  # the rows before it stay what they are
+        begin = max(first - 1, 0)
+        ticks = np.cumsum(rates[begin : self._kept] * np.diff(steps[begin:], prepend=steps[begin]))
+        kept = rows[begin:]
+        rates[kept[1:]] = np.diff(ticks[kept - begin]) / np.diff(steps[kept])
         self._kept = len(rows)
-
-    def _fold(self, rows: np.ndarray, stays: np.ndarray) -> None:
-        """Gives each row in `stays`, a subset of the adjacent `rows`, the mean rate since the previous row in
-        `stays`."""
-        steps, rates = self._own("step"), self._own("rate")
-        ticks = np.cumsum(rates[rows] * np.diff(steps[rows], prepend=steps[rows[0]]))[stays - rows[0]]
-        rates[stays[1:]] = np.diff(ticks) / np.diff(steps[stays])
-
-    def _own(self, name: str) -> np.ndarray:
-        columns = self._columns["own", ()]
-        return columns.array[:, columns.places[name]]
-
-    def _of(self, kind: str, shape: tuple[int, ...]) -> _Columns:
-        """The columns of a kind and shape, which are created on first use."""
-        found = self._columns.get((kind, shape))
-        if found is None:
-            dtype = np.float32 if kind == "heads" else np.float64
-            found = self._columns[kind, shape] = _Columns(shape, dtype, self._room)
-        return found
-
-    def _put(self, kind: str, row: int, names: tuple[str, ...], record: np.ndarray) -> None:
-        """Writes the values with these names into a row."""
-        columns = self._of(kind, record.shape[1:])
-        at = columns.at(names)  # this may replace the array
-        columns.array[row, at] = record
+        for column in self._columns.values():
+            column[begin : len(rows)] = column[kept]

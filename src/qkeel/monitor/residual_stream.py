@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.example import tensors
 from qkeel.errors import caution
 from qkeel.functional.norms import stream_statistics

@@ -14,6 +14,7 @@ from typing import final
 import numpy as np
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
+from qkeel.metrics import without_constant
 from qkeel.monitor import thresholds
 from qkeel.monitor.history import Forecast, History, RecordPlace, forecast
 from qkeel.records import LAYER_TYPES, LINEAR, NON_FINITE, explain_field
@@ -188,6 +189,22 @@ def largest(history: History, name: str) -> Extreme | None:
     return Extreme(at=at, value=float(found[-1]), series=found, envelope=found if envelope is None else envelope)
 
 
+def largest_logit(history: History) -> Extreme | None:
+    """The head with the largest logit in the last record; see `metrics.without_constant`."""
+    top = largest(history, "max_logit")
+    logits, spreads = history.series("max_logit"), history.series("logit_spread")
+    if top is None or logits is None or spreads is None:
+        return top
+    last = without_constant(logits[-1], spreads[-1])
+    if np.isnan(last).all():
+        return None
+    at = peak("max_logit", last)
+    series = without_constant(logits[:, at.layer, at.head], spreads[:, at.layer, at.head])
+    # The envelope over all heads is smoother, but it is another head's if a constant had made that one the largest.
+    is_same = at == top.at and series[-1] == top.value
+    return Extreme(at=at, value=float(series[-1]), series=series, envelope=top.envelope if is_same else series)
+
+
 def at_most(history: History, name: str, limit: float) -> bool:
     """Returns whether the largest value over all heads in the last record, if it was recorded, is at most `limit`; this
     is usually the case, so that the heads need not be examined. False if it is unknown."""
@@ -263,7 +280,7 @@ class Ceiling(Rule):
             return self.of_types(history, self.threshold)
         if at_most(history, "max_logit", self.threshold):
             return None
-        top = largest(history, "max_logit")
+        top = largest_logit(history)
         if top is None or not top.value > self.threshold:
             return None
         meaning = f"max logit {top.value:,.4g} is over {self.threshold:,g}"
@@ -296,7 +313,7 @@ class Growth(Rule):
         return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.envelope, _MODEL))
 
     def _ahead(self, history: History) -> tuple[Extreme, Forecast] | None:
-        top = None if at_most(history, "max_logit", self.floor) else largest(history, "max_logit")
+        top = None if at_most(history, "max_logit", self.floor) else largest_logit(history)
         return _soon(history, top, self.factor * top.value, self.floor, self.horizon) if top is not None else None
 
 
@@ -326,7 +343,7 @@ class Approach(Rule):
     def check(self, history: History) -> Alarm | None:
         if isinstance(self.threshold, Mapping):
             return self.of_types(history, self.threshold)
-        top = None if at_most(history, "max_logit", self.floor) else largest(history, "max_logit")
+        top = None if at_most(history, "max_logit", self.floor) else largest_logit(history)
         found = None if top is None else _soon(history, top, self.threshold, self.floor, self.horizon)
         if found is None:
             return None
@@ -367,7 +384,7 @@ class Outlook(Rule):
     def check(self, history: History) -> Alarm | None:
         if isinstance(self.threshold, Mapping):
             return self.of_types(history, self.threshold)
-        planned, top = history.planned, largest(history, "max_logit")
+        planned, top = history.planned, largest_logit(history)
         if planned is None or top is None or not planned.followed(history.steps, history.rates):
             return None
         start = first(top.envelope)

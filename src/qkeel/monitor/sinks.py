@@ -107,6 +107,7 @@ class RunDirectorySink(Sink):
         if not isinstance(path, (str, Path)):
             raise InvalidTypeError(f"expected a path for the records, got {type(path).__name__}")
         self.asked, self.watcher = Path(path), watcher
+        self._home = Path.cwd()  # a script may change its folder later
         self.path: Path | None = None
         self._fields: tuple[str, ...] = ()
         self._heads: dict[str, HeadRecorder] = {}
@@ -115,7 +116,7 @@ class RunDirectorySink(Sink):
 
     def open(self, about: Mapping[str, object]) -> None:
         """Creates the directory; config.json is written last, so that a directory that contains it is complete."""
-        self.path = path = fresh_directory(self.asked)
+        self.path = path = fresh_directory(self._home / self.asked)
         fields = about.get("fields")
         self._fields = tuple(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS)
         self._summary = {"steps": 0, "samples": 0, "max_logit": math.nan, "alarms": 0}

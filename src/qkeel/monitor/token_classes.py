@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import tensors
 from qkeel.errors import InvalidTypeError, InvalidValueError, caution

@@ -9,11 +9,11 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.example import arguments
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.distributed.layout import Layout
-from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, RefusedError
+from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, RefusedError, caution
 from qkeel.monitor.cadence import Cadence, cadence
 from qkeel.monitor.call_statistics import wanted
 from qkeel.monitor.history import PlannedRates
@@ -26,6 +26,10 @@ from qkeel.patching.optimizers import listed
 from qkeel.sites.find import named_models, sites_of_each
 
 K = TypeVar("K")
+_IN_BACKWARD = (
+    "each weight is updated in the backward pass, so the norms of weights at a step are those after its update; logits "
+    "are those before"
+)
 
 
 @accepts_earlier_calls()
@@ -215,7 +219,10 @@ def _first(optimizer: object, models: Sequence[nn.Module]) -> torch.optim.Optimi
     """Returns the first optimizer, which counts the steps."""
     weights = {id(p) for model in models for p in model.parameters()}
     for entry in listed(optimizer):
-        if not any(id(p) in weights for group in entry.param_groups for p in group["params"]):
+        in_backward = getattr(vars(entry).get("optimizer", entry), "optimizer_dict", None)
+        if any(id(p) in weights for p in in_backward or ()):  # transformers' dummy, which counts the steps of others
+            caution(_IN_BACKWARD)
+        elif not any(id(p) in weights for group in entry.param_groups for p in group["params"]):
             raise InvalidValueError(
                 "the optimizer does not contain any of the model's parameters; pass the optimizer that trains this "
                 "model, created from model.parameters()"

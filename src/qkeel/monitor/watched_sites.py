@@ -8,7 +8,7 @@ from typing import final
 
 from torch import nn
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.calls import Seen
 from qkeel.capture.visible_sets import KeyOrigin, LayerType, VisibleSets, layer_type, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution

@@ -111,6 +111,13 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "mean",
         count="n_free",
     ),
+    "logit_spread": HeadField(
+        "nats",
+        "largest minus mean logit of a query row before the cap, of the row where it is largest; a constant on all "
+        "logits of a row, which softmax does not see, leaves it as it is",
+        "max",
+        count="n_free",
+    ),
     "capped_max_logit": HeadField(
         "nats", "largest attention logit after the cap; equals max_logit if there is no cap", "max"
     ),
@@ -189,6 +196,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "nats", "mean logsumexp of a query row's logits over its keys, after the cap", "mean", column="lse"
     ),
     "lse_std": HeadField("nats", "standard deviation of the logsumexp over query rows", "mean"),
+    "lse_min": HeadField("nats", "smallest logsumexp of a query row that sees a key", "min"),
     "sink_logit": HeadField("nats", "logit of the head's learned sink", "max"),
     "gate_mean": HeadField(
         "share",

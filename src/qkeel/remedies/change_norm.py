@@ -162,12 +162,12 @@ def _ancestors(name: str) -> Iterator[str]:
         yield name
 
 
-def _fitting(site: AttentionSite, seen: dict[str, _Calls]) -> tuple[Branch, Branch] | None:
+def _fitting(site: AttentionSite, observed: dict[str, _Calls]) -> tuple[Branch, Branch] | None:
     """Returns the branches of the innermost block around a site that computes the formula, or None."""
     name = module_name(site)
-    for parent in (p for p in _ancestors(name) if p in seen):
+    for parent in (p for p in _ancestors(name) if p in observed):
         child = name.removeprefix(f"{parent}.").partition(".")[0]
-        branches = _matched(parent, seen[parent], child)
+        branches = _matched(parent, observed[parent], child)
         if branches is not None:
             return branches
     return None
@@ -605,7 +605,7 @@ class ChangeNorm(ChangeSpec):
         slices_of_sides: dict[str, Sequence[HeadSlice]] = {
             "queries": [term.query[-1] for term in site.terms],
             "keys": [term.key[-1] for term in site.terms],
-            "values": target.value_weights(site),
+            "values": [s for other in target.all_sites or [site] for s in target.value_weights(other)],
         }
         for side in self.sides:
             normed = {"q": "queries", "k": "keys", "v": "values"}[side]

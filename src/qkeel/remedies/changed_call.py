@@ -303,13 +303,13 @@ def _is_shifted(z: Tensor, visible: Tensor) -> bool:
     return bool((tops == 0).all()) and bool((z.detach()[visible] != 0).any())
 
 
-def _same_for_all_heads(seen: Tensor, check: bool) -> Tensor:
+def _same_for_all_heads(visible: Tensor, check: bool) -> Tensor:
     """Returns the visible keys [b t s] from [b h t s]. With `check`, masks that differ between heads are refused."""
-    if check and not bool((seen == seen[:, :1]).all()):
+    if check and not bool((visible == visible[:, :1]).all()):
         raise RefusedError(
             "the mask hides different keys from different heads, so a query has no single number of visible keys"
         )
-    return seen[:, 0]
+    return visible[:, 0]
 
 
 def _last_seen(mask: Tensor | None, t: int, s: int, device: torch.device, *, check: bool) -> Tensor:

@@ -65,14 +65,14 @@ def head_views(weight: Tensor, shares: Sequence[WeightShare]) -> list[HeadView]:
     """Returns the fewest views that contain every row of the slices once, and other rows only if unavoidable."""
     if weight.ndim == 1:  # a bias has no columns
         shares = [(i, dataclasses.replace(s, axis=0)) for i, s in shares]
-    part = dist.local_block(shares[0][1].parameter, weight)
-    if part is not None:
-        return [HeadView(weight=weight, shares=tuple(shares), whole=True, span=part.spans[shares[0][1].axis])]
+    block = dist.local_block(shares[0][1].parameter, weight)
+    if block is not None:
+        return [HeadView(weight=weight, shares=tuple(shares), whole=True, span=block.spans[shares[0][1].axis])]
     groups: list[list[WeightShare]] = []
     for i, s in shares:
-        same = [group for group in groups if group[0][1].same(s)]
-        if same:
-            same[0].append((i, s))
+        groups_alike = [group for group in groups if group[0][1].same(s)]
+        if groups_alike:
+            groups_alike[0].append((i, s))
         else:
             groups.append([(i, s)])
     rows = torch.cat([group[0][1].index.flatten() for group in groups])
@@ -89,7 +89,8 @@ def views_by_tensor(
     for i, tensor in enumerate(tensors):
         if tensor is not None:
             entries.setdefault(id(tensor), (tensor, []))[1].append(i)
-    return [(tensor, own, head_views(tensor, [(i, slices[i]) for i in own])) for tensor, own in entries.values()]
+    shares = {key: [(i, slices[i]) for i in indices] for key, (_, indices) in entries.items()}
+    return [(tensor, indices, head_views(tensor, shares[key])) for key, (tensor, indices) in entries.items()]
 
 
 def factor_per_row(shares: Sequence[tuple[HeadSlice, Tensor]], weight: Tensor) -> Tensor:

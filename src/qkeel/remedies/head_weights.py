@@ -102,9 +102,9 @@ class SplitNorms:
     def squares(self, i: int) -> Tensor:
         """Returns the sum of squares per head [n] over this process's part of a weight."""
         rows = self._slices[i].rows_of(dist.local(self._tensors[i]).detach())
-        own = rows.to(wide(rows.dtype)).square().sum(1)
-        heads = self._heads[i] = self._heads[i].to(own.device)
-        return own.new_zeros(self._slices[i].n + 1).index_add_(0, heads, own)[:-1]
+        squares_of_rows = rows.to(wide(rows.dtype)).square().sum(1)
+        heads = self._heads[i] = self._heads[i].to(squares_of_rows.device)
+        return squares_of_rows.new_zeros(self._slices[i].n + 1).index_add_(0, heads, squares_of_rows)[:-1]
 
     def norms(self, row: Tensor) -> Tensor:
         """Replaces the sums of squares of split weights in a row of norms with the norms over all processes."""
@@ -146,10 +146,10 @@ def stepped(optimizer: Optimizer, weight: Tensor) -> Tensor | None:
     For training in low precision, apex and Megatron give the optimizer float32 copies, which are copied back after each
     step. Such a copy is recognised by its shape, its device, and by values that round to the weight's bits.
     """
-    given: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(p is weight for p in given):
+    tensors: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p is weight for p in tensors):
         return weight
-    copies = [p for p in given if _rounds_to(p, weight)]
+    copies = [p for p in tensors if _rounds_to(p, weight)]
     return copies[0] if len(copies) == 1 else None
 
 
@@ -217,10 +217,10 @@ class HeadWeights:
         entry: dict[int, int] = {}
         for s in target.logit_slices():
             parameter = target.parameter(s.parameter)
-            if any(p is parameter and other.axis != s.axis for p, other in zip(parameters, slices)):
+            if any(p is parameter and known_slice.axis != s.axis for p, known_slice in zip(parameters, slices)):
                 raise RefusedError(f"{s.parameter} has heads in its rows and in its columns; no factor fits both")
-            same = (i for i, p in enumerate(parameters) if p is parameter and slices[i].same(s))
-            i = next(same, len(slices))
+            equal_entries = (i for i, p in enumerate(parameters) if p is parameter and slices[i].same(s))
+            i = next(equal_entries, len(slices))
             if i == len(slices):
                 slices.append(s)
                 parameters.append(parameter)
@@ -335,12 +335,13 @@ def sites_of(heads: HeadsBySite | None, sites: Sequence[AttentionSite], remedy: 
     """
     if heads is None:
         return list(sites)
-    known = {site.name: site for site in sites}
-    for name, own in heads:
-        check_known(f"site of {remedy}", name, known)
-        if own and max(own) >= known[name].n_heads:
+    sites_by_name = {site.name: site for site in sites}
+    for name, head_numbers in heads:
+        check_known(f"site of {remedy}", name, sites_by_name)
+        if head_numbers and max(head_numbers) >= sites_by_name[name].n_heads:
             raise InvalidValueError(
-                f"expected heads 0 to {known[name].n_heads - 1} of {where(known[name])} for {remedy}, got {max(own)}"
+                f"expected heads 0 to {sites_by_name[name].n_heads - 1} of {where(sites_by_name[name])} for {remedy}, "
+                f"got {max(head_numbers)}"
             )
     return [site for site in sites if site.name in dict(heads)]
 

@@ -37,11 +37,12 @@ def factors_by_site(target: Target, *, by_group: bool) -> list[list[LogitFactor]
     """
     factors: list[list[LogitFactor]] = []
     for site in target.sites:
-        in_use = list(target.value_weights(site))
-        for other in target.all_sites or target.sites:
-            if other is not site and not _is_same_layer(site, other, target):
-                in_use.extend(_last_weights(other))
-        fixed = [s for s in _last_weights(site) if any(target.overlap(s, other) for other in in_use)]
+        in_use: list[HeadSlice] = []
+        for user in target.all_sites or target.sites:
+            in_use.extend(target.value_weights(user))
+            if user is not site and not _is_same_layer(site, user, target):
+                in_use.extend(_last_weights(user))
+        fixed = [s for s in _last_weights(site) if any(target.overlap(s, used) for used in in_use)]
         exact = logit_factors(site, by_group=by_group, fixed=fixed)
         if exact is None:
             raise RefusedError(
@@ -114,8 +115,8 @@ def logit_factors(
 
 def _place(weights: list[HeadSlice], s: HeadSlice) -> int:
     """Returns the index of a weight's rows in a list of weights, to which new rows are added."""
-    for i, other in enumerate(weights):
-        if other.parameter == s.parameter and other.same(s):
+    for i, known_weight in enumerate(weights):
+        if known_weight.parameter == s.parameter and known_weight.same(s):
             return i
     weights.append(s)
     return len(weights) - 1

@@ -68,7 +68,7 @@ def scale_steps(
         >>> torch.allclose(model.q_proj.weight, before - 0.1)
         True
     """
-    views = [view for _, _, own in views_by_tensor(tensors, weights.slices) for view in own]
+    views = [view for _, _, views_of_tensor in views_by_tensor(tensors, weights.slices) for view in views_of_tensor]
     rows = HeadRows([(view, view.weight) for view in views], [view.places(weights.counts) for view in views])
     decay = DecayFactors(optimizer, tensors, weights.counts, _decay_rate) if keeps_decay else None
     measures = measure or Measure(weights, tensors, None)

@@ -35,7 +35,7 @@ def check_one_optimizer(optimizer: Optimizer, remedy: str) -> None:
     """Raises RefusedError for an object that steps several optimizers, whose own steps change no weights."""
     inner = optimizers_inside(optimizer)
     if len(inner) > 1:
-        kinds = ", ".join(type(one).__name__ for one in inner)
+        kinds = ", ".join(type(member).__name__ for member in inner)
         raise RefusedError(
             f"{remedy} acts on the steps of optimizers, and this {type(optimizer).__name__} only calls several of them "
             f"({kinds}). Pass these, as in apply(model, {remedy!r}, [first, second])"
@@ -84,9 +84,9 @@ def check_steps(
 
 def _groups_of(optimizer: Optimizer, tensors: Iterable[Tensor | None]) -> Iterator[tuple[ParamGroup, torch.device]]:
     """Yields the groups that contain any of the tensors, and the device of these tensors."""
-    wanted = {id(tensor) for tensor in tensors if tensor is not None}
+    chosen = {id(tensor) for tensor in tensors if tensor is not None}
     for group in optimizer.param_groups:
-        devices = [p.device for p in group["params"] if id(p) in wanted]
+        devices = [p.device for p in group["params"] if id(p) in chosen]
         if devices:
             yield group, devices[0]
 

@@ -69,13 +69,13 @@ class OutputGate(Remedy):
     def _gate(self, target: Target, site: AttentionSite, rng: torch.Generator) -> Handle:
         module = site.module
         out = _own(module) if isinstance(module, SpecModule) else output_of(target, site, per_head=self.per == "head")
-        like = target.parameter(site.query[0].parameter) if site.terms else next(out.module.parameters())
+        near = target.parameter(site.query[0].parameter) if site.terms else next(out.module.parameters())
         rows = site.n_heads if self.per == "head" else out.features
         weight = torch.zeros(rows, out.width)
         if self.init == "random":
             weight.uniform_(-(out.width**-0.5), out.width**-0.5, generator=rng)
-        gate = Gate(nn.Parameter(weight.to(like)), factor=2.0 if self.init == "keep" else 1.0)
-        added = add_submodules(target, site, {"output_gate": gate}, like, matrices=True)
+        gate = Gate(nn.Parameter(weight.to(near)), factor=2.0 if self.init == "keep" else 1.0)
+        added = add_submodules(target, site, {"output_gate": gate}, near, matrices=True)
         source = GateInput(module)
         return compose([added, put_in_place(source), put_in_place(GatedProjection(out.module, source, gate))])
 
@@ -148,8 +148,8 @@ class Output:
 
 def first_tensor(args: Args, kwargs: Mapping[str, object]) -> Tensor | None:
     """Returns the first floating-point tensor among a call's arguments, which is assumed to be the hidden states."""
-    given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
-    return next(given, None)
+    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
+    return next(tensors, None)
 
 
 def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
@@ -161,9 +161,9 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
     Raises:
         RefusedError: there is no such module.
     """
-    place = where(site)
+    site_name = where(site)
     if not site.terms:
-        raise RefusedError(f"output_gate at {place}: it is not known which weights produce its heads ({site.why})")
+        raise RefusedError(f"output_gate at {site_name}: it is not known which weights produce its heads ({site.why})")
     query, head = site.terms[0].query[-1], site.n_heads - 1
     trace = target.trace or traced(target.model, *target.batch, expected=True)
     weight = target.parameter(query.parameter)
@@ -179,14 +179,14 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
             break
     if module is None or a is None or b is None or x is None or a.shape[:-1] != x.shape[:-1]:
         raise RefusedError(
-            f"output_gate at {place}: no module inside it multiplies the output of attention by a weight, token by "
+            f"output_gate at {site_name}: no module inside it multiplies the output of attention by a weight, token by "
             "token; the gate belongs before such an output projection"
         )
     changed = (a != b).flatten(0, -2).any(0)
     size = a.shape[-1] // site.n_heads
     if per_head and (not changed[head * size :].any() or changed[: head * size].any()):
         raise RefusedError(
-            f"output_gate at {place}: the features of a head are not adjacent before the output projection, "
+            f"output_gate at {site_name}: the features of a head are not adjacent before the output projection, "
             "so there is no gate per head; use per=feature"
         )
     return Output(module=module, features=a.shape[-1], width=x.shape[-1])

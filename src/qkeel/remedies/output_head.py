@@ -51,24 +51,24 @@ def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
             f"detected, apply(model, {remedy!r}, batch=batch), or the module's name, apply(model, {remedy!r}, "
             "module='lm_head')"
         )
-    found = _observed(target)
-    if len(found) != 1:
-        seen = f"several ({', '.join(found)})" if found else "none"
+    modules = _observed(target)
+    if len(modules) != 1:
+        description = f"several ({', '.join(modules)})" if modules else "none"
         raise RefusedError(
             f"{remedy} changes the module whose output is the model's floating-point output [... vocabulary], but "
-            f"this {type(target.model).__name__} has {seen}. Name the module: apply(model, {remedy!r}, "
+            f"this {type(target.model).__name__} has {description}. Name the module: apply(model, {remedy!r}, "
             "module='lm_head')"
         )
-    return target.model.get_submodule(found[0])
+    return target.model.get_submodule(modules[0])
 
 
 def _observed(target: Target) -> list[str]:
     """Returns the names of the innermost modules whose output tensor is among the model's outputs."""
-    made: dict[int, tuple[str, Tensor]] = {}
+    first_outputs: dict[int, tuple[str, Tensor]] = {}
 
     def note(name: str, module: nn.Module, inputs: object, output: object) -> None:
         if isinstance(output, Tensor):
-            made.setdefault(id(output), (name, output))  # inner modules end first
+            first_outputs.setdefault(id(output), (name, output))  # inner modules end first
 
     with ExitStack() as hooks:
         for name, module in target.model.named_modules():
@@ -77,7 +77,7 @@ def _observed(target: Target) -> list[str]:
         returned = target.returned()
     parts = tuple(returned.values()) if isinstance(returned, Mapping) else returned
     outputs = {id(x) for x in tensors(parts) if x.is_floating_point() and x.ndim > 1}
-    return [name for key, (name, _) in made.items() if key in outputs]
+    return [name for key, (name, _) in first_outputs.items() if key in outputs]
 
 
 # The softcap cap · tanh(z / cap) on the logits over the vocabulary.
@@ -178,9 +178,9 @@ class _LossHook:
     def _counts(self, p: Tensor, g: Tensor) -> Tensor:
         """Returns the weights c_i [... 1], which are 0 for tokens that the loss ignores."""
         right = g.argmin(-1, keepdim=True)
-        others = p.scatter(-1, right, 0.0).sum(-1, keepdim=True)
+        wrong_share = p.scatter(-1, right, 0.0).sum(-1, keepdim=True)
         pushed = g.scatter(-1, right, 0.0).sum(-1, keepdim=True)
-        counts = torch.where(others > 0, pushed / others.clamp_min(torch.finfo(p.dtype).tiny), 0.0)
+        counts = torch.where(wrong_share > 0, pushed / wrong_share.clamp_min(torch.finfo(p.dtype).tiny), 0.0)
         if not self.checked and bool(torch.isfinite(g).all()) and bool((g != 0).any()):
             self._check(p, g, right, counts)
             self.checked = True

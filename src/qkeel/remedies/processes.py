@@ -119,17 +119,17 @@ def check_peers(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
     The stages of a pipeline have different layers and are therefore not compared."""
     if dist.world() == 1:
         return
-    own = ", ".join(f"{where(site)} of {site.n_heads} heads" for site in sites) or "no attention"
+    description = ", ".join(f"{where(site)} of {site.n_heads} heads" for site in sites) or "no attention"
     peers = dist.peer_ranks(model)
-    words = dist.gather_messages(WHAT, f"{' '.join(map(str, peers))}|{own}")
-    for other, word in enumerate(words):
-        group, _, seen = word.partition("|")
+    words = dist.gather_messages(WHAT, f"{' '.join(map(str, peers))}|{description}")
+    for process, word in enumerate(words):
+        group, _, attention = word.partition("|")
         for peer in map(int, group.split()):
             theirs = words[peer].partition("|")[2]
-            if theirs != seen:
+            if theirs != attention:
                 raise dist.ApartError(
-                    f"{WHAT}: the processes of one model hold different attention layers. Process {other} has {seen}; "
-                    f"process {peer} has {theirs}"
+                    f"{WHAT}: the processes of one model hold different attention layers. Process {process} has "
+                    f"{attention}; process {peer} has {theirs}"
                 )
 
 

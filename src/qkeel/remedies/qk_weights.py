@@ -107,9 +107,9 @@ class FrozenQK(StepRemedy):
 def _vectors_of_norms(attention: nn.Module) -> Iterator[str]:
     """Yields the names of trained vectors in modules that hold no matrix, which may be norms."""
     for name, module in attention.named_modules():
-        own = parameters_of(module)
-        if all(p is None or p.ndim < 2 for p in own.values()):
-            for parameter, p in own.items():
+        vectors = parameters_of(module)
+        if all(p is None or p.ndim < 2 for p in vectors.values()):
+            for parameter, p in vectors.items():
                 if p is not None and p.requires_grad:
                     yield inside(name, parameter)
 
@@ -118,11 +118,11 @@ def _biases_and_gains(target: Target) -> Iterator[HeadSlice]:
     """Returns the biases of query and key weights, and the gains and biases of norms on q and k, each of them once."""
     gains = (gain for site in target.sites for gain in (*site.query_gains, *site.key_gains))
     biases = (bias for s in target.logit_slices() if (bias := s.bias_of()) is not None)
-    found: list[HeadSlice] = []
-    for s in (*biases, *(part for gain in gains for part in _of_gain(target, gain))):
-        if not any(s.parameter == f.parameter and s.same(f) for f in found):
-            found.append(s)
-    return iter(found)
+    slices: list[HeadSlice] = []
+    for s in (*biases, *(gain_rows for gain in gains for gain_rows in _of_gain(target, gain))):
+        if not any(s.parameter == f.parameter and s.same(f) for f in slices):
+            slices.append(s)
+    return iter(slices)
 
 
 def _of_gain(target: Target, gain: NormGain) -> Iterator[HeadSlice]:
@@ -156,7 +156,7 @@ class QKWeightDecay(StepRemedy):
         weights = HeadWeights.of(target)
         tensors = weights.in_full_precision(optimizer, self.name, "shrinks weights by a few parts in ten thousand")
         check_steps(optimizer, self.name, tensors, is_scaled=False)
-        views = [view for _, _, own in views_by_tensor(tensors, weights.slices) for view in own]
+        views = [view for _, _, views_of_tensor in views_by_tensor(tensors, weights.slices) for view in views_of_tensor]
         rows = HeadRows([(view, view.weight) for view in views], [view.places(weights.counts) for view in views])
         decay = DecayFactors(optimizer, tensors, weights.counts, lambda group: group["lr"] * self.decay)
         dtype = functools.reduce(torch.promote_types, (view.weight.dtype for view in views))
@@ -214,7 +214,7 @@ class SpectralCap(StepRemedy):
                 )
         check_steps(optimizer, self.name, tensors, is_scaled=False)
         for s in weights.slices:
-            for site in target.sites:
+            for site in target.all_sites or target.sites:
                 if any(target.overlap(s, value) for value in target.value_weights(site)):
                     raise RefusedError(
                         f"spectral_cap at {where(site)}: {s.parameter} makes values too, which the cap would change; "

@@ -70,11 +70,11 @@ class PeriNorm(Remedy):
 
 
 def _added(branch: Branch, target: Target) -> Iterator[Handle]:
-    like = next(branch.block.get_submodule(branch.norm).parameters(), next(branch.block.parameters()))
-    norm = nn.RMSNorm(branch.width, eps=1e-6, device=like.device, dtype=like.dtype)
+    near = next(branch.block.get_submodule(branch.norm).parameters(), next(branch.block.parameters()))
+    norm = nn.RMSNorm(branch.width, eps=1e-6, device=near.device, dtype=near.dtype)
     norm.train(branch.block.training)
     yield branch.post_norm(norm)
-    yield join(target.optimizer, {inside(branch.name, f"{branch.post}.weight"): norm.weight}, like)
+    yield join(target.optimizer, {inside(branch.name, f"{branch.post}.weight"): norm.weight}, near)
     yield ordered(branch.block, "peri")
 
 
@@ -113,10 +113,12 @@ def _branches(target: Target, remedy: str) -> list[nn.Module]:
 
     qkeel's own blocks may have any norm order; other blocks must be pre-norm."""
     around = {id(site.module) for site in target.sites}
-    own = [m for m in target.model.modules() if isinstance(m, Block) and id(m.attention) in around]
-    attentions = [branch for block in own for branch in (block.attention, block.cross_attention) if branch is not None]
+    blocks = [m for m in target.model.modules() if isinstance(m, Block) and id(m.attention) in around]
+    attentions = [
+        branch for block in blocks for branch in (block.attention, block.cross_attention) if branch is not None
+    ]
     if len(attentions) == len(around):
-        return [*attentions, *(block.mlp for block in own)]
+        return [*attentions, *(block.mlp for block in blocks)]
     return [b.block.get_submodule(b.function) for b in pre_norm_branches(target, remedy)]
 
 

@@ -40,13 +40,13 @@ class SharedMaxima:
             self._meet(target)
 
     def _meet(self, target: Target) -> None:
-        own = {
+        message = {
             "peers": dist.peer_ranks(target.model),
             "sites": [(site.name, site.n_heads) for site in target.sites],
             "weights": self._fingerprint(target),
             "double": any(target.parameter(x.parameter).dtype == torch.float64 for x in target.logit_slices()),
         }
-        words = [json.loads(word) for word in dist.gather_messages(WHAT, json.dumps(own))]
+        words = [json.loads(word) for word in dist.gather_messages(WHAT, json.dumps(message))]
         self._dtype = torch.float64 if any(word["double"] for word in words) else torch.float32
         fingerprints = [word["weights"] and f"{word['weights']} {word['sites']}" for word in words]
         groups = dist.groups_of_models([word["peers"] for word in words], fingerprints)
@@ -89,18 +89,18 @@ class SharedMaxima:
         for site in target.sites:
             for s in site.terms[0].query[-1:]:
                 p = target.parameter(s.parameter)
-                part = dist.local_block(s.parameter, p, gathered.get(id(p), 0))
-                if part is None:
+                block = dist.local_block(s.parameter, p, gathered.get(id(p), 0))
+                if block is None:
                     continue
-                first, last = part.in_pass[s.axis]
-                here = ((s.index >= first) & (s.index < last)).all(1)
-                some = ((s.index >= first) & (s.index < last)).any(1)
-                if not torch.equal(here, some):
+                first, last = block.in_pass[s.axis]
+                is_complete = ((s.index >= first) & (s.index < last)).all(1)
+                is_present = ((s.index >= first) & (s.index < last)).any(1)
+                if not torch.equal(is_complete, is_present):
                     raise RefusedError(
                         f"qk_clip at {where(site)}: {s.parameter} is split in the middle of a head, so no process "
                         "sees the logits of that head; split it between heads"
                     )
-                self._first[site.name] = int(here.int().argmax())
+                self._first[site.name] = int(is_complete.int().argmax())
 
     def over_all(self) -> Tensor:
         """Returns the largest logit of each head over all processes."""

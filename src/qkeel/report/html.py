@@ -130,12 +130,10 @@ def thin(heights: Sequence[float | None], limit: int = MAX_RECORDS) -> list[int]
         return list(range(len(heights)))
     # The largest value of each interval preserves spikes, which averaging would hide.
     edges = np.linspace(1, len(heights) - 1, limit - 1).astype(int)
-    middle = [max(range(a, b), key=lambda i: _height(heights[i])) for a, b in itertools.pairwise(edges) if b > a]
+    present = [-math.inf if height is None else height for height in heights]
+    sortable = [math.inf if math.isnan(height) else height for height in present]
+    middle = [max(range(a, b), key=sortable.__getitem__) for a, b in itertools.pairwise(edges) if b > a]
     return [0, *middle, len(heights) - 1]
-
-
-def _height(value: float | None) -> float:
-    return -math.inf if value is None else math.inf if math.isnan(value) else value
 
 
 # Tables of a page, sortable by the numbers in their cells, and data for its scripts.
@@ -249,12 +247,20 @@ class Page:
         if self.data is not None:
             scripts = [json_script("report-data", self.data), *map(_script, ("plot.min.js", "kit.js", self.drawing))]
         scripts.append(_script("page.js"))
-        main = tag(
-            "main",
+        sections = []
+        for section in self.sections:
+            if section.content:
+                title = tag("h2", {}, section.title) if section.title else ""
+                names = {"id": f"section-{section.name}", "class": "part"}
+                sections.append(tag("section", names, title, section.content))
+        needs_script = tag("p", {}, "The charts need JavaScript; the tables are complete without it.")
+        footer = tag(
+            "footer",
             {},
-            *(self._section(section) for section in self.sections if section.content),
+            "" if self.data is None else tag("noscript", {}, needs_script),
+            tag("p", {}, f"{self.made} This file loads nothing."),
         )
-        body = join([self._header(refresh), main, self._footer()])
+        body = join([self._header(refresh), tag("main", {}, *sections), footer])
         page = tag("body", {}, "\n", body, "\n", join(scripts), "\n")
         return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n{page}\n</html>\n'
 
@@ -274,25 +280,6 @@ class Page:
                 tag("div", {}, lead) if lead else "",
                 tag("ul", {"class": "findings"}, *cautions) if cautions else "",
             ),
-        )
-
-    def _section(self, section: Section) -> Markup:
-        title = tag("h2", {}, section.title) if section.title else ""
-        return tag(
-            "section",
-            {"id": f"section-{section.name}", "class": "part"},
-            title,
-            section.content,
-        )
-
-    def _footer(self) -> Markup:
-        script = tag("p", {}, "The charts need JavaScript; the tables are complete without it.")
-        charts = tag("noscript", {}, script) if self.data is not None else ""
-        return tag(
-            "footer",
-            {},
-            charts,
-            tag("p", {}, f"{self.made} This file loads nothing."),
         )
 
 

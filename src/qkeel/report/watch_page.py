@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from qkeel.frames.run_verdict import judge_run
 from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, Row, Status, judged
 from qkeel.records import (
     BLOCK_FIELDS,
@@ -86,32 +87,20 @@ _APPLY = re.compile(r'qkeel\.apply\((?:model, )?"([^"]+)"')  # runs of 0.1.0 hav
 def verdict(run: Watched) -> tuple[str, str]:
     """Returns the traffic light (good, large, bad, or none if nothing is known) and one sentence about the run.
 
-    An alarm decides unless an autopilot has brought the logits back below the alarm threshold; without one, the
-    sentence is that of `qkeel check`.
+    The sentence is that of `qkeel check`.
     """
     if not run.records:
         return "none", "Nothing is recorded yet."
-    logits = run.overall("max_logit")
-    last = float(logits[-1])
-    # Remedies of an autopilot undo an alarm, so the page says what is left of it.
-    grave = _grave(run)
-    if grave and not (run.acted and last <= ALARM_THRESHOLD):
-        first, leader = grave[0], run.leader()
-        cause = str(first.get("cause") or CAUSE)
-        text = f"{cause[0].upper()}{cause[1:]} since step {first['step']:,}: {first.get('meaning')}{_place(first)}."
-        if leader is not None:
-            text += f" The largest is now {h.number(last)} ({leader.name}, head {leader.head})."
-        return "bad", text
-    # Under an autopilot, what counts is what the remedies left.
-    sample = len(logits) - 1
-    if not run.acted and not np.isnan(logits).all():
-        sample = int(np.nanargmax(logits))
-    leader = run.leader(sample)
-    leading_head = "" if leader is None else f"{leader.name} head {leader.head}"
-    status, text = judged(float(logits[sample]), leading_head)
-    if status is Status.HEALTHY:
-        return "large" if logits[sample] > ALARM_THRESHOLD else "good", f"{text[0].upper()}{text[1:]}."
-    return "bad" if status is Status.NOT_HEALTHY else "none", f"{text[0].upper()}{text[1:]}."
+    if "max_logit" not in run.heads.values or not len(run.heads.steps):
+        largest = float(np.fmax.reduce(run.overall("max_logit"), initial=math.nan))
+        status, sentence = judged(largest)
+    else:
+        health = judge_run(run.heads, [*run.alarms, *run.interventions])
+        status, sentence, largest = health.status, health.sentence, health.largest
+    light = {Status.HEALTHY: "good", Status.NOT_HEALTHY: "bad", Status.NOT_KNOWN: "none"}[status]
+    if status is Status.HEALTHY and largest > ALARM_THRESHOLD:
+        light = "large"
+    return light, f"{sentence[0].upper()}{sentence[1:]}."
 
 
 def _grave(run: Watched) -> list[Row]:

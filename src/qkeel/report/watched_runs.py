@@ -25,7 +25,7 @@ from qkeel.records import (
 from qkeel.report.study_runs import as_number, differences
 
 KIND = "watch"
-INTERVENTIONS = ("autopilot", "decision", "refused", "effect")
+INTERVENTIONS = ("autopilot", "decision", "refused", "effect")  # effects in runs of earlier versions
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

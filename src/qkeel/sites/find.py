@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.example import ForwardArguments, arguments
 from qkeel.deprecation import Call, accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
@@ -297,7 +297,7 @@ def found_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, Mo
     if args or kwargs:
         if spread(model):
             by_all = functools.partial(_searched_by_all, model, args, kwargs)
-            return dist.run_on_all(SEARCH, by_all, _unverified, lambda _: None), None
+            return dist.agree(SEARCH, by_all, _unverified), None
         if on_meta(model):
             return bound(_searched(with_values(model), args, kwargs)[0], model), None
         with whole_weights(model):

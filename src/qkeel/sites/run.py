@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import nn
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.example import tensors
 from qkeel.errors import InvalidValueError
 from qkeel.patching.autograd import CheckpointedParts

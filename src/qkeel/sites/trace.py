@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, fewest_keys, key_heads
 from qkeel.capture.eager import is_projected, reached
 from qkeel.capture.example import Caller, ModuleCall, ShortExample, Undo, copied, first_row, shorter, undisturbed
@@ -232,23 +232,6 @@ def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
             forward(model, nullcontext(), copied(args), copied(kwargs), graph=False)
     except Exception as error:
         raise _failed(model, error) from error
-
-
-def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
-    """The names of hand-written sites whose logits are not only a scale times q·k, for example because of a bias."""
-    found: set[str] = set()
-
-    def note(captured: CapturedCall) -> None:
-        call = captured.call
-        if isinstance(call, ScoresCall) and not is_product(call):
-            found.add(captured.name)
-
-    with extra_pass(model), undisturbed(model):
-        forward(model, CaptureMode(model, note, probing=True), copied(args), copied(kwargs))
-    return found
-
-
-# --- the passes
 
 
 def _traced(

@@ -23,7 +23,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel import dist
+from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import GivenArguments, ModuleCall, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of

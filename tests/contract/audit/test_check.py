@@ -132,8 +132,18 @@ def test_the_verdict_on_a_run_names_the_alarms_that_it_raised(tmp_path: Path) ->
     logits = [1.0, 863.0, 684.0]
     assert str(qkeel.check(run(tmp_path / "a", logits))).endswith("is over 100 and under 1,000, where training suffers")
     found = qkeel.check(run(tmp_path / "b", logits, alarms=[("notice", 1), ("alarm", 12), ("critical", 14)]))
-    assert str(found).endswith("where training suffers; the run raised 2 alarms, the first at step 12")
-    assert found.status is Status.HEALTHY
+    assert "since step 12" in str(found)
+    assert str(found).endswith("the largest logit is 863 (b head 1, step 1)")
+    assert found.status is Status.NOT_HEALTHY
+    assert qkeel.check(tmp_path / "b", threshold=900.0).status is Status.HEALTHY
+
+
+@pytest.mark.parametrize(("last", "status"), [(14.3, Status.HEALTHY), (684.0, Status.NOT_HEALTHY)])
+def test_alarms_that_an_autopilot_answered_no_longer_count(last: float, status: Status, tmp_path: Path) -> None:
+    folder = run(tmp_path / "a", [1.0, 240.7, last], alarms=[("alarm", 1)])
+    with (folder / "events.jsonl").open("a") as events:
+        events.write(json.dumps({"event": "decision", "step": 1, "remedy": "qk_clip"}) + "\n")
+    assert qkeel.check(folder).status is status
 
 
 def weights(path: Path, value: float) -> Path:
@@ -156,11 +166,10 @@ def test_a_checkpoint_is_judged_by_what_its_weights_allow(tmp_path: Path, capsys
     assert command("check", checkpoint(tmp_path / "a", 1.0, model_type="qwen3")) == 0
     assert "healthy: no input can produce a logit over 2 (h.0.attn); the threshold is 1,000" in capsys.readouterr().out
     large = checkpoint(tmp_path / "b", 30.0, model_type="qwen3")
-    assert command("check", large) == 0
+    assert command("check", large) == 4
     assert (
         "not known: weights allow logits up to 1,800 (h.0.attn), and the threshold is 1,000" in capsys.readouterr().out
     )
-    assert command("check", large, "--strict") == 1
     assert command("check", checkpoint(tmp_path / "c", float("nan"), model_type="qwen3")) == 1
     assert "not healthy: NaN or infinite weights in h.0.attn." in capsys.readouterr().out
 
@@ -173,10 +182,9 @@ def test_conventions_alone_do_not_make_a_checkpoint_healthy(
     config: dict[str, object], why: str, tmp_path: Path, capsys: Capture
 ) -> None:
     folder = checkpoint(tmp_path / "a", 1.0, **config)
-    assert command("check", folder) == 0
+    assert command("check", folder) == 4
     said = "not known: weights would allow logits up to 2 (h.0.attn), but h.0.attn is read by conventions"
     assert f"{said} ({why}" in capsys.readouterr().out
-    assert command("check", folder, "--strict") == 1
 
 
 def test_wrong_usage_is_exit_code_2(tmp_path: Path, capsys: Capture) -> None:

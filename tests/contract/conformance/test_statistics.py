@@ -96,9 +96,16 @@ def _relative(truth: Attended, h: int, threshold: float, sink: bool) -> dict[str
         "normalized_entropy": _mean(relative),
         "sink_share": _mean(p.gather(-1, first)[free]),
         "logit_gap": _mean((logits.amax(-1) - logits.masked_fill(~seen, 0.0).sum(-1) / count)[free]),
+        "logit_spread": _spread(logits, seen, free),
         "share_above": _mean((z > threshold).to(z.dtype)),
         "n_free": free.sum(),
     }
+
+
+def _spread(logits: Tensor, seen: Tensor, free: Tensor) -> Tensor:
+    """The largest of all rows' maxima minus their means, [rows keys]; -inf without a row of two keys."""
+    gaps = [row[keys].max() - row[keys].mean() for row, keys in zip(logits[free], seen[free], strict=True)]
+    return torch.stack(gaps).max() if gaps else logits.new_tensor(-torch.inf)
 
 
 def _angles(truth: Attended, q: Tensor, k: Tensor, h: int) -> dict[str, Tensor]:
@@ -282,6 +289,9 @@ def test_statistics_at_every_length_are_those_of_the_whole_matrix(t: int, pad: s
         "normalized_entropy": relative.mean(1) if free.any() else torch.zeros(2, dtype=z.dtype),
         "sink_share": first[:, free].mean(1) if free.any() else torch.zeros(2, dtype=z.dtype),
         "logit_gap": (z.amax(-1) - z.masked_fill(~visible, 0.0).sum(-1) / n)[:, free].mean(1).nan_to_num(0.0),
+        "logit_spread": (z.amax(-1) - z.masked_fill(~visible, 0.0).sum(-1) / n)[:, free].nan_to_num(0.0).amax(1)
+        if free.any()
+        else torch.full((2,), -torch.inf, dtype=z.dtype),
         "qk_frobenius": dots.norm(dim=(1, 2)),
         "cos_max": cosines.masked_fill(~visible, -1.0).amax((1, 2)),
         "cos_mean": cosines.sum((1, 2)) / visible.sum(),

@@ -79,12 +79,13 @@ def trained(*callbacks: Any, folder: Path | None = None, resume: bool = False, *
     pytest.importorskip("accelerate")
     transformers.set_seed(0)
     data = [{name: v[0].tolist() for name, v in batch(seed).items()} for seed in range(24)]
+    more = {name: options.pop(name) for name in ("eval_dataset", "optimizers") if name in options}
     given = {"max_steps": 6, "gradient_accumulation_steps": 2, "save_strategy": "no", "report_to": [], **options}
     arguments = transformers.TrainingArguments(
         output_dir=str(folder or tempfile.mkdtemp()), per_device_train_batch_size=2, use_cpu=True, disable_tqdm=True,
         **given,
     )  # fmt: skip
-    trainer = transformers.Trainer(model=tiny(), args=arguments, train_dataset=data, callbacks=list(callbacks))
+    trainer = transformers.Trainer(model=tiny(), args=arguments, train_dataset=data, callbacks=list(callbacks), **more)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -116,6 +117,27 @@ def test_every_reporter_gets_each_number_at_its_step(tmp_path: Path) -> None:
         for tool in (before.logits, after.logits, history):
             assert tool == pytest.approx(recorded(run)), every
         assert ("attn/layer_01/entropy" in before.sent[0][1]) == (i == 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_loss_is_that_of_the_trainer_and_evaluations_are_sent() -> None:
+    reporter, callback = Reporter(), QkeelCallback(every=1)
+    data = [{name: v[0].tolist() for name, v in batch(seed).items()} for seed in range(4)]
+    options = {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    trainer = trained(reporter, callback, eval_dataset=data, **options)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert callback.monitor is not None
+    assert callback.monitor.history.values["train_loss"].tolist() == pytest.approx(losses, rel=1e-3)
+    assert any("eval_attn/max_logit" in logs for _, logs in reporter.sent)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_watched_does_not_stop_the_training() -> None:
+    """As with optimizers that step layer by layer in backward, where the Trainer's own is a dummy."""
+    foreign = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.warns(QkeelWarning, match="training goes on without it"):
+        trainer = trained(QkeelCallback(), optimizers=(foreign, torch.optim.lr_scheduler.ConstantLR(foreign)))
+    assert trainer.state.global_step == 6
 
 
 @pytest.mark.filterwarnings("ignore")

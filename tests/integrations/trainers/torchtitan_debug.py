@@ -127,9 +127,9 @@ def train(variant: str, folder: Path) -> Outcome:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies first
     weights = dict(whole.named_parameters())  # torch makes other random numbers on other processes
     for name, p in model.named_parameters():
-        part = qkeel.dist.local_block(name, p)
+        part = qkeel.distributed.local_block(name, p)
         spans = tuple(slice(*span) for span in part.spans) if part is not None else ()
-        qkeel.dist.local(p).data.copy_(weights[name.replace("_checkpoint_wrapped_module.", "")].detach()[spans])
+        qkeel.distributed.local(p).data.copy_(weights[name.replace("_checkpoint_wrapped_module.", "")].detach()[spans])
     monitor = None if variant == "defaults_alone" else qkeel.watch(model, optimizer, rules=[], sites=sites)
     if not variant.startswith("defaults"):
         qkeel.apply(model, CLIP, optimizer, sites=sites)

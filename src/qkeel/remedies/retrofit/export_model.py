@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import math
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -24,7 +26,7 @@ from qkeel.patching.forward import unwrapped
 from qkeel.records.file_formats import write_json
 from qkeel.remedies.apply import active_remedies
 from qkeel.remedies.change_norm import HeadNorm
-from qkeel.safetensors_io import DTYPES, INDEX, PICKLES, Checkpoint, MappedFile, open_checkpoint
+from qkeel.safetensors_io import DTYPES, INDEX, PICKLES, Checkpoint, TensorReader, open_checkpoint
 
 # Target architectures in transformers: the tensors to rename or add, and the config.
 
@@ -505,14 +507,14 @@ def _shards(weights: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _stored(checkpoint: Checkpoint, file: Path) -> dict[str, Tensor]:
-    mapped = MappedFile(file)
+    reader = TensorReader()
     inside = [t for t in checkpoint.tensors.values() if t.file == file]
     for tensor in inside:
         if tensor.dtype not in DTYPES:
             raise RefusedError(
                 f"{tensor.name} is stored as {tensor.dtype}, which torch does not support; dequantise it first"
             )
-    return {t.name: mapped.view(t) for t in inside}
+    return {t.name: reader.read(t) for t in inside}
 
 
 def _changed(planned: MovePlan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -545,7 +547,10 @@ def _write(folder: Path, planned: MovePlan, files: Iterable[tuple[str, Mapping[s
     sizes: dict[str, tuple[str, int]] = {}
     for name, stored in files:
         tensors = _changed(planned, stored)
-        save_file(tensors, folder / name, metadata={"format": "pt"})
+        try:
+            save_file(tensors, folder / name, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, which safetensors does not report as an OSError
+            raise OSError(str(error)) from error
         with open(folder / name, "rb") as written:
             os.fsync(written.fileno())
         sizes |= {tensor: (name, x.nbytes) for tensor, x in tensors.items()}
@@ -572,6 +577,8 @@ def _whole(out: Path, source: Path | None) -> Iterator[Path]:
     try:
         with reported(f"cannot write {out}", advice):
             out.parent.mkdir(parents=True, exist_ok=True)
+            for leftover in out.parent.glob(f".{glob.escape(out.name)}.*.part"):  # of a call that was killed
+                shutil.rmtree(leftover)
             folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".part"))
             yield folder
             os.chmod(folder, 0o755)

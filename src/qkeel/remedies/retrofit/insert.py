@@ -21,7 +21,8 @@ from qkeel.patching.forward import unwrapped
 from qkeel.remedies.apply import apply, parse
 from qkeel.remedies.base import evaluating
 from qkeel.remedies.qk_norm import QKNorm
-from qkeel.remedies.retrofit.fit_gains import Balance, Best, InsertedNorm, copies, descend, fit, put_back
+from qkeel.remedies.retrofit.balance import Balance
+from qkeel.remedies.retrofit.fit_gains import Best, InsertedNorm, copies, descend, fit, put_back
 from qkeel.remedies.retrofit.outputs import Reference, held_out, predictions
 from qkeel.remedies.retrofit.replay import Replay, captured
 from qkeel.remedies.retrofit.report import LayerGap, RetrofitReport
@@ -51,8 +52,8 @@ class RetrofitConfig:
 
     def __post_init__(self) -> None:
         for name, value in (("iterations", self.iterations), ("distil", self.distil)):
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-            check(whole, f"{name} to be a whole number of at least 0", repr(value))
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            check(is_count, f"{name} to be a whole number of at least 0", repr(value))
         check(self.lr > 0 and (self.eps is None or self.eps > 0), "lr and eps above 0", f"{self.lr} and {self.eps}")
 
 
@@ -108,26 +109,26 @@ def retrofit(
         raise InvalidTypeError(f"expected a torch.nn.Module to retrofit, got {type(model).__name__}")
     norm_remedy = _norm_remedy(remedy)
     several = _several(batch)
-    fitted_batches, measured_batches, measured_on = held_out([arguments(one) for one in several])
-    plain = unwrapped(model)
-    if dist.world() > 1 and (wrapper := dist.wrapped_by(plain)):
+    fitted_batches, measured_batches, measured_on = held_out([arguments(single) for single in several])
+    inner_model = unwrapped(model)
+    if dist.world() > 1 and (wrapper := dist.wrapped_by(inner_model)):
         raise RefusedError(
             f"retrofit fits gains on complete weights, but {wrapper} has already spread this model across processes. "
             "Retrofit it before it is wrapped or split"
         )
-    with evaluating(plain):
-        reference, measured = Reference(plain, fitted_batches), Reference(plain, measured_batches)
-        found_sites = find_sites(plain, several[0])
+    with evaluating(inner_model):
+        reference, measured = Reference(inner_model, fitted_batches), Reference(inner_model, measured_batches)
+        found_sites = find_sites(inner_model, several[0])
         # Only the first site of each module.
         sites = list({id(site.module): site for site in reversed(found_sites)}.values())[::-1]
         balance = Balance.of(reference, sites) if fitting.balance else None
-        replays = captured(plain, sites, fitted_batches)
+        replays = captured(inner_model, sites, fitted_batches)
     with ExitStack() as undo:
-        undo.callback(apply(plain, norm_remedy, optimizer, batch=several[0]).remove)
+        undo.callback(apply(inner_model, norm_remedy, optimizer, batch=several[0]).remove)
         # The requested eps, or that of the model's other norms.
-        eps = fitting.eps or getattr(getattr(plain, "config", None), "rms_norm_eps", None)
+        eps = fitting.eps or getattr(getattr(inner_model, "config", None), "rms_norm_eps", None)
         norms = [InsertedNorm(site, eps if isinstance(eps, float) else None) for site in sites]
-        with evaluating(plain):
+        with evaluating(inner_model):
             report, restore = _fit_all(reference, measured, sites, norms, (replays, balance), fitting)
         undo.callback(restore)
         report = dataclasses.replace(report, held_out=measured_on)
@@ -215,14 +216,14 @@ def _distil(
 
 
 def _norm_remedy(remedy: str | QKNorm) -> QKNorm:
-    found = parse(remedy)
-    if len(found) != 1 or not isinstance(found[0], QKNorm):
+    remedies = parse(remedy)
+    if len(remedies) != 1 or not isinstance(remedies[0], QKNorm):
         raise RefusedError(f"expected 'qk_norm' with its options to retrofit, got {remedy!r}; apply() takes any remedy")
-    if found[0].gain == "none" or found[0].kind == "l2":
+    if remedies[0].gain == "none" or remedies[0].kind == "l2":
         raise RefusedError(
             f"{remedy} has no gains of q and k to fit; use kind=rms or layer with gain=dim, head, head_dim or scalar"
         )
-    return found[0]
+    return remedies[0]
 
 
 def _several(batches: object) -> list[object]:
@@ -233,7 +234,7 @@ def _several(batches: object) -> list[object]:
         raise InvalidTypeError(f"expected a batch or a list of one or more batches, got {type(batches).__name__}")
     if not batches:
         raise InvalidTypeError("expected a batch or a list of one or more batches, got an empty list")
-    if isinstance(batches, tuple) and len(batches) > 1 and all(isinstance(one, Tensor) for one in batches):
+    if isinstance(batches, tuple) and len(batches) > 1 and all(isinstance(entry, Tensor) for entry in batches):
         raise InvalidTypeError(
             "expected a batch or a list of batches, got a tuple of tensors, which may mean the arguments of one batch "
             "or several batches: pass a list of batches, where a batch with several arguments is a tuple or a dict"

@@ -138,8 +138,8 @@ def _tokens(batch: Arguments) -> Tensor | None:
     named = batch[1].get("input_ids")
     if isinstance(named, Tensor):
         return named
-    others = {name: x for name, x in batch[1].items() if name not in _NOT_TOKENS}
-    for x in tensors((batch[0], others)):
+    candidates = {name: x for name, x in batch[1].items() if name not in _NOT_TOKENS}
+    for x in tensors((batch[0], candidates)):
         if not x.is_floating_point() and x.ndim == 2:
             return x
     return None
@@ -170,8 +170,8 @@ class Reference:
     def distance(self) -> Tensor:
         """Returns the distance of the model's current state, averaged over the tokens of all batches, with
         gradients."""
-        each = torch.stack([self.distance_of(i, predictions(self.model, b)) for i, b in enumerate(self.batches)])
-        return weighted(each, torch.tensor(self.counts, dtype=each.dtype, device=each.device))
+        distances = torch.stack([self.distance_of(i, predictions(self.model, b)) for i, b in enumerate(self.batches)])
+        return weighted(distances, torch.tensor(self.counts, dtype=distances.dtype, device=distances.device))
 
     def distance_of(self, index: int, new: Tensor) -> Tensor:
         """Returns the distance of the outputs for one batch, with gradients."""

@@ -55,13 +55,13 @@ class Replay:
 
     def rows(self) -> list[QueryRows]:
         """Returns the current logits, one entry per batch, with gradients."""
-        return [rows_of(self._site, one) for one in self._inputs]
+        return [rows_of(self._site, arguments) for arguments in self._inputs]
 
     def divergence(self) -> Tensor:
         """Returns KL(old weights ‖ current weights) per head [h], averaged over the counted rows of all batches, in
         nats."""
-        each = torch.stack([layer_divergence(a, b) for a, b in zip(self.old, self.rows())])
-        return weighted(each, torch.stack([one.counted.sum((0, 2)) for one in self.old]))
+        divergences = torch.stack([layer_divergence(a, b) for a, b in zip(self.old, self.rows())])
+        return weighted(divergences, torch.stack([old_rows.counted.sum((0, 2)) for old_rows in self.old]))
 
 
 def captured(model: nn.Module, sites: Sequence[AttentionSite], batches: Sequence[Arguments]) -> list[Replay]:
@@ -115,22 +115,22 @@ def rows_of(site: AttentionSite, inputs: Arguments) -> QueryRows:
 def _called(call: AttentionCall) -> QueryRows:
     rows = _spread(call.q)
     mask = call.mask if call.mask is None or call.mask.shape[-2] == 1 else call.mask[..., rows, :]
-    some = dataclasses.replace(call, q=call.q[:, :, rows], pos_q=call.pos_q[:, rows], mask=mask, plain=False)
-    q, k = some.encoded()
-    whole = slice(0, q.shape[2]), slice(0, k.shape[2])
-    z = some.spec.cap.apply(some.scores(q, k, *whole))
-    seen = some.visible(*whole)
-    return _rows(z, torch.ones_like(z, dtype=torch.bool) if seen is None else seen.expand_as(z))
+    sampled = dataclasses.replace(call, q=call.q[:, :, rows], pos_q=call.pos_q[:, rows], mask=mask, plain=False)
+    q, k = sampled.encoded()
+    all_pairs = slice(0, q.shape[2]), slice(0, k.shape[2])
+    z = sampled.spec.cap.apply(sampled.scores(q, k, *all_pairs))
+    visible = sampled.visible(*all_pairs)
+    return _rows(z, torch.ones_like(z, dtype=torch.bool) if visible is None else visible.expand_as(z))
 
 
 def _written(call: ScoresCall) -> QueryRows:
     rows = _spread(call.capped)
     z = call.capped[:, :, rows].to(wide(call.capped.dtype))
-    seen = torch.isfinite(z)
+    visible = torch.isfinite(z)
     if call.hidden is not None:
         hidden = call.hidden if call.hidden.shape[2] == 1 else call.hidden[:, :, rows]
-        seen = seen & ~hidden
-    return _rows(z, seen.expand_as(z))
+        visible = visible & ~hidden
+    return _rows(z, visible.expand_as(z))
 
 
 def _rows(z: Tensor, visible: Tensor) -> QueryRows:

@@ -1,0 +1,68 @@
+"""`qkeel check module:function`: a model that runs, judged on the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from qkeel.cli.app import main
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, causal):
+        super().__init__()
+        self.embed, self.qkv, self.causal = nn.Embedding(20, 16), nn.Linear(16, 48), causal
+
+    def forward(self, tokens, position_ids=None):
+        q, k, v = self.qkv(self.embed(tokens)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2)
+
+def batch():
+    return {"tokens": torch.randint(20, (2, 9)), "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)}
+
+def causal():
+    return Model(True), batch()
+
+def leaky():
+    return Model(False), batch()
+
+def nothing():
+    return None
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"checked_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(SOURCE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return name
+
+
+@pytest.mark.parametrize(
+    ("function", "sees", "code"),
+    [
+        ("causal", None, 1),  # its documents see each other
+        ("causal", "causal", 0),
+        ("leaky", "causal", 1),
+        ("causal", "documents", 1),
+        ("causal", "window=9", 4),  # nine tokens are too few to try it
+        ("causal", "window=3", 1),
+        ("causal", "left", 2),
+        ("nothing", "causal", 2),
+        ("missing", "causal", 2),
+    ],
+)
+def test_a_model_is_judged_with_an_exit_code(module: str, function: str, sees: str | None, code: int) -> None:
+    assert main(["check", f"{module}:{function}", *(["--sees", sees] if sees else [])]) == code
+
+
+def test_sees_needs_a_model_and_a_module_that_is_there(module: str, tmp_path: Path) -> None:
+    assert main(["check", str(tmp_path), "--sees", "causal"]) == 2
+    assert main(["check", f"not_{module}:causal"]) != 0
