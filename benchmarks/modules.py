@@ -23,7 +23,7 @@ from qkeel.kernels.attention import compiled as native
 FULL = {"dim": 512, "heads": 8, "batch": 4, "length": 512}
 TOY = {"dim": 64, "heads": 1, "batch": 1, "length": 16}
 BASE = "GEMM + SDPA (no norm, no rope)"
-NORMED, WATCHED = "qkeel rope + norm, C++", "qkeel rope + norm, largest logit and entropy, C++"
+NORMED, WATCHED = "qkeel rope + norm, C++", "qkeel rope + norm, largest logit, C++"
 
 
 class Bare(nn.Module):
@@ -110,7 +110,7 @@ class Watched(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         m = self.inner
         q, k, v = (p(x).unflatten(-1, (m.n_heads, m.head_dim)).transpose(1, 2) for p in (m.q_proj, m.k_proj, m.v_proj))
-        out, self.seen = qkeel.attention(q, k, v, spec=m.spec, params=m.spec_params(), impl="native", stats="entropy")
+        out, self.seen = qkeel.attention(q, k, v, spec=m.spec, params=m.spec_params(), impl="native", stats="max")
         return m.o_proj(out.transpose(1, 2).flatten(2))
 
 

@@ -110,11 +110,11 @@ def operators(sizes: Sizes, compiled: bool) -> Iterator[Operator]:
     product = 2 * sizes.pairs * sizes.head_dim
     for name in attentions(sizes):
         call = functools.partial(attend, sizes, name)
-        both, counted = functools.partial(call, gradient=True), functools.partial(call, stats="entropy")
+        both, counted = functools.partial(call, gradient=True), functools.partial(call, stats="max")
         yield Operator("attention", name, 4 * size, 2 * product, call)
         yield Operator("attention, f+b", name, 12 * size, 7 * product, both)
-        if name != TORCH:  # the largest logit and the entropy of every head need nothing more
-            yield Operator("attention, max + entropy", name, 4 * size, 2 * product, counted, drawn_as="attention")
+        if name != TORCH:  # the largest logit of every head needs nothing more
+            yield Operator("attention, max", name, 4 * size, 2 * product, counted, drawn_as="attention")
     # One product per pair.
     yield Operator("statistics pass", "", 2 * size, product, functools.partial(statistic, sizes), drawn_as="statistics")
     # Weight, gradient and two moments read, weight and moments written; 12 operations a weight.
@@ -137,7 +137,7 @@ def attentions(sizes: Sizes) -> list[str]:
     return [TORCH, *(name for name, kernel in KERNELS.items() if kernel.supports(call) is None)]
 
 
-def attend(sizes: Sizes, name: str, *, gradient: bool = False, stats: Literal[False, "entropy"] = False) -> Call:
+def attend(sizes: Sizes, name: str, *, gradient: bool = False, stats: Literal[False, "max"] = False) -> Call:
     """Causal attention by torch or by a kernel of ours, with its backward pass or statistics or without."""
     *qkv, above = inputs(sizes, gradient)
     spec = qkeel.AttentionSpec()

@@ -76,11 +76,6 @@ GOALS = (
     Goal("norm + RoPE forward, of a copy", "norm and rotation", "norm and rotation, forward;", AT_ONCE, 1 / 0.85),
     Goal("with backward, of five passes", "norm and rotation", "norm and rotation, forward +", AT_ONCE, 1.35),
     Goal("maximum and entropy, of attention", "statistics", "statistics;", "statistics alone, Triton", 0.05),
-    *(
-        Goal(f"entropy of 1/{rate} of the rows, of attention", "statistics", "statistics;", case, 0.03)
-        for rate in (16, 32)
-        for case in (f"entropy of 1/{rate} of the rows alone",)
-    ),
     Goal(
         "largest logit from its logsumexp",
         "statistics",
@@ -106,13 +101,6 @@ GOALS = (
             ("every 10th step", "everything, every 10th step"),
             ("the same by stats=max", "largest logits, every 10th step"),
         )
-    ),
-    Goal(
-        "the same by stats=entropy, 100M",
-        MODEL_OF_100M,
-        "ten training steps",
-        "largest logits, every 10th step",
-        1.02,
     ),
 )
 

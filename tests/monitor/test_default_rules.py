@@ -109,15 +109,6 @@ class Normed(nn.Module):
         return y.transpose(1, 2).flatten(2)
 
 
-class Talking(Normed):
-    """Attention whose heads are mixed before the softmax, so that no weight is a head's."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        mixed = torch.einsum("bhts,hg->bgts", q @ k.mT, self.query_scaler.weight.view(2, 2))
-        return (mixed.softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-
 class CappedAndNormed(Normed):
     """Normed attention whose logits are capped besides."""
 
@@ -155,7 +146,6 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "Qwen3's norms": (lambda: qkeel.nn.Attention(8, 2, spec=qkeel.preset("qwen3")), '"softcap:cap=50"'),
     "own norms": (Normed, '"softcap:cap=50"'),
     "one of two normed": (Both, '"softcap:cap=50"'),
-    "heads mixed": (Talking, '"softcap:cap=50"'),
     "capped and normed": (CappedAndNormed, LOWER_RATE),
 }
 

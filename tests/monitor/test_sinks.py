@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import warnings
 from importlib import metadata
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from qkeel.errors import InvalidTypeError, RunDirectoryError
 from qkeel.monitor import History, LoggingSink, RunDirectorySink, Severity
 from qkeel.monitor.watch import watch
 from qkeel.nn import Attention
-from qkeel.records import HEAD_FIELDS, RunDirectory, RunStatus, explain_field
+from qkeel.records import HEAD_FIELDS, RunDirectory, RunStatus, disk, explain_field, fresh_directory
 
 from .samples import LAYERS, about, alarm, sample
 
@@ -63,6 +64,46 @@ def test_its_history_knows_the_layers_by_name(tmp_path: Path) -> None:
     history = History.read(RunDirectory(tmp_path / "watch"))
     assert history.layers == LAYERS
     assert history.values["train_loss"].tolist() == [2.5]
+
+
+def test_a_run_stays_where_it_began_when_the_program_changes_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    sink = RunDirectorySink("run")
+
+    monkeypatch.chdir(tmp_path / "b")
+    sink.open(about())
+    sink.write(sample(0))
+    assert sink.path == tmp_path / "a" / "run"
+    assert len(RunDirectory(tmp_path / "a" / "run").metrics()) == 1
+
+
+def test_a_record_that_cannot_be_written_is_lost_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = opened(tmp_path / "watch")
+    sink.write(sample(0))
+
+    def full(path: Path, value: object) -> None:
+        raise RunDirectoryError("cannot append") from OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("qkeel.monitor.sinks.append_line", full)
+        with pytest.warns(UserWarning, match="No space left"):
+            sink.write(sample(10))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            sink.write(sample(20))  # said once
+    sink.write(sample(30))
+    assert [line["step"] for line in RunDirectory(tmp_path / "watch").metrics()] == [0, 30]
+
+
+def test_a_directory_is_claimed_by_its_first_file(tmp_path: Path) -> None:
+    assert [fresh_directory(tmp_path / "run", first="events.jsonl").name for _ in range(2)] == ["run", "run-2"]
+    (tmp_path / "empty").mkdir()
+    assert fresh_directory(tmp_path / "empty", first="events.jsonl").name == "empty"
+    assert not disk.create(tmp_path / "empty" / "events.jsonl")
 
 
 def test_nothing_on_disk_is_written_over(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Attention that calls F.scaled_dot_product_attention by that name is seen without a mode, and nothing else changes."""
+"""Where attention is known, it is seen by its name or by a mode around its modules, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import bias
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import qkeel
@@ -41,10 +42,12 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(Layer(call) for _ in range(2))
+        self.outside: list[int] = []  # how many modes each pass ran under, outside its layers
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
+        self.outside.append(len(_get_current_function_mode_stack()))
         return x
 
     @property
@@ -112,6 +115,7 @@ def test_a_function_that_its_module_has_imported_is_seen_as_before(whole: dict[s
     with known(model) as tap:
         model(batch())
         assert same(read(tap), whole)
+    assert (model.modes[-1], model.outside[-1]) == (1, 0)
 
 
 def test_two_taps_see_the_same_calls(whole: dict[str, LogitStats]) -> None:
@@ -139,7 +143,6 @@ def test_a_function_that_somebody_puts_in_its_place_meanwhile_is_called_and_seen
         model(batch())
         assert same(read(tap), whole)
         assert len(calls) == 2
-        assert F.scaled_dot_product_attention is theirs
 
 
 class Scaled(TorchFunctionMode):
@@ -163,6 +166,8 @@ def test_what_a_mode_inside_the_module_makes_of_the_call_is_what_is_measured() -
     model = Model(call)
     with known(model) as tap:
         inside = True
+        model(batch())  # finds that attention is computed otherwise now
+        tap.read()
         out = model(batch())
         seen = read(tap)
     model = Model(call)
@@ -205,7 +210,7 @@ def test_a_call_in_another_thread_is_not_counted() -> None:
     assert all(x.equal(PLAIN(q, q, q)) for x in results)
 
 
-def test_a_pass_that_fails_leaves_torchs_function_in_its_place(whole: dict[str, LogitStats]) -> None:
+def test_a_pass_that_fails_leaves_no_mode(whole: dict[str, LogitStats]) -> None:
     failing = False
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -222,3 +227,20 @@ def test_a_pass_that_fails_leaves_torchs_function_in_its_place(whole: dict[str, 
         failing = False
         model(batch())
         assert same(read(tap), whole)
+
+
+@pytest.mark.parametrize("name", ["causal_lower_right", "causal_upper_left"])
+def test_a_mask_object_is_called_as_without_a_tap_and_seen(name: str) -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = getattr(bias, name)(4, 6)
+        return torch.cat([F.scaled_dot_product_attention(q[:, :, :4], k, v, attn_mask=mask), v[:, :, 4:]], 2)
+
+    model = Model(call)
+    out = model(batch())
+    with Tap(model) as tap:
+        for _ in range(PASSES):
+            assert model(batch()).equal(out)
+            stats = read(tap)
+            assert [*stats] == ["layers.0", "layers.1"]
+            visible = torch.ones(4, 6).tril(2 if name == "causal_lower_right" else 0)
+            assert stats["layers.0"].n_pairs.tolist() == [2 * int(visible.sum())] * 2

@@ -257,3 +257,17 @@ def test_a_monitor_and_a_clip_that_see_no_call_say_so_once() -> None:
         "a pass that should have been measured made no attention call",
         "qk_clip saw no attention call that was trained between two steps of the optimizer",
     ]
+
+
+@pytest.mark.parametrize(("constant", "is_read"), [(1e-6, True), (1e-4, False)])
+def test_a_constant_in_the_sum_is_a_guard_if_it_is_tiny(constant: float, is_read: bool) -> None:
+    class Guarded(Odd):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v))
+            z = q @ k.mT
+            e = (z - z.amax(-1, keepdim=True)).exp()
+            return (e / (e.sum(-1, keepdim=True) + constant) @ v).transpose(1, 2).flatten(2)
+
+    sites = find_sites(nn.Sequential(Guarded(lambda _, z: z), Odd(lambda _, z: z)), x())
+    assert [site.name for site in sites] == (["0", "1"] if is_read else ["1"])
+    assert len(sites.missed) == (0 if is_read else 1)

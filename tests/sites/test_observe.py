@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import bias
 from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
@@ -209,6 +210,38 @@ def test_a_cap_is_seen_and_the_logits_are_those_before_it() -> None:
     assert float(top.max()) > 5
     torch.testing.assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(stats.capped_max_logit.double(), 5 * (top / 5).tanh(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["causal_lower_right", "causal_upper_left"])
+@pytest.mark.parametrize("keys", [T, T + 3])
+def test_a_mask_object_hides_what_it_says(name: str, keys: int) -> None:
+    """torch.nn.attention.bias, which PyTorch advises for caches: a tensor whose own storage holds nothing."""
+
+    class Cross(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(H * D, H * D), nn.Linear(H * D, H * D)
+
+        def heads(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return tuple(p(z).unflatten(-1, (H, D)).transpose(1, 2) for p, z in ((self.q, x), (self.k, y)))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            q, k = self.heads(x, y)
+            return F.scaled_dot_product_attention(q, k, k, attn_mask=getattr(bias, name)(T, keys)).transpose(1, 2)
+
+    torch.manual_seed(0)
+    model, x, y = Cross(), torch.randn(B, T, H * D), torch.randn(B, keys, H * D)
+    (site,) = find_sites(model, (x, y))
+    assert site.verified
+    with torch.no_grad():
+        stats = read_one(model, x, y)
+        q, k = model.heads(x, y)
+    visible = torch.ones(T, keys, dtype=torch.bool).tril(keys - T if name == "causal_lower_right" else 0)
+    z = (q.double() @ k.double().mT / math.sqrt(D)).masked_fill(~visible, -torch.inf)
+    entropy = torch.special.entr(z.softmax(-1)).sum(-1).mean((0, 2))
+    torch.testing.assert_close(stats.max_logit.double(), z.amax((0, 2, 3)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+    assert stats.n_pairs.tolist() == [B * int(visible.sum())] * H
 
 
 def test_a_second_call_of_a_module_has_a_number_and_a_module_run_twice_is_one_site() -> None:

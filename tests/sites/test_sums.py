@@ -122,3 +122,47 @@ def test_a_table_that_is_read_outside_the_module_is_a_term() -> None:
     for site in find_sites(Model(), batch()):
         assert [t.key[0].parameter for t in site.terms] == [f"{site.name}.k.weight", "table.weight"]
         assert (site.n_heads, site.head_dim, str(site.layout)) == (H, 8, "(b h) t s")
+
+
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    angles = positions[:, None] * 100 ** -torch.arange(0, 1, 0.5).repeat(2)
+    first, second = x.chunk(2, -1)
+    turned = torch.cat([-second, first], -1)
+    angles = angles.repeat(1, x.shape[-1] // angles.shape[-1])
+    return x * angles.cos() + turned * angles.sin()
+
+
+class ReRoPE(nn.Module):
+    """As its author writes it for Llama: the scores of near keys and those of far keys, which one mask chooses from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 32, bias=False) for _ in range(3))
+        self.z = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (H, 8)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        at = torch.arange(T, dtype=x.dtype)
+        near = torch.matmul(rotated(q, at), rotated(k, at).transpose(2, 3)) / 8**0.5
+        far = torch.matmul(rotated(q, torch.full_like(at, 2.0)), k.transpose(2, 3)) / 8**0.5
+        scores = torch.where((at[:, None] - at).abs() < 2, near, far)
+        scores = scores + torch.full((T, T), torch.finfo(x.dtype).min).triu(1)
+        self.z = scores.detach()
+        return (nn.functional.softmax(scores, dim=-1, dtype=torch.float32) @ v).transpose(1, 2).flatten(2)
+
+
+def test_scores_that_a_mask_chooses_from_two_products_of_the_same_weights_have_one_term() -> None:
+    torch.manual_seed(0)
+    model, x = ReRoPE(), batch()
+    (site,) = find_sites(model, x)
+    assert [(t.query[0].parameter, t.key[0].parameter) for t in site.terms] == [("q.weight", "k.weight")]
+    assert (site.n_heads, site.head_dim, site.verified, site.why) == (H, 8, True, "")
+    with torch.no_grad(), Tap(model) as tap:
+        model(x)
+        (stats,) = tap.read().values()
+    visible = torch.ones(T, T, dtype=torch.bool).tril()
+    z = model.z.double().masked_fill(~visible, -torch.inf)
+    torch.testing.assert_close(stats.max_logit.double(), z.amax((0, 2, 3)))
+    entropy = torch.special.entr(z.softmax(-1)).sum(-1).mean((0, 2))
+    torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+    assert stats.n_pairs.tolist() == [2 * int(visible.sum())] * H

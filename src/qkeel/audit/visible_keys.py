@@ -44,21 +44,4 @@ def describe_visible(visible: Tensor) -> tuple[str, int | None]:
         return "every key that is not padding", None
     if torch.equal(pairs, present[None, :] & (distance >= 0)):
         return "keys up to its own that are not padding", None
-    later = later_keys(pairs) if t == s else ""
-    return f"another pattern of keys{f': {later}' if later else ''}", None
-
-
-def later_keys(pairs: Tensor) -> str:
-    """Says that queries see later keys but not all earlier ones, as under an inverted mask; "" for other patterns.
-
-    A symmetric pattern (documents, a window on both sides) and one that is the same for all queries (padding) are
-    bidirectional attention, where later keys are meant to be seen.
-
-    >>> later_keys(torch.ones(3, 3, dtype=torch.bool).triu())
-    'queries see 3 of 3 later keys'
-    """
-    is_bidirectional = torch.equal(pairs, pairs.mT) or torch.equal(pairs, pairs[:1].expand_as(pairs))
-    count = int(pairs.triu(1).sum())
-    if is_bidirectional or not count:
-        return ""
-    return f"queries see {count:,} of {int(torch.ones_like(pairs).triu(1).sum()):,} later keys"
+    return "another pattern of keys", None

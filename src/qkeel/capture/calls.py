@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, final
+from collections.abc import Callable, Iterator, Sequence
+from typing import final
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -27,14 +25,13 @@ from qkeel.functional.statistics import (
     logit_rows,
     merge,
     no_product_rows,
-    of_key_heads,
     product_rows,
     reduce_rows,
     softmax_rows,
 )
 from qkeel.kernels.statistics import BLOCK, logit_stats, max_stats, only_extremes, row_logsumexp
 from qkeel.metrics import ALARM_THRESHOLD
-from qkeel.patching.modes import in_vmap, no_operators_seen
+from qkeel.patching.modes import in_vmap
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import fields_of, make_call
 from qkeel.spec.slot import PerRow
@@ -247,13 +244,14 @@ def _merged(size: int, hints: frozenset[int], batch: int) -> tuple[list[str], tu
 def fewest_keys(k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
     """Returns the distinct keys [b g s d] of keys [b h s d] that are repeated in blocks for grouped queries."""
     h = k.shape[1]
-    with no_operators_seen():  # these comparisons are not part of the pass
-        if h < 2 or not torch.equal(k[:, 0], k[:, 1]) or not bool(k.any()):
-            return k
-        each = (r for r in range(h, 1, -1) if h % r == 0)
-        apart = ((r, k.unflatten(1, (h // r, r))) for r in each)
-        repeats = next((r for r, x in apart if torch.equal(x, x[:, :, :1].expand_as(x))), 1)
-    return k if repeats == 1 else k.unflatten(1, (h // repeats, repeats))[:, :, 0]
+    if h < 2 or not torch.equal(k[:, 0], k[:, 1]) or not bool(k.any()):
+        return k
+    for repeats in range(h, 1, -1):
+        if h % repeats == 0:
+            groups = k.unflatten(1, (h // repeats, repeats))
+            if torch.equal(groups, groups[:, :, :1].expand_as(groups)):
+                return groups[:, :, 0]
+    return k
 
 
 def known_keys(heads: tuple[int, int], k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
@@ -555,8 +553,7 @@ def cat_heads(parts: list[LogitStats]) -> LogitStats:
     return LogitStats(**whole, classes=joined_classes([p.classes for p in parts]))
 
 
-# The per-head statistics of captured attention calls, for one call or for a pass, with all sites of the pass in one
-# tensor per field.
+# The per-head statistics of captured attention calls, for one call or for a pass.
 
 Seen = AttentionCall | ScoresCall
 
@@ -580,98 +577,6 @@ def maxima(call: Seen) -> LogitStats:
 
 def _device(call: Seen) -> str:
     return (call.logits if isinstance(call, ScoresCall) else call.q).device.type
-
-
-class ScoreBlock(NamedTuple):
-    """The joint statistics of several sites, in tensors that hold the heads of all sites one after the other.
-
-    Args:
-        names: the names of the sites.
-        heads, kv_heads: the number of query heads and of key heads of each site.
-        joint: the statistics of all heads.
-    """
-
-    names: tuple[str, ...]
-    heads: tuple[int, ...]
-    kv_heads: tuple[int, ...]
-    joint: LogitStats
-
-    @property
-    def layout(self) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
-        """A key that is equal for two blocks whose heads belong to the same sites."""
-        return self.names, self.heads, self.kv_heads
-
-    def split(self) -> Iterator[tuple[str, LogitStats]]:
-        """The statistics of each site."""
-        if len(self.names) == 1:
-            yield self.names[0], self.joint
-            return
-        parts = {
-            name: x.split_with_sizes(self.kv_heads if of_key_heads(name) else self.heads)
-            for name, x in self.joint.tensors().items()
-        }
-        for i, site in enumerate(self.names):
-            yield site, LogitStats(**{name: x[i] for name, x in parts.items()})  # type: ignore[arg-type]
-
-
-@final
-class SiteStats(Mapping[str, LogitStats]):
-    """Statistics keyed by site. They are kept in blocks of several sites, and those of a single site are extracted on
-    request."""
-
-    def __init__(self, blocks: Iterable[ScoreBlock] = (), order: Iterable[str] | None = None) -> None:
-        """Takes the blocks, and the order of the sites if it differs from their order in the blocks."""
-        self.blocks = tuple(blocks)
-        known = itertools.chain.from_iterable([block.names for block in self.blocks])
-        self.names = tuple(known if order is None else order)
-
-    @classmethod
-    def of(cls, sites: Mapping[str, LogitStats]) -> SiteStats:
-        """Builds SiteStats from a mapping of sites to statistics."""
-        if type(sites) is SiteStats:
-            return sites
-        return cls(ScoreBlock((n,), (len(s.max_logit),), (len(s.key_norm),), s) for n, s in sites.items())
-
-    @functools.cached_property
-    def _by_site(self) -> dict[str, LogitStats]:
-        return dict(itertools.chain.from_iterable(block.split() for block in self.blocks))
-
-    def __getitem__(self, name: str) -> LogitStats:
-        return self._by_site[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def field(self, name: str) -> dict[str, Tensor]:
-        """The values of one field for each site, per query head."""
-        found: dict[str, Tensor] = {}
-        for block in self.blocks:
-            x = block.joint.tensors()[name]
-            parts = x.split_with_sizes(block.heads) if len(block.names) > 1 else (x,)
-            found.update(zip(block.names, parts))
-        return found
-
-    def merged(self, other: SiteStats) -> SiteStats:
-        """The statistics of both data sets combined."""
-        if not self.blocks or not other.blocks:
-            return self if self.blocks else other
-        if [block.layout for block in self.blocks] == [block.layout for block in other.blocks]:
-            pairs = zip(self.blocks, other.blocks)
-            return SiteStats([a._replace(joint=merge(a.joint, b.joint)) for a, b in pairs], self.names)
-        if set(self.names).isdisjoint(other.names):
-            return SiteStats((*self.blocks, *other.blocks), (*self.names, *other.names))
-        found = dict(self)
-        for name, stats in other.items():
-            found[name] = merge(found[name], stats) if name in found else stats
-        return SiteStats.of(found)
-
-    def renamed(self, rename: Callable[[str], str]) -> SiteStats:
-        """Returns the statistics with the sites renamed."""
-        blocks = [block._replace(names=tuple(map(rename, block.names))) for block in self.blocks]
-        return SiteStats(blocks, map(rename, self.names))
 
 
 @final
@@ -704,23 +609,10 @@ class SiteStatistics:
             known_heads = self.heads.setdefault(site, [])
             known_heads += [head for head in heads if head not in known_heads]
 
-    def joined(self) -> SiteStats:
-        """The statistics of each site, with heads that were computed one by one joined into a single site, and the
-        sites in one block where their tensors can be joined."""
+    def joined(self) -> dict[str, LogitStats]:
+        """The statistics of each site, with heads that were computed one by one joined into a single site."""
         sites = dict(self._stats)
         for name, heads in self.heads.items():
             site = cat_heads([sites.pop(head) for head in heads])
             sites[name if name not in sites else heads[0]] = site
-        groups: dict[object, dict[str, LogitStats]] = {}
-        for name, stats in sites.items():
-            key = name if stats.classes is not None else (stats.max_logit.dtype, stats.max_logit.device)
-            groups.setdefault(key, {})[name] = stats
-        return SiteStats([_block(group) for group in groups.values()], sites)
-
-
-def _block(sites: Mapping[str, LogitStats]) -> ScoreBlock:
-    """Joins the statistics of several sites in one tensor for each field."""
-    heads = tuple([len(stats.max_logit) for stats in sites.values()])
-    key_heads = tuple([len(stats.key_norm) for stats in sites.values()])
-    parts = list(sites.values())
-    return ScoreBlock(tuple(sites), heads, key_heads, parts[0] if len(parts) == 1 else cat_heads(parts))
+        return sites

@@ -23,7 +23,18 @@ from torch.autograd.graph import Node
 
 from qkeel.capture.calls import APART, HIDES, HeadLayout, ScoresCall, fewest_keys, head_counts, hides, is_low, layout
 from qkeel.capture.example import ModuleCall, tensors
-from qkeel.capture.products import PRODUCTS, VIEWS, Operand, Product, is_weight, joined, read_product, viewed, widened
+from qkeel.capture.products import (
+    PRODUCTS,
+    VIEWS,
+    Operand,
+    Product,
+    is_weight,
+    joined,
+    read_product,
+    view_function,
+    viewed,
+    widened,
+)
 from qkeel.functional.norms import wide
 from qkeel.heads.rows import Sides, layout_of
 from qkeel.heads.site import UnrecognizedAttention
@@ -53,7 +64,6 @@ class Scores:
         keys: the range of columns that are keys, if others, such as a sink, were attached.
         unshifted: the scores before each row's largest or its logsumexp was subtracted.
         normalised: whether it was the logsumexp, so that the exponentials are weights.
-        below: whether a function mode alone does not see all operations on the scores.
     """
 
     products: tuple[Product, ...]
@@ -67,7 +77,6 @@ class Scores:
     keys: tuple[int, int] | None = None
     unshifted: Tensor | None = None
     normalised: bool = False
-    below: bool = False
 
     @property
     def is_flat(self) -> bool:
@@ -148,7 +157,6 @@ class Tags:
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Tensor], Tag]] = {}
-        self.weights: list[Tensor] | None = None  # every tensor that was tagged as weights, if they are kept
 
     def get(self, x: object) -> Tag | None:
         """The tag of a tensor."""
@@ -165,8 +173,6 @@ class Tags:
                 del entries[key]
 
         entries[key] = (weakref.ref(x, forget), tag)
-        if self.weights is not None and isinstance(tag, Weights):
-            self.weights.append(x)
 
     def drop(self, x: Tensor) -> None:
         """Drops the tag of a tensor."""
@@ -278,8 +284,7 @@ class EagerAttentionTracer:
     """Reads every call of a torch function in a forward pass and reports the softmaxes that are attention.
 
     Args:
-        report: called with every attention call, and with whether a function mode alone misses part of it; returns the
-            site's name.
+        report: called with every attention call; returns the site's name.
         known: returns the layout of the scores whose softmax a module computes, if it is known.
         names: the names of parameters by identity in a probe, where the graph shows which dimensions are heads. None if
             there is no graph.
@@ -289,14 +294,13 @@ class EagerAttentionTracer:
 
     def __init__(
         self,
-        report: Callable[[ModuleCall, ScoresCall, bool], str | None],
+        report: Callable[[ModuleCall, ScoresCall], str | None],
         known: Callable[[ModuleCall], HeadLayout | None] = lambda frame: None,
         names: dict[int, str] | None = None,
         valued: Callable[[str, Tensor], None] = lambda site, values: None,
         chose: Callable[[ModuleCall, Scores | Lost, Tensor], None] | None = None,
     ) -> None:
         self.tags = Tags()
-        self.below = False  # whether the current calls were observed as operators only
         self.multiplied = False  # whether two activations were multiplied with each other
         self.missed: list[UnrecognizedAttention] = []
         self.ends: dict[str, None] = {}  # the operations by which scores were lost
@@ -317,11 +321,8 @@ class EagerAttentionTracer:
         if name in PRODUCTS:
             product = read_product(name, args, kwargs, out)
             if product is not None and not any(self._is_on_its_way(x) for x in product.factors):
-                for x in product.factors:
-                    tag = self.tags.get(x)
-                    if isinstance(tag, Lost):
-                        self._with_values(step, tag, x)
-                self._multiplied(step, product)
+                if not self._misses(step, product):
+                    self._multiplied(step, product)
                 return
         if not self.tags or name == "get" or name in _FACTORIES:
             return
@@ -362,7 +363,6 @@ class EagerAttentionTracer:
             products=(dataclasses.replace(product, added=None),),
             frame=step.frame,
             scale=float(step.kwargs.get("alpha", 1.0)),
-            below=self.below,
         )
         more = self.tags.get(addend)
         if isinstance(more, Scores):
@@ -409,7 +409,7 @@ class EagerAttentionTracer:
             if out is x and new is not tag and base_of(x) is not None:
                 self._changed_in_a_view(step, x)
             if new is not None:
-                self.tags.put(out, dataclasses.replace(new, below=new.below or self.below))
+                self.tags.put(out, new)
             elif name not in _READS and not tag.only_tables:
                 self._lose(step, tag, x)
 
@@ -570,8 +570,15 @@ class EagerAttentionTracer:
                 self._valued(tag.site, factors[0])
         elif isinstance(tag, (Scores, Lost)) and all(is_weight(y) or y.ndim < 3 for y in factors):
             self._lose(step, tag, x)
-        elif isinstance(tag, Lost) and self._names is not None and tag.holds(x) and _sums_to_one(x):
-            self._miss(step.frame.shared_with(tag.frame), tag.operation, _beyond(tag.operation))
+
+    def _misses(self, step: Step, product: Product) -> bool:
+        """Records a product of values with what became of scores, if its rows sum to one; returns whether it is one."""
+        for x in product.factors if self._names is not None else ():
+            tag = self.tags.get(x)
+            if isinstance(tag, Lost) and tag.holds(x) and _sums_to_one(x):
+                self._miss(step.frame.shared_with(tag.frame), tag.operation, _beyond(tag.operation))
+                return True
+        return False
 
     def _lose(self, step: Step, tag: Scores | Lost, x: Tensor) -> None:
         """Records that a function turned x, which are scores or what they became, into something that is not
@@ -617,7 +624,7 @@ class EagerAttentionTracer:
         if tag.unshifted is not None:
             x = tag.unshifted
         call = scores_call(tag, x, dim % x.ndim, where, known=self._known(where), names=self._names)
-        return self._report(where, call, tag.below or self.below)
+        return self._report(where, call)
 
 
 def _replacement(step: Step, x: Tensor) -> Any:
@@ -717,7 +724,6 @@ def _sum(one: Scores, other: Scores, factor: float, step: Step) -> Scores:
         scale=one.scale * factor,
         lost=tuple(lost),
         keys=one.keys or other.keys,
-        below=one.below or other.below,
     )
     for tag in (one, other):
         if tag.hidden is not None:
@@ -735,7 +741,7 @@ def _viewed(step: Step, tag: Scores, x: Tensor) -> Scores:
         args, kwargs["value"] = (), float(is_hidden)
         if is_hidden and tag.hidden is None:
             tag = tag.hiding(torch.zeros((), dtype=torch.bool, device=x.device), x)
-    function = _function(name)
+    function = view_function(name)
 
     def view(y: Tensor | None) -> Tensor | None:
         if y is None:
@@ -758,13 +764,6 @@ def _viewed(step: Step, tag: Scores, x: Tensor) -> Scores:
         unshifted=view(tag.unshifted),
         keys=keys,
     )
-
-
-def _function(name: str) -> Callable[..., Tensor]:
-    """The function of torch for a view of this name."""
-    if name == "pad":
-        return torch.nn.functional.pad
-    return getattr(Tensor, "__getitem__" if name == "getitem" else name)
 
 
 def pad_arguments(args: Args, kwargs: Kwargs) -> dict[str, Any]:

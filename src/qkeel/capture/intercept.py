@@ -13,11 +13,12 @@ import contextvars
 import dataclasses
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkeel.capture.calls import FlexCall, HeadLayout, ScoresCall, Seen, fewest_keys, known_keys
@@ -32,6 +33,8 @@ from qkeel.capture.eager import (
     scores_call,
 )
 from qkeel.capture.example import DescribedSiteHooks, ModuleCall, ModuleStack, tensors
+from qkeel.capture.named_calls import SDPA as SDPA_FUNCTION
+from qkeel.capture.named_calls import read_named_calls
 from qkeel.capture.readers import (
     FLASH_AND_FLEX,
     SDPA,
@@ -51,25 +54,27 @@ from qkeel.nn import functional_attention
 from qkeel.nn.attention import SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_rows
 from qkeel.patching.modes import (
-    INSIDE,
+    ASKED,
     Args,
-    EagerOperatorMode,
     Function,
     Guarded,
+    Hook,
     Kwargs,
-    ModeInModules,
-    OperatorMode,
-    TorchOperator,
     function_name,
     in_vmap,
     leave,
+    number_of_modes,
+    push_mode,
+    put_hooks,
+    remove_hooks,
     suspended,
+    take_off,
     transformed_now,
     unguarded,
 )
-from qkeel.patching.named_calls import SDPA_BY_NAME, begin_taking, end_taking, take_named_calls
 
 _SDPA = "scaled_dot_product_attention"
+SDPA_ALONE: frozenset[Function] = frozenset({SDPA_FUNCTION})
 # Per thread: whether an interceptor is running a computation of its own, which must not be reported as attention.
 _READING: contextvars.ContextVar[bool] = contextvars.ContextVar("qkeel_reading", default=False)
 
@@ -83,7 +88,6 @@ class CapturedCall:
         ordinal: the index of this call among the attention calls of that module call.
         how: the function in which it was observed, or "softmax" for hand-written attention.
         call: the call as it was read.
-        below: whether the call is visible only to a CaptureMode with dispatch=True, or what happened to its scores.
         layout: the dimensions of its scores in the module, if they are not [b h t s] by contract.
         added: in a probe, the products whose sum is the additive mask of a fused function.
         rows: the row statistics from its kernel, if requested.
@@ -94,7 +98,6 @@ class CapturedCall:
     ordinal: int
     how: str
     call: Seen
-    below: bool = False
     layout: HeadLayout | None = None
     added: ScoresCall | None = None
     rows: KernelRows | None = None
@@ -152,7 +155,11 @@ def name_of(frame: ModuleCall, ordinal: int) -> str:
 
 
 class CaptureMode(CallObserver):
-    """Reports every attention call of `model` between `__enter__` and `__exit__`.
+    """A torch function mode that reports every attention call of `model` between `__enter__` and `__exit__`.
+
+    It makes each call itself, once and with the original arguments, so that results are unchanged; `guard` protects
+    what reads a call, never the call itself. A function that torch compiles while the mode is active is compiled as if
+    it were off, and its calls are not seen.
 
     It observes torch's fused functions, products of two activations that reach a softmax, flex_attention, varlen_attn
     and the functions of flash-attn. Calls inside qkeel's own modules are left to the observers of these modules.
@@ -161,10 +168,6 @@ class CaptureMode(CallObserver):
         model: the model whose calls are observed.
         report: the function that is called with every attention call.
         probing: whether to keep the graph behind q and k.
-        dispatch: whether to observe also what torch.jit.script and torch.func.vmap hide from a function mode, at the
-            cost of one callback per operator.
-        record: with `dispatch`, whether to keep every operator of the pass in `operations`, including those that run
-            when calls are read.
         rows: whether functional_attention reports what its kernel computes for each row.
         described: the sites that are read according to their descriptions; nothing else is reported inside them.
         layouts: the dimensions of the scores at known sites, keyed by name.
@@ -180,8 +183,6 @@ class CaptureMode(CallObserver):
         report: Callable[[CapturedCall], None],
         *,
         probing: bool = False,
-        dispatch: bool = False,
-        record: bool = False,
         rows: bool = False,
         described: Sequence[AttentionSite] = (),
         layouts: Mapping[str, HeadLayout] | None = None,
@@ -189,7 +190,15 @@ class CaptureMode(CallObserver):
         only_in: Mapping[str, tuple[nn.Module, frozenset[Function] | None]] | None = None,
         names: dict[int, str] | None = None,
     ) -> None:
-        super().__init__(guard)
+        super().__init__()
+        self.guard = guard
+        self.only: frozenset[Function] | None = None  # the torch functions to observe now, or None for all
+        self._undo = ExitStack()
+        self._is_named = False  # whether a call of SDPA through its name is running
+        self._modes = 0  # how many modes there were when the call of a known module began
+        self._thread = threading.get_ident()
+        self._has_mode = True
+        self._running: list[frozenset[Function] | None] = []  # the previous `only` of each call of a known module
         self.stack = ModuleStack(model, keep_inputs=probing, guard=guard, hooked=only_in is None)
         # Called with q, k, scale and causality of an SDPA call without a mask in a known module; returns whether no
         # further reading of the call is needed. None if calls are not read in this way.
@@ -200,8 +209,6 @@ class CaptureMode(CallObserver):
         self.unread: list[UnrecognizedAttention] = []
         self.hidden: dict[str, None] = {}  # where attention would not be seen
         self._report, self._rows = report, rows
-        mode = EagerOperatorMode if record else OperatorMode
-        self._below = mode(self._read_below, guard, wanted=self._is_below, keep=record) if dispatch else None
         self._described = {site.name for site in described}
         self._hooks = [DescribedSiteHooks(site, self._described_call, guard) for site in described]
         self._layouts = layouts or {}
@@ -215,29 +222,50 @@ class CaptureMode(CallObserver):
         self.index_layouts: Callable[[str], HeadLayout | None] = lambda name: None
         self._chosen: dict[str, tuple[ModuleCall, ScoresCall, Scores | Lost]] = {}
         self._names = (names_of(model) if names is None else names) if probing else None
-        self._by_name: Args = ()  # the arguments of the current call of SDPA made through its name
         self.handwritten = EagerAttentionTracer(
-            lambda frame, call, below: self._saw(frame, "softmax", call, below=below),
+            lambda frame, call: self._saw(frame, "softmax", call),
             lambda frame: self._layouts.get(name_of(frame, frame.calls)),
             self._names,
             self._valued,
             self._chose,
         )
-        if record:
-            self.handwritten.tags.weights = []
-        self.fused: list[
-            tuple[int, int]
-        ] = []  # the range of operators of each attention function, if they are recorded
-        self._begun = 0
-        self._unseen = (0, 0)  # the range of operators that ran during the last suspension
 
-    def take(self, func: Function, args: Args, kwargs: dict[str, object]) -> object:
-        """Makes the call, and reads it in the fastest way available."""
-        if self.only is None or self.plain is None or func not in SDPA_BY_NAME:
-            return super().take(func, args, kwargs)
-        out = func(*args, **kwargs)
-        if not _READING.get():
-            self.guard(self._read_plain, func, args, kwargs, out)
+    def __enter__(self) -> Self:
+        with ExitStack() as undo:
+            self._begin(undo)
+            super().__enter__()
+            undo.callback(super().__exit__, None, None, None)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._undo.close()
+
+    def __torch_function__(
+        self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in ASKED or (self.only is not None and func not in self.only) or torch.compiler.is_compiling():
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return self._take(func, args, kwargs or {})
+
+    def _take(self, func: Function, args: Args, kwargs: dict[str, Any]) -> Any:
+        """Makes a call that may be of interest and reads it, in code that torch does not compile."""
+        if self.only is not None and self.plain is not None and func is SDPA_FUNCTION:
+            out = func(*args, **kwargs)
+            if not _READING.get():
+                self.guard(self._read_plain, func, args, kwargs, out)
+            return out
+        if not self.guard(self._minds, func, args, kwargs):
+            return func(*args, **kwargs)
+        rows = None
+        if func is functional_attention and self.probing:
+            # A probe follows gradient paths, which torch's operators have.
+            out = SDPA_FUNCTION(*args, **kwargs)
+        elif func is functional_attention and self._rows:
+            out, rows = attention_with_rows(sdpa_arguments(args, kwargs))
+        else:
+            out = func(*args, **kwargs)
+        self.guard(self._read_call, func, args, kwargs, out, rows)
         return out
 
     def _read_plain(self, func: Function, args: Args, kwargs: Kwargs, out: object) -> None:
@@ -256,18 +284,15 @@ class CaptureMode(CallObserver):
                 ):
                     top.calls += 1
                     return
-        if self.wanted(func, args, kwargs):
-            self.saw(func, args, kwargs, out, None)
+        self._read_sdpa(func, args, kwargs, out)
 
-    def begin(self, undo: ExitStack) -> None:
+    def _begin(self, undo: ExitStack) -> None:
         for hooks in self._hooks:
             hooks.attach(undo)
         undo.callback(self.handwritten.tags.clear)
         if self._only_in is None:
             self.stack.attach(undo)
         undo.enter_context(observed_by(self))
-        if self._below is not None:
-            undo.enter_context(self._below)
 
     @property
     def whole(self) -> bool:
@@ -277,23 +302,67 @@ class CaptureMode(CallObserver):
     def look(self, around: ExitStack) -> None:
         """Observes the calls of the pass that is about to run, until `around` is closed."""
         if self._only_in is None:
-            if take_named_calls(around):
-                begin_taking(self._take_named)
-                around.callback(end_taking, self._take_named)
+            read_named_calls(self, around)
             self.__enter__()
             around.callback(leave, self)
-        else:
-            ModeInModules(self, self._only_in, self._entered, self._left).attach(around)
+            return
+        by_name = all([only == SDPA_ALONE for _, only in self._only_in.values()])  # noqa: C419
+        self._has_mode = not (by_name and read_named_calls(self, around))
+        # A mode costs one callback for each torch function, so the rest of the pass runs without it.
+        if self._has_mode:
+            self._begin(around)
+        around.callback(self._leave_all)
+        hooks: list[Hook] = []
+        around.callback(remove_hooks, hooks)
+        for name, (module, only) in self._only_in.items():
+            hooks += put_hooks(module, functools.partial(self._enter_module, name, only), self._leave_module)
 
-    def _take_named(self, function: Function, types: object, args: Args, kwargs: dict[str, object]) -> object:
-        """Records that a call of SDPA was made through its name."""
-        before, self._by_name = self._by_name, args
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self._by_name = before
+    def _enter_module(
+        self, name: str, only: frozenset[Function] | None, module: nn.Module, args: Args, kwargs: Kwargs
+    ) -> None:
+        if threading.get_ident() == self._thread:
+            self._running.append(self.only)
+            self.only = only
+            self.guard(self._note_call, name, module, args, kwargs)
+            if self._has_mode:
+                push_mode(self)
+            else:
+                self._modes = number_of_modes()
 
-    def _entered(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    def _leave_module(self, module: nn.Module, args: object, output: object) -> None:
+        if threading.get_ident() == self._thread and self._running:
+            self._take_off()
+            top = self.stack.top
+            if top.module is module and top.parent is not None:
+                self.stack.top = top.parent
+
+    def _leave_all(self) -> None:
+        """Cleans up after an interrupt, which ends a pass without calling the hooks."""
+        while self._running:
+            self._take_off()
+
+    def _take_off(self) -> None:
+        if self._has_mode:
+            take_off(self)
+        self.only = self._running.pop()
+
+    def before_named(self) -> None:
+        self._is_named = True
+
+    def after_named(self, args: Args, kwargs: dict[str, Any], out: object) -> None:
+        self._is_named = False
+        # A mode that was entered meanwhile, such as that of a remedy, may have changed the call. It is left out, and
+        # the next pass is searched everywhere.
+        if not self._has_mode and self._running and number_of_modes() <= self._modes and not _READING.get():
+            read = self._read_plain if self.plain is not None else self._read_sdpa
+            self.guard(read, SDPA_FUNCTION, args, kwargs, out)
+
+    def _read_sdpa(self, func: Function, args: Args, kwargs: Kwargs, out: object) -> None:
+        if self._minds(func, args, kwargs):
+            self._read_call(func, args, kwargs, out, None)
+
+    def _note_call(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """Records that a call of a known module begins."""
         batch = 0
         if self.only is None:  # the layout of hand-written scores may depend on it
             batch = next((x.shape[0] for x in tensors((args, kwargs)) if x.ndim > 1), 0)
@@ -301,16 +370,8 @@ class CaptureMode(CallObserver):
         self.stack.top = frame = ModuleCall(name=name, module=module, parent=self.stack.top, batch=batch, inputs=inputs)
         self.called_in.append(frame)
 
-    def _left(self, module: nn.Module) -> None:
-        top = self.stack.top
-        if top.module is module and top.parent is not None:
-            self.stack.top = top.parent
-
-    def wanted(
-        self, function: Function, args: Args, kwargs: Kwargs
-    ) -> bool | str | Callable[[], tuple[object, object]]:
-        """Returns False for functions that play no part in attention. In a probe, functional_attention is computed by
-        torch's operators, because a probe follows gradient paths."""
+    def _minds(self, function: Function, args: Args, kwargs: Kwargs) -> bool:
+        """False for functions that play no part in attention."""
         if _READING.get():
             return False
         name = function_name(function)
@@ -319,25 +380,17 @@ class CaptureMode(CallObserver):
         if name == "pad" and _adds_zeros(args, kwargs):
             self.stack.top.pads = True
         if in_vmap():
-            if self._below is None:
-                self.hidden["what runs inside torch.func.vmap"] = None
+            self.hidden["what runs inside torch.func.vmap"] = None
             return False
-        if function is functional_attention and self.probing:
-            return lambda: (F.scaled_dot_product_attention(*args, **kwargs), None)
-        if function is functional_attention and self._rows:
-            return functools.partial(attention_with_rows, sdpa_arguments(args, kwargs))
-        if name in SDPA or self.handwritten.minds(name):
-            self._begun = self._operators()
-            return True
-        return INSIDE
+        return name in SDPA or self.handwritten.minds(name)
 
-    def saw(self, function: Function, args: Args, kwargs: Kwargs, out: object, more: KernelRows | None) -> None:
-        """Reads what the function computed."""
+    def _read_call(self, function: Function, args: Args, kwargs: Kwargs, out: object, rows: KernelRows | None) -> None:
+        """Reads what a function computed."""
         name = function_name(function)
         if name == "get":
             name, args = "transpose", (args[0], -2, -1)
         if not _in_own(self.stack.top):
-            self.apart(lambda: self._read(name, args, kwargs, out, more))
+            self.apart(lambda: self._read(name, args, kwargs, out, rows))
 
     @property
     def missed(self) -> list[UnrecognizedAttention]:
@@ -346,14 +399,12 @@ class CaptureMode(CallObserver):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        first = self._operators()  # before the variable is set: if this fails, nothing would reset it
         token = _READING.set(True)
         try:
             with suspended(self):
                 yield
         finally:
             _READING.reset(token)
-            self._unseen = (first, self._operators())
 
     def _chose(self, frame: ModuleCall, tag: Scores | Lost, x: Tensor) -> None:
         if self._elsewhere(frame) or not (self.probing or self.index is not None):
@@ -376,19 +427,6 @@ class CaptureMode(CallObserver):
         weighed = self.handwritten.weighed
         return [(frame, call) for frame, call, tag in self._chosen.values() if products_of(tag).isdisjoint(weighed)]
 
-    @property
-    def operations(self) -> Sequence[TorchOperator]:
-        """The operators that ran so far, if they are kept."""
-        return () if self._below is None else self._below.operations
-
-    def _operators(self) -> int:
-        return len(self.operations)
-
-    def _is_below(self) -> bool:
-        """True if an operator runs outside any torch function that a function mode observed, and not while a call is
-        read."""
-        return not (self.inside or _READING.get())
-
     def called(self, name: str, arguments: Kwargs, out: object) -> None:
         self.apart(lambda: self._read_foreign(name, arguments, out))
 
@@ -404,35 +442,26 @@ class CaptureMode(CallObserver):
     def _read(self, name: str, args: Args, kwargs: Kwargs, out: object, rows: KernelRows | None = None) -> None:
         top = self.stack.top
         fused = SDPA.get(name)
-        known_weights = self.handwritten.tags.weights
-        before = -1 if known_weights is None else len(known_weights)
         if fused is None:
             self.handwritten.follow(name, top, args, kwargs, out)
-        if known_weights is not None and (fused is not None or len(known_weights) > before):
-            # A softmax with a sink is one function of several operators, and all of them belong to the known weights.
-            self.fused.append((self._begun, self._operators()))
-        if fused is not None and not self._elsewhere(top):
-            found: list[HeadLayout] = []
-
-            def layout_of(q: Tensor, k: Tensor) -> HeadLayout:
-                known = self._layouts.get(name_of(top, top.calls))
-                found.append(fused_layout(q, k, top, known=known, names=self._names))
-                return found[0]
-
-            known = self.key_heads.get(name_of(top, top.calls))
-            keys = fewest_keys if known is None else functools.partial(known_keys, known)
-            # If another call was made in between, that name does not lead to this call.
-            named = bool(args) and [*map(id, args)] == [*map(id, self._by_name)]
-            heads = _configured_heads(top.module, args) if known is None else known[0]
-            apart = unpacked(sdpa_arguments(args, kwargs), heads) if name == _SDPA and heads else None
-            if apart is not None:
-                args, kwargs = (), apart
-                rows = rows and KernelRows(*(x.reshape(x.shape[0], heads, 1) for x in rows))
-            call, how = fused(args, kwargs, CallGeometry(layout_of, keys)), found[0] if found else None
-            added = self._added(name, top, args, kwargs, how)
-            site = self._saw(top, name, call, how, added, below=self.handwritten.below, rows=rows, named=named)
-            if site is not None and name == _SDPA:
-                self._valued(site, sdpa_arguments(args, kwargs)["value"])
+        if fused is None or self._elsewhere(top):
+            return
+        site = name_of(top, top.calls)
+        known = self.key_heads.get(site)
+        heads = _configured_heads(top.module, args) if known is None else known[0]
+        packed = unpacked(sdpa_arguments(args, kwargs), heads) if name == _SDPA and heads else None
+        if packed is not None:
+            args, kwargs = (), packed
+            rows = rows and KernelRows(*(x.reshape(x.shape[0], heads, 1) for x in rows))
+        geometry = CallGeometry(
+            lambda q, k: fused_layout(q, k, top, known=self._layouts.get(site), names=self._names),
+            fewest_keys if known is None else functools.partial(known_keys, known),
+        )
+        call = fused(args, kwargs, geometry)
+        added = self._added(name, top, args, kwargs, geometry.used)
+        reported = self._saw(top, name, call, geometry.used, added, rows=rows)
+        if reported is not None and name == _SDPA:
+            self._valued(reported, sdpa_arguments(args, kwargs)["value"])
 
     def _valued(self, site: str, values: Tensor) -> None:
         if self.values is not None:
@@ -451,19 +480,8 @@ class CaptureMode(CallObserver):
         how = HeadLayout(groups=tuple("bhts"), sizes=(mask.shape[1],)) if how is None and mask.ndim == 4 else how
         return scores_call(tag, mask, mask.ndim - 1, top, known=how, names=self._names, alone=False)
 
-    def _read_below(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
-        if name not in SDPA and not self.handwritten.minds(name):
-            return
-        self.handwritten.below = True
-        try:
-            self.apart(lambda: self._read(name, args, kwargs, out))
-        finally:
-            self.handwritten.below = False
-
     def _read_foreign(self, name: str, arguments: Kwargs, out: object) -> None:
         top = self.stack.top
-        if self.handwritten.tags.weights is not None:
-            self.fused.append(self._unseen)  # nothing was read while the function ran
         if self._elsewhere(top):
             return
         try:
@@ -484,9 +502,7 @@ class CaptureMode(CallObserver):
         layout: HeadLayout | None = None,
         added: ScoresCall | None = None,
         *,
-        below: bool = False,
         rows: KernelRows | None = None,
-        named: bool = False,
     ) -> str | None:
         if self._elsewhere(frame):
             return None
@@ -498,11 +514,10 @@ class CaptureMode(CallObserver):
                 ordinal=ordinal,
                 how=how,
                 call=call,
-                below=below,
                 layout=layout,
                 added=added,
                 rows=rows,
-                named=named,
+                named=self._is_named,
             )
         )
         return name_of(frame, ordinal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from jaxtyping import Float
@@ -18,12 +18,11 @@ PRODUCTS = frozenset({"matmul", "mm", "bmm", "baddbmm", "einsum"})
 
 PERMUTATIONS = frozenset({"moveaxis", "movedim", "permute", "swapaxes", "swapdims", "t", "transpose"})
 RESHAPES = frozenset({"flatten", "reshape", "reshape_as", "squeeze", "unflatten", "unsqueeze", "view", "view_as"})
-SLICES = frozenset({"getitem", "narrow", "select"})
-REPEATS = frozenset({"expand", "expand_as", "repeat", "repeat_interleave"})
-# Elements that are picked or moved by an index of each row, as relative positions are: which vectors make a score is
-# then no longer followed.
-SHIFTS = frozenset({"flip", "gather", "index_select", "pad", "roll", "take_along_dim"})
-VIEWS = PERMUTATIONS | RESHAPES | SLICES | REPEATS | SHIFTS
+PARTS = frozenset({"expand", "expand_as", "getitem", "narrow", "select"})
+# Elements that are moved, repeated or picked, as for relative positions: which vectors make a score is then no longer
+# followed.
+SHIFTS = frozenset({"flip", "gather", "index_select", "pad", "repeat", "repeat_interleave", "roll", "take_along_dim"})
+VIEWS = PERMUTATIONS | RESHAPES | PARTS | SHIFTS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -137,10 +136,17 @@ def read_product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product 
 
 def _operand(x: Tensor, letters: str, of_scores: str, summed: Sequence[str]) -> Operand:
     """A factor with the dimensions of the scores, whose letters are `of_scores`, and the summed ones at the end."""
-    order = [letters.index(letter) for letter in of_scores if letter in letters]
-    order += [letters.index(letter) for letter in summed]
-    shape = [x.shape[letters.index(letter)] if letter in letters else 1 for letter in of_scores]
-    width = math.prod(x.shape[letters.index(letter)] for letter in summed)
+    sizes = dict(zip(letters, x.shape))
+    order = []
+    shape = []
+    for letter in of_scores:
+        if letter in sizes:
+            order.append(letters.index(letter))
+        shape.append(sizes.get(letter, 1))
+    width = 1
+    for letter in summed:
+        order.append(letters.index(letter))
+        width *= sizes[letter]
     return Operand(x.permute(order).reshape(*shape, width), x)
 
 
@@ -154,7 +160,8 @@ def _letters(equation: object, first: int, second: int) -> tuple[str, str, str] 
     if not comma or "," in right:
         return None
     spare = [letter for letter in string.ascii_letters if letter not in equation]
-    n_left, n_right = (n - len(x.replace("...", "")) for n, x in ((first, left), (second, right)))
+    n_left = first - len(left.replace("...", ""))
+    n_right = second - len(right.replace("...", ""))
     ellipsis = "".join(spare[: max(n_left, n_right, 0)])
     left = left.replace("...", ellipsis[len(ellipsis) - n_left :])
     right = right.replace("...", ellipsis[len(ellipsis) - n_right :])
@@ -162,15 +169,25 @@ def _letters(equation: object, first: int, second: int) -> tuple[str, str, str] 
     if arrow:
         result = result.replace("...", ellipsis)
     else:
-        result = ellipsis + "".join(sorted(x for x in set(both) if both.count(x) == 1 and x not in ellipsis))
+        alone = [letter for letter in set(both) if both.count(letter) == 1 and letter not in ellipsis]
+        result = ellipsis + "".join(sorted(alone))
     summed = set(left) & set(right) - set(result)
-    repeated = any(len(set(x)) < len(x) for x in (left, right, result))
-    if repeated or not summed or set(both) - summed != set(result):
+    for letters in (left, right, result):
+        if len(set(letters)) < len(letters):
+            return None
+    if not summed or set(both) - summed != set(result):
         return None
     return left, right, result
 
 
 # Products whose scores were viewed, added or joined
+
+
+def view_function(name: str) -> Callable[..., Tensor]:
+    """Returns the function of torch for a view of this name."""
+    if name == "pad":
+        return torch.nn.functional.pad
+    return getattr(Tensor, "__getitem__" if name == "getitem" else name)
 
 
 def viewed(product: Product, name: str, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Product:
@@ -180,25 +197,38 @@ def viewed(product: Product, name: str, x: Tensor, args: Args, kwargs: Kwargs, o
         return product
     if left.x.ndim != x.ndim + 1:
         return product.unknown()
-    if name in PERMUTATIONS:
-        # The sizes tell where each dimension goes.
-        sizes = range(2, 2 + x.ndim)
-        turned = getattr(Tensor, name)(torch.empty(*sizes, device="meta"), *args[1:], **kwargs)
-        order = [sizes.index(size) for size in turned.shape]
-        pair = [side.x.permute(*order, x.ndim) for side in (left, right)]
-    elif name in RESHAPES and x.numel():
+    pair = None
+    if name in RESHAPES and x.numel():
         pair = _reshaped(left.x, right.x, x.shape, out.shape)
-    elif not product.followed or name in SHIFTS or not x.numel():
-        pair = None
-    elif name in SLICES:
-        index = _index(name, args, kwargs, x.ndim)
-        pair = None if index is None else [_sliced(side.x, index) for side in (left, right)]
-    else:
-        pair = _repeated(left.x, right.x, out.shape)
+    elif name in PERMUTATIONS or (name in PARTS and product.followed and _has_whole_columns(left, right, x)):
+        index = args[1] if name == "getitem" else ()
+        entries = index if isinstance(index, tuple) else (index,)
+        if not any(isinstance(entry, (Tensor, list, bool)) for entry in entries):
+            function = view_function(name)
+            pair = [_part(side.x, x, lambda y: function(y, *args[1:], **kwargs)) for side in (left, right)]
     if pair is None:
         return dataclasses.replace(product, followed=False)
-    sides = [dataclasses.replace(side, x=y) for side, y in zip((left, right), pair)]
-    return dataclasses.replace(product, left=sides[0], right=sides[1])
+    return dataclasses.replace(
+        product,
+        left=dataclasses.replace(left, x=pair[0]),
+        right=dataclasses.replace(right, x=pair[1]),
+    )
+
+
+def _has_whole_columns(left: Operand, right: Operand, x: Tensor) -> bool:
+    """True unless columns that are no keys, such as a sink, were attached to the scores x."""
+    return max(left.x.shape[-2], right.x.shape[-2]) in (1, x.shape[-1])
+
+
+def _part(factor: Tensor, x: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
+    """A factor after a view of the scores x. It keeps the size 1 along what it does not vary along."""
+    sizes = [n if m == 1 else m for n, m in zip(x.shape, factor.shape)]
+    # The features are a dimension of their own, which the view does not know of.
+    part = torch.vmap(view, in_dims=-1, out_dims=-1)(factor.expand(*sizes, factor.shape[-1]))
+    for dim, step in enumerate(part.stride()[:-1]):
+        if step == 0 and part.shape[dim] > 1:
+            part = part.narrow(dim, 0, 1)
+    return part
 
 
 def _reshaped(left: Tensor, right: Tensor, before: Sequence[int], after: Sequence[int]) -> list[Tensor] | None:
@@ -242,50 +272,6 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[slice
                 m *= after[j]
                 j += 1
         yield slice(start_i, i), slice(start_j, j)
-
-
-def _index(name: str, args: Args, kwargs: Kwargs, ndim: int) -> list[object] | None:
-    """The index of slices, numbers and new dimensions by which a view is a part of x, or None if it has others."""
-    if name == "getitem":
-        entries = list(args[1]) if isinstance(args[1], tuple) else [args[1]]
-        if any(isinstance(entry, (Tensor, list, bool)) for entry in entries):
-            return None
-        taken = sum(entry is not None and entry is not Ellipsis for entry in entries)
-        index: list[object] = []
-        for entry in entries:
-            index += [slice(None)] * (ndim - taken) if entry is Ellipsis else [entry]
-        return index
-    names = ("dim", "start", "length") if name == "narrow" else ("dim", "index")
-    values = {**dict(zip(names, args[1:])), **kwargs}
-    if not all(type(values.get(key)) is int for key in names):
-        return None
-    if name == "select":
-        return [*[slice(None)] * (values["dim"] % ndim), values["index"]]
-    start = values["start"]
-    return [*[slice(None)] * (values["dim"] % ndim), slice(start, (start + values["length"]) or None)]
-
-
-def _sliced(x: Tensor, index: Sequence[object]) -> Tensor:
-    """A factor after x[index] was applied to the scores; dimensions along which it does not vary keep their size 1."""
-    dim, entries = 0, list[object]()
-    for entry in index:
-        if entry is not None:
-            if x.shape[dim] == 1:
-                entry = 0 if isinstance(entry, int) else slice(None)
-            dim += 1
-        entries.append(entry)
-    return x[tuple(entries)]
-
-
-def _repeated(left: Tensor, right: Tensor, shape: Sequence[int]) -> list[Tensor] | None:
-    """Both factors after the scores were expanded or repeated to this shape, or None if their vectors repeat."""
-    pair = []
-    for x in (left, right):
-        wide = x[(None,) * (len(shape) + 1 - x.ndim)]
-        if any(n not in (1, m) for n, m in zip(wide.shape, shape)):
-            return None
-        pair.append(wide)
-    return pair
 
 
 def widened(product: Product, ndim: int) -> Product:

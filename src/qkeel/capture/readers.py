@@ -11,7 +11,7 @@ import itertools
 import math
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -20,19 +20,18 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
+from torch.overrides import TorchFunctionMode
 
 from qkeel.capture.calls import HeadLayout, Seen, fewest_keys, flex_call, hides
+from qkeel.capture.named_calls import is_mask_object
 from qkeel.errors import QkeelError
 from qkeel.patching.forward import GUARD, Begun, CallArguments, exchange
 from qkeel.patching.modes import (
-    SDPA_KERNELS,
     Args,
-    FunctionMode,
+    Guarded,
     Kwargs,
-    Operator,
-    argument_names,
-    no_operators_seen,
     recomputing,
+    unguarded,
     without_modes,
 )
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, NoCap, Softcap
@@ -59,8 +58,6 @@ FLASH = (
 # several attention calls by their logsumexps, such as MoBA, calls them directly; the order of what they return is not
 # evident from their signatures.
 FLASH_FORWARD = ("_flash_attn_forward", "_flash_attn_varlen_forward")
-LOGSUMEXPS = frozenset((*FLASH, "varlen_attn"))  # the functions that can return their logsumexps
-_ASKED = {"return_attn_probs", "return_aux"}  # the arguments that request the logsumexps
 _ONE_HOME = (
     ("qkeel.ops", "attention"),  # called by a module that is not one of qkeel's
     ("qkeel.ops", "run"),  # attention with which a remedy replaced a model's own
@@ -72,16 +69,15 @@ _WITHOUT_MAXIMA = ["cpu", "mps"]
 _WITH_MAXIMA = ("AUTO", "TRITON")
 
 
-class CallObserver(FunctionMode, abc.ABC):
+class CallObserver(TorchFunctionMode, abc.ABC):
     """A function mode that also receives the calls of functions that are not torch functions.
 
-    probing: whether gradients are traced from q and k. logsumexps: whether the observer reads only what flash-attn's
-    functions return, which must then include the logsumexps of the rows. maxima: whether flex_attention must also
-    return the largest logit of each row, if its kernel supports this.
+    guard: calls what reads a call. probing: whether gradients are traced from q and k. maxima: whether flex_attention
+    must also return the largest logit of each row, if its kernel supports this.
     """
 
+    guard: Guarded = staticmethod(unguarded)
     probing = False
-    logsumexps = False
     maxima = False
 
     @abc.abstractmethod
@@ -107,7 +103,7 @@ def observed_by(observer: CallObserver) -> Iterator[None]:
     """A context in which `observer` receives this thread's calls. Functions of modules that are not imported yet are
     missed."""
     with ExitStack() as undo:
-        for function in list(_functions(() if observer.logsumexps else _ONE_HOME)):
+        for function in list(_functions()):
             try:
                 undo.callback(exchange(function, _begin, _unobserved).release)
             except (SyntaxError, TypeError, ValueError) as error:  # code of an unexpected form
@@ -135,11 +131,11 @@ def _flash_homes(count: int, last: str) -> list[str]:
     return [home for home in sys.modules if "flash_att" in home]
 
 
-def _functions(others: Iterable[tuple[str, str]]) -> Iterator[types.FunctionType]:
+def _functions() -> Iterator[types.FunctionType]:
     """The attention functions of loaded modules: flash-attn's and others. Functions of modules that are not loaded
     cannot be called."""
     seen: set[int] = set()
-    places = [(sys.modules.get(home), name) for home, name in (_VARLEN, _FLEX, *others)]
+    places = [(sys.modules.get(home), name) for home, name in (_VARLEN, _FLEX, *_ONE_HOME)]
     for home in _flash_homes(len(sys.modules), next(reversed(sys.modules))):
         places += [(sys.modules.get(home), name) for name in (*FLASH, *FLASH_FORWARD)]
     for module, name in places:
@@ -152,12 +148,11 @@ def _functions(others: Iterable[tuple[str, str]]) -> Iterator[types.FunctionType
 def _begin(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]) -> Begun | Literal[False]:
     """Called when a call of an observed function begins."""
     observers = _OBSERVERS.get()
-    silent = all(o.logsumexps for o in observers) and not _ASKED & inspect.signature(function).parameters.keys()
-    if recomputing() or silent:  # a function without logsumexps may call one that has them
+    if recomputing():
         return False
     given, own = _without_graph(observers, (args, kwargs)), None
-    if any(o.maxima if function.__name__ == _FLEX[1] else o.logsumexps for o in observers):
-        given, own = _with_rows(function, given)
+    if function.__name__ == _FLEX[1] and any(observer.maxima for observer in observers):
+        given, own = _with_maxima(function, given)
     return given, _suspended(observers), functools.partial(_report, function, observers, (args, kwargs)), own
 
 
@@ -167,28 +162,19 @@ def _unobserved() -> AbstractContextManager[None]:
     return without_modes(CallObserver)
 
 
-def _with_rows(
+def _with_maxima(
     function: types.FunctionType, plain: CallArguments
 ) -> tuple[CallArguments, Callable[[object], object] | None]:
-    """Returns arguments with which the function also returns its rows' logsumexps (for flex_attention, their largest
-    logits) where that costs nothing, and a function that removes these from the result. With dropout, flash-attn's
-    functions would also return all weights, so their arguments are then unchanged.
-    """
+    """Returns arguments with which flex_attention also returns its rows' largest logits, where its kernel supports it,
+    and a function that removes these from the result."""
     bound = inspect.signature(function).bind(*plain[0], **plain[1])
     bound.apply_defaults()
     given = bound.arguments
+    backend = (given["kernel_options"] or {}).get("BACKEND", "AUTO")
+    if given["query"].device.type in _WITHOUT_MAXIMA or backend not in _WITH_MAXIMA or given.get("return_lse"):
+        return plain, None  # return_lse is the older option, which torch accepts only by itself
     asked = given.get("return_aux")
-    if function.__name__ == _FLEX[1]:
-        backend = (given["kernel_options"] or {}).get("BACKEND", "AUTO")
-        if given["query"].device.type in _WITHOUT_MAXIMA or backend not in _WITH_MAXIMA or given.get("return_lse"):
-            return plain, None  # return_lse is the older option, which torch accepts only by itself
-        given["return_aux"] = (asked or AuxRequest())._replace(max_scores=True)
-    elif given.get("return_attn_probs") is False and not given.get("dropout_p"):
-        given["return_attn_probs"] = True
-    elif "return_aux" in given and asked is None:
-        given["return_aux"] = function.__globals__["AuxRequest"](lse=True)  # of the installed version
-    else:
-        return plain, None
+    given["return_aux"] = (asked or AuxRequest())._replace(max_scores=True)
     return (list(bound.args), bound.kwargs), functools.partial(_as_asked, asked)
 
 
@@ -236,7 +222,7 @@ def _detached(value: Any) -> Any:
 # and kv [... 2 h d] if packed. Arguments are read by name, so their order may differ between versions.
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class CallGeometry:
     """The information about heads that the arguments of a call do not show.
 
@@ -244,10 +230,12 @@ class CallGeometry:
         layout: returns the layout of the dimensions of q and k before tokens and features, for tensors that are not [b
             h t d].
         keys: returns the distinct keys [b g s d] of keys [b h s d], which may be repeated for grouped queries.
+        used: the layout, if it was asked for.
     """
 
     layout: Callable[[Tensor, Tensor], HeadLayout]
     keys: Callable[[Tensor], Tensor] = fewest_keys
+    used: HeadLayout | None = None
 
 
 Reader = Callable[[Args, Kwargs, CallGeometry], Seen]
@@ -284,17 +272,6 @@ def _nested(q: Sequence[Tensor], k: Sequence[Tensor], spec: AttentionSpec, causa
     return band_call(make_call(spec, *whole, whole[1], causal=causal), cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
 
 
-def _kernel(operator: Operator) -> Reader:
-    """Returns a reader of calls of an operator behind F.scaled_dot_product_attention, whose arguments are named by its
-    schema."""
-
-    def read(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:
-        given = {**dict(zip(argument_names(operator), args)), **kwargs}
-        return _sdpa({**given, "attn_mask": given.get("attn_mask", given.get("attn_bias"))}, geometry)
-
-    return read
-
-
 def _call(
     q: Tensor, k: Tensor, scale: float, mask: Tensor | None, geometry: CallGeometry, *, causal: bool
 ) -> AttentionCall:
@@ -305,15 +282,15 @@ def _call(
         b = k.shape[0] if q.shape[0] == 1 else q.shape[0]
         q4, k4 = (x if x.shape[0] == b else x.expand(b, *x.shape[1:]) for x in (q, k))
     else:
-        lead, how = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), geometry.layout(q, k)
+        lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+        geometry.used = how = geometry.layout(q, k)
         q4, k4 = (how.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k))
         mask = mask if mask is None else how.apply(mask.expand(*lead, t, s))
     if k4.shape[1] == q4.shape[1]:  # with fewer, no head is repeated, and the comparison would wait for the device
         k4 = geometry.keys(k4)
     mask = hiding(mask if mask is None else mask.detach())
-    with no_operators_seen():  # the positions here are not part of any logit
-        pos_q, pos_k = (torch.arange(n, device=q.device) if causal and t != s else None for n in (t, s))
-        return make_call(_plain(scale), q4, k4, k4, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
+    pos_q, pos_k = (torch.arange(n, device=q.device) if causal and t != s else None for n in (t, s))
+    return make_call(_plain(scale), q4, k4, k4, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
 
 
 @functools.lru_cache(maxsize=256)
@@ -388,11 +365,10 @@ def _of_pairs(mask: Tensor | None, b: int, h: int, t: int, s: int) -> Tensor | N
     return mask.view(b, h, t, s) if mask.ndim == 3 and mask.shape[0] == b * h else mask.expand(1, 1, t, s)
 
 
-# The readers of torch's fused attention functions and of the operators behind them.
+# The readers of torch's fused attention functions.
 SDPA: Mapping[str, Reader] = {
     "scaled_dot_product_attention": sdpa,
     "multi_head_attention_forward": mha,
-    **{name: _kernel(operator) for name, operator in SDPA_KERNELS.items()},
 }
 
 
@@ -401,12 +377,22 @@ _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": N
 
 
 def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Every argument of a call, with torch's defaults for the arguments that the call leaves out.
+    """Every argument of a call, with torch's defaults for those that the call leaves out.
+
+    A mask object of `torch.nn.attention.bias` becomes a mask.
 
     >>> sdpa_arguments((1, 2, 3), {"is_causal": True})["is_causal"]
     True
     """
-    return {**_DEFAULTS, **dict(zip(_BY_PLACE, args)), **kwargs}
+    given = {**_DEFAULTS, **dict(zip(_BY_PLACE, args)), **kwargs}
+    mask: Any = given["attn_mask"]
+    if is_mask_object(mask):
+        t, s = mask.seq_len_q, mask.seq_len_kv
+        if t == s or mask.variant.name == "UPPER_LEFT":
+            given |= {"attn_mask": None, "is_causal": True}
+        else:
+            given["attn_mask"] = torch.ones(t, s, dtype=torch.bool, device=given["query"].device).tril(s - t)
+    return given
 
 
 def unpacked(given: Mapping[str, Any], heads: int) -> dict[str, Any] | None:

@@ -46,7 +46,9 @@ class CSVSink(Sink):
         self._files: TableFiles | None = None
 
     def require(self) -> None:
-        """Checks that pyarrow is installed if Parquet is written."""
+        """Checks that pyarrow is installed if Parquet is written, and makes the path absolute: the program may change
+        its folder later."""
+        self.asked = self.asked.absolute()
         TableFiles(Path(), self.kind)
 
     def open(self, about: Mapping[str, object]) -> None:

@@ -169,7 +169,7 @@ def _registered(backend: str) -> Iterator[dict[str, Any]]:
         yield {}
     elif backend == "dask":
         with needed("the executor dask", "distributed"):
-            from distributed import Client  # pyright: ignore[reportMissingImports]
+            from distributed import Client  # pyright: ignore
         with Client():
             yield {}
     else:

@@ -16,6 +16,7 @@ from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import tensors
 from qkeel.capture.visible_sets import LayerType
 from qkeel.errors import caution
+from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, Sites
 from qkeel.monitor.call_statistics import Extra, RowSums
@@ -210,6 +211,11 @@ def _unscaled(x: Tensor | PartialValue, scale: Tensor) -> Tensor | PartialValue:
 
 
 @final
+def _renamed(stats: Mapping[str, LogitStats], model: str) -> dict[str, LogitStats]:
+    """The statistics of the sites of one of several models, with their names among all models."""
+    return {within(model, name): of_site for name, of_site in stats.items()}
+
+
 class WatchedModels:
     """Combines the measurements of several models, under names that begin with the name of the model.
 
@@ -268,11 +274,7 @@ class WatchedModels:
 
     def read(self, phase: Phase) -> Stats:
         """The statistics of all sites since the last read."""
-        if len(self._taps) == 1:
-            ((name, tap),) = self._taps.items()
-            return tap.take(phase) if not name else tap.take(phase).renamed(functools.partial(within, name))
-        found = [self._taps[name].take(phase).renamed(functools.partial(within, name)) for name in self._order()]
-        return merged(found)
+        return merged([_renamed(self._taps[name].take(phase), name) for name in self._order()])
 
     def settle(self, *, decide: bool) -> None:
         """Sorts the passes whose role is known, or, to `decide`, all passes; see `Tap.settle`."""
@@ -281,10 +283,7 @@ class WatchedModels:
 
     def peek(self, phase: Phase | None) -> Stats:
         """The statistics of passes whose role is open, taken for trained if the model was in training mode."""
-        open_passes = [(name, self._taps[name].peek(phase)) for name in self._order()]
-        return merged(
-            [stats.renamed(functools.partial(within, name)) if name else stats for name, stats in open_passes]
-        )
+        return merged([_renamed(self._taps[name].peek(phase), name) for name in self._order()])
 
     @property
     def types(self) -> Mapping[str, LayerType]:

@@ -17,8 +17,8 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import ForwardArguments, copied, mapped, tensors, undisturbed
 from qkeel.errors import QkeelError
@@ -338,7 +338,7 @@ def _detached(value: Any) -> Any:
 
 def _all_finite(grads: Sequence[Tensor]) -> bool:
     """Whether all gradients are finite, with one wait for the device."""
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    local = [dist.local(grad) for grad in grads]
     dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in local]
     if not dense:
         return True
@@ -348,13 +348,13 @@ def _all_finite(grads: Sequence[Tensor]) -> bool:
 
 
 def _is_finite(x: Tensor) -> bool:
-    local = x.to_local() if isinstance(x, DTensor) else x
+    local = dist.local(x)
     return not local.is_floating_point() or bool(local.isfinite().all())
 
 
 def _is_bad(x: Tensor) -> bool:
     """Whether a tensor has a NaN or +infinity; -infinity is what masks are made of."""
-    local = x.to_local() if isinstance(x, DTensor) else x
+    local = dist.local(x)
     if not local.is_floating_point():
         return False
     return bool((local.isnan() | (local == torch.inf)).any())
@@ -362,5 +362,5 @@ def _is_bad(x: Tensor) -> bool:
 
 def _first_place(x: Tensor) -> list[int]:
     """The indices of the first entry that is not finite."""
-    bad = ~(x.to_local() if isinstance(x, DTensor) else x).isfinite()
+    bad = ~dist.local(x).isfinite()
     return [int(i) for i in bad.nonzero()[0]] if bool(bad.any()) else []

@@ -16,7 +16,7 @@ from typing import final
 import numpy as np
 
 from qkeel.deprecation import accepts_earlier_calls
-from qkeel.errors import InvalidTypeError, InvalidValueError, RunDirectoryError, unknown
+from qkeel.errors import InvalidTypeError, InvalidValueError, RunDirectoryError, caution, unknown
 from qkeel.frames import Foreign, Frame, heads_frame, steps_frame
 from qkeel.frames.tables import Markup, tag
 from qkeel.monitor.history import History, number
@@ -113,10 +113,11 @@ class RunDirectorySink(Sink):
         self._heads: dict[str, HeadRecorder] = {}
         self._left_out: set[str] = set()
         self._summary: dict[str, float] = {}
+        self._warned = False
 
     def open(self, about: Mapping[str, object]) -> None:
         """Creates the directory; config.json is written last, so that a directory that contains it is complete."""
-        self.path = path = fresh_directory(self._home / self.asked)
+        self.path = path = fresh_directory(self._home / self.asked, first="events.jsonl")
         fields = about.get("fields")
         self._fields = tuple(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS)
         self._summary = {"steps": 0, "samples": 0, "max_logit": math.nan, "alarms": 0}
@@ -126,11 +127,23 @@ class RunDirectorySink(Sink):
         write_json(path / "config.json", {"kind": KIND, **watched})
 
     def write(self, sample: Sample) -> None:
-        """Writes one line of metrics and one record of heads."""
+        """Writes one line of metrics and one record of heads. A record that cannot be written, as on a disk that is
+        full for a moment, is lost, which one warning says; the next ones are tried again."""
         path = self._place()
         line = {**{name: float(value) for name, value in sample.numbers.items()}, "step": sample.step}
-        append_line(path / ("metrics.jsonl" if sample.phase == "train" else "eval.jsonl"), line)
-        self._write_heads(path, sample)
+        try:
+            append_line(path / ("metrics.jsonl" if sample.phase == "train" else "eval.jsonl"), line)
+            self._write_heads(path, sample)
+        except RunDirectoryError as error:
+            if not path.is_dir():
+                raise
+            if not self._warned:
+                self._warned = True
+                caution(
+                    f"the record of step {sample.step:,} is lost: {error.__cause__ or error}. Later records are "
+                    f"written to {path} as soon as that is possible; training continues"
+                )
+            return
         if sample.phase == "train":
             peak = np.fmax(self._summary["max_logit"], sample.overall("max_logit"))
             self._summary |= {"steps": sample.step, "max_logit": float(peak), "samples": self._summary["samples"] + 1}

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
-import inspect
 import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 from torch import Tensor, distributed, nn
@@ -35,15 +33,12 @@ from torch.overrides import (
 )
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
-    _get_current_dispatch_mode,
     _get_current_dispatch_mode_stack,
-    _pop_mode_temporarily,
 )
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
-from qkeel.errors import QkeelError, RefusedError, caution
-from qkeel.patching.named_calls import SDPA_BY_NAME, TakeCall, begin_taking, end_taking, take_named_calls
+from qkeel.errors import QkeelError, caution
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -422,49 +417,12 @@ registered = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
 # The kernel that F.scaled_dot_product_attention would choose, as a number of torch.nn.attention.SDPBackend.
 kernel_choice = torch._fused_sdp_choice
 
-# Kernels behind F.scaled_dot_product_attention, by name without outer underscores.
-SDPA_KERNELS = {
-    "scaled_dot_product_flash_attention": flash,
-    "scaled_dot_product_flash_attention_for_cpu": flash_on_cpu,
-    "scaled_dot_product_efficient_attention": memory_efficient,
-    "scaled_dot_product_cudnn_attention": cudnn,
-    "scaled_dot_product_fused_attention_overrideable": registered,
-}
-
 # Operators over a list of tensors. All of them but `lerp_all` work in place.
 add_to_all = torch._foreach_add_
 multiply_all = torch._foreach_mul_
 copy_to_all = torch._foreach_copy_
 lerp_all = torch._foreach_lerp
 lerp_all_in_place = torch._foreach_lerp_
-
-
-def operator_name(function: object) -> str:
-    """Returns an operator's name with its namespace, such as "aten::add", or "" for anything else."""
-    return function._qualified_op_name if isinstance(function, Operator) else ""
-
-
-def argument_names(operator: Operator) -> list[str]:
-    """Returns the names of an operator's arguments in order."""
-    return [argument.name for argument in operator.default._schema.arguments]
-
-
-def written_arguments(operator: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
-    """Returns the arguments that an operator such as add_ writes to; the list is empty for anything else."""
-    written = _written(operator) if isinstance(operator, torch._ops.OpOverload) else ()
-    return [args[i] if i < len(args) else kwargs[name] for i, name in written if i < len(args) or name in kwargs]
-
-
-def writes(operator: object) -> bool:
-    """True if an operator writes to any of its arguments."""
-    return isinstance(operator, torch._ops.OpOverload) and bool(_written(operator))
-
-
-@functools.cache
-def _written(operator: torch._ops.OpOverload) -> list[tuple[int, str]]:
-    """Returns the position and name of each argument that an operator writes to."""
-    arguments = enumerate(operator._schema.arguments)
-    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 # Whether torch is currently compiling, transforming, tracing, or recomputing a checkpointed pass.
@@ -492,11 +450,6 @@ def running_frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def graph_task() -> int:
-    """Returns the number of the backward pass that runs in this thread, or -1."""
-    return _graph_task()
 
 
 def recomputing() -> bool:
@@ -533,7 +486,7 @@ def transformed_now() -> bool:
 def transformed() -> bool:
     """True inside a torch.func transform, forward-mode differentiation, an export or a trace."""
     # Exported and traced programs run elsewhere, without qkeel's operators.
-    differentiated = in_function_transform() or with_tangents()
+    differentiated = transformed_now()
     return differentiated or torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
@@ -631,31 +584,6 @@ def collective_of(operator: object, args: Sequence[object]) -> tuple[int, ...] |
     return None if group is None else tuple(distributed.get_process_group_ranks(group))
 
 
-def without_others(operator: object, args: Args) -> Callable[..., object] | None:
-    """Returns a substitute for an operator that only one process repeats, with different values.
-
-    In place of an all-gather, the substitute combines this process's new part with the recorded parts of the other
-    processes. Any other collective is refused. Returns None for operators that need no substitute, including functional
-    collectives, which all processes repeat.
-    """
-    ranks = collective_of(operator, args)
-    if ranks is None or not str(operator).startswith("c10d."):
-        return None
-
-    def parts(gathered: Tensor | Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        return gathered.chunk(len(ranks)) if isinstance(gathered, Tensor) else gathered[0]
-
-    def refuse(*_: object) -> object:
-        raise RefusedError(f"{operator} combines values from several processes, but only this process repeats it")
-
-    def gather(gathered: Tensor | list[list[Tensor]], own: Tensor | list[Tensor], *_: object) -> object:
-        for rank, new, came in zip(ranks, parts(gathered), parts(args[0]), strict=True):
-            new.copy_(came if rank != distributed.get_rank() else own if isinstance(own, Tensor) else own[0])
-        return gathered
-
-    return gather if re.search("c10d._?allgather_(base_)?.default", str(operator)) else refuse
-
-
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _BETWEEN_TWO = re.compile("send|recv")
 
@@ -748,12 +676,6 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
-TorchOperator = tuple[Function, Args, Kwargs, Any]  # an executed operator, its arguments and its output
-
-# Operators whose Python functions have a different name.
-_SAME = {"unsafe_view": "view", "to_copy": "to"}
-
-INSIDE: Literal["inside"] = "inside"  # see FunctionMode.wanted
 
 # Attributes and methods that compute nothing. They make up two thirds of all calls, and the mode passes them through.
 _GETTERS = ("device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_nested", "is_quantized")
@@ -761,141 +683,6 @@ _GETTERS += ("is_sparse", "layout", "ndim", "requires_grad", "shape")
 _METHODS = ("__len__", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "numel", "size")
 _METHODS += ("storage_offset", "stride")
 ASKED = {getattr(Tensor, name).__get__ for name in _GETTERS} | {getattr(Tensor, name) for name in _METHODS}
-
-
-class FunctionMode(TorchFunctionMode, abc.ABC):
-    """A mode that observes calls of torch functions while it is active, and leaves their results unchanged.
-
-    The mode makes each call itself, once and with the original arguments. `guard` protects the code that reads a call,
-    never the call itself. A function that torch compiles while the mode is active is compiled as if the mode were off,
-    and the mode does not see its operations.
-    """
-
-    def __init__(self, guard: Guarded = unguarded) -> None:
-        super().__init__()
-        self.guard = guard
-        self.inside = 0  # number of wanted calls that are running
-        self.only: frozenset[Function] | None = None  # if set, all other functions pass through unobserved
-        self._undo = ExitStack()
-
-    def __enter__(self) -> Self:
-        with ExitStack() as undo:
-            self.begin(undo)
-            super().__enter__()
-            undo.callback(super().__exit__, None, None, None)
-            self._undo = undo.pop_all()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._undo.close()
-
-    def begin(self, undo: ExitStack) -> None:
-        """Called before the mode is entered; `undo` is closed after it is left."""
-
-    def __torch_function__(
-        self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in ASKED or (self.only is not None and func not in self.only) or torch.compiler.is_compiling():
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return self.take(func, args, kwargs or {})
-
-    def take(self, func: Function, args: Args, kwargs: dict[str, Any]) -> Any:
-        """Makes a call that may be of interest, in code that torch does not compile."""
-        plain = self.guard is unguarded
-        wanted = self.wanted(func, args, kwargs) if plain else self.guard(self.wanted, func, args, kwargs)
-        if wanted is False or wanted is None:
-            return func(*args, **kwargs)
-        more = None
-        self.inside += 1
-        try:
-            if isinstance(wanted, str):
-                return func(*args, **kwargs)
-            if wanted is True:
-                out = func(*args, **kwargs)
-            else:
-                out, more = wanted()
-        finally:
-            self.inside -= 1
-        self.guard(self.saw, func, args, kwargs, out, more)
-        return out
-
-    @abc.abstractmethod
-    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | str | Callable[[], tuple[Any, Any]]:
-        """Returns whether `saw` gets this call, or a function that returns its result and an extra value for `saw`.
-
-        INSIDE means that `saw` needs neither this call nor the operators inside it."""
-
-    @abc.abstractmethod
-    def saw(self, function: Function, args: Args, kwargs: Kwargs, out: Any, more: Any) -> None:
-        """Called after a call that returned `out`. `more` is the extra value from the function that `wanted` returned,
-        or None if it returned no function."""
-
-
-class OperatorMode(TorchDispatchMode):
-    """A mode that observes every operator after it has run, even in torch.jit.script, torch.func.vmap and compiled C++.
-
-    It changes nothing.
-
-    Args:
-        read: a function that receives the name, arguments and output of an operator. Autograd records what it computes.
-        guard: calls `read`.
-        wanted: returns whether `read` gets the operator that has just run. It is called first, for speed.
-        keep: if True, every operator, and with it every tensor, is kept in `operations`.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(
-        self,
-        read: Callable[[str, Args, Kwargs, Any], None] = lambda *_: None,
-        guard: Guarded = unguarded,
-        *,
-        wanted: Callable[[], bool] = lambda: False,
-        keep: bool = False,
-    ) -> None:
-        super().__init__()
-        self.operations: list[TorchOperator] = []
-        self._read, self._guard, self._wanted, self._keep = read, guard, wanted, keep
-
-    def __torch_dispatch__(
-        self, func: Function, types: object, args: Args = (), kwargs: dict[str, object] | None = None
-    ) -> object:
-        with torch._C.DisableTorchFunction():
-            out = func(*args, **kwargs) if kwargs else func(*args)
-            if self._keep:
-                self.operations.append((func, args, kwargs or {}, out))
-            if self._wanted():
-                # `read` runs operators too, but a mode does not see operators inside its own callback, so it is entered
-                # again.
-                with _recording(), self if self._keep else nullcontext():
-                    self._guard(self._read, function_name(func), args, kwargs or {}, out)
-        return out
-
-
-class EagerOperatorMode(OperatorMode):
-    """An OperatorMode for passes under torch.compiler.set_stance("force_eager").
-
-    Nothing is compiled in such passes, so torch need not exclude its compiler from every call of the mode, which would
-    take longer than the call itself.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    __torch_dispatch__ = inspect.unwrap(OperatorMode.__torch_dispatch__)
-
-
-@contextmanager
-def no_operators_seen() -> Iterator[None]:
-    """Hides the operators in this context from an OperatorMode if that is the innermost mode.
-
-    This is for gradients that are computed in the middle of a pass but do not belong to it."""
-    if isinstance(_get_current_dispatch_mode(), OperatorMode):
-        with _pop_mode_temporarily():
-            yield
-    else:
-        yield
 
 
 _CHECKPOINTS = "torch.utils.checkpoint"
@@ -950,23 +737,14 @@ class CollectiveMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def _recording() -> Iterator[None]:
-    """Makes autograd record operators inside a mode, which normally runs after autograd."""
-    with torch._C._PreserveDispatchKeyGuard():
-        torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, False)
-        yield
-
-
 @functools.lru_cache(maxsize=1024)
 def function_name(function: Function) -> str:
     """Returns the name of a torch function or operator without its outer underscores and overload."""
-    name = getattr(function, "__name__", "").partition(".")[0].strip("_")
-    return _SAME.get(name, name) if isinstance(function, torch._ops.OpOverload) else name
+    return getattr(function, "__name__", "").partition(".")[0].strip("_")
 
 
 @contextmanager
-def suspended(functions: FunctionMode) -> Iterator[None]:
+def suspended(functions: TorchFunctionMode) -> Iterator[None]:
     """Disables a mode inside the context if it is the innermost one."""
     mine = _get_current_function_mode() is functions
     if mine:
@@ -979,7 +757,7 @@ def suspended(functions: FunctionMode) -> Iterator[None]:
 
 
 @contextmanager
-def without_modes(kind: type[FunctionMode]) -> Iterator[None]:
+def without_modes(kind: type[TorchFunctionMode]) -> Iterator[None]:
     """Disables all modes of this class inside the context, wherever they are in the stack."""
     before = _get_current_function_mode_stack()
     _enter_only([mode for mode in before if not isinstance(mode, kind)])
@@ -996,7 +774,7 @@ def _enter_only(modes: list[TorchFunctionMode]) -> None:
         _push_mode(mode)
 
 
-def leave(mode: FunctionMode) -> None:
+def leave(mode: TorchFunctionMode) -> None:
     """Leaves a mode, even if it is not the innermost one, since an interrupt may have left other modes inside it."""
     inner = []
     while _get_current_function_mode() not in (mode, None):
@@ -1009,116 +787,20 @@ def leave(mode: FunctionMode) -> None:
             _push_mode(other)
 
 
-class ModeInModules:
-    """Enters a function mode only during calls of some modules, so that the rest of a pass runs without a mode.
-
-    The modules have hooks from the call of `attach` until its stack is closed. The hooks run only in the thread that
-    attached them. In each module, the mode's `only` is set to the functions of interest. If this is SDPA_BY_NAME in all
-    of the modules, the mode gets these calls by name and is not entered at all. Its `begin`, which is meant for other
-    functions, is not called in this case.
-
-    Args:
-        mode: the mode to enter. `attach` calls its `begin` once. Its guard calls `before` and `after`.
-        modules: the modules, keyed by name, each with the functions of interest in it (None for all).
-        before: called when a module's call begins, with the module's name, the module and the call's arguments.
-        after: called when a module's call ends.
-    """
-
-    def __init__(
-        self,
-        mode: FunctionMode,
-        modules: Mapping[str, tuple[torch.nn.Module, frozenset[Function] | None]],
-        before: Callable[[str, torch.nn.Module, Args, Kwargs], None] | None = None,
-        after: Callable[[torch.nn.Module], None] | None = None,
-    ) -> None:
-        self._mode, self._hooked, self._before, self._after = mode, modules, before, after
-        self._entered: list[frozenset[Function] | None] = []  # previous values of `only`, one per running call
-        self._thread = threading.get_ident()
-        self._take: TakeCall | None = None  # receives the calls by name, if they are intercepted in this way
-        self._modes = 0  # how many modes were entered when the outermost call began
-
-    def attach(self, undo: ExitStack) -> None:
-        """Installs the hooks until `undo` is closed."""
-        named = all([only == SDPA_BY_NAME for _, only in self._hooked.values()])  # noqa: C419
-        if named and take_named_calls(undo):
-            self._take = self._take_call
-        else:
-            self._mode.begin(undo)
-        undo.callback(self._leave_all)
-        hooks: list[Hook] = []
-        undo.callback(remove_hooks, hooks)
-        leave = self._exit
-        for name, (module, only) in self._hooked.items():
-            before = functools.partial(self._enter, name, only)
-            hooks += put_hooks(module, before, leave)
-
-    def _enter(
-        self, name: str, only: frozenset[Function] | None, module: torch.nn.Module, args: Args, kwargs: Kwargs
-    ) -> None:
-        if threading.get_ident() != self._thread:
-            return
-        mode = self._mode
-        self._entered.append(mode.only)
-        mode.only = only
-        if self._before is not None:
-            mode.guard(self._before, name, module, args, kwargs)
-        if self._take is None:
-            _push_on_torch_function_stack(mode)
-        elif len(self._entered) == 1:
-            self._modes = torch._C._len_torch_function_stack()
-            begin_taking(self._take)
-
-    def _take_call(self, function: Function, types: object, args: Args, kwargs: dict[str, Any]) -> Any:
-        """Passes a call to the mode as if the mode had been entered when its module's call began.
-
-        A mode that was entered since then, such as that of a remedy, comes first and may change the call."""
-        if threading.get_ident() != self._thread:  # a thread that has copied this thread's context
-            return function(*args, **kwargs)
-        inner = [_pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack() - self._modes)]
-        if not inner:
-            return self._mode.take(function, args, kwargs)
-        for mode in (self._mode, *reversed(inner)):
-            _push_on_torch_function_stack(mode)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            for _ in inner:
-                _pop_torch_function_stack()
-            _take_off(self._mode)
-            for mode in reversed(inner):
-                _push_on_torch_function_stack(mode)
-
-    def _exit(self, module: torch.nn.Module, args: object, output: object) -> None:
-        if threading.get_ident() != self._thread or not self._entered:
-            return
-        self._put_down()
-        self._mode.only = self._entered.pop()
-        if self._after is not None:
-            self._mode.guard(self._after, module)
-
-    def _put_down(self) -> None:
-        """Ends what `_enter` has begun."""
-        if self._take is not None:
-            if len(self._entered) == 1:
-                end_taking(self._take)
-        elif (top := _pop_torch_function_stack()) is not self._mode:  # other code did not leave a mode it had entered
-            _push_mode(top)
-            _take_off(self._mode)
-
-    def _leave_all(self) -> None:
-        """Cleans up after an interrupt, which ends a pass without calling the hooks."""
-        while self._entered:
-            if self._take is None:
-                _take_off(self._mode)
-            elif len(self._entered) == 1:
-                end_taking(self._take)
-            self._mode.only = self._entered.pop()
+def number_of_modes() -> int:
+    """Returns how many function modes are active in this thread."""
+    return torch._C._len_torch_function_stack()
 
 
-def _take_off(mode: FunctionMode) -> None:
+def push_mode(mode: TorchFunctionMode) -> None:
+    """Enters a mode without calling its `__enter__`; `take_off` leaves it."""
+    _push_on_torch_function_stack(mode)
+
+
+def take_off(mode: TorchFunctionMode) -> None:
     """Removes a mode from the stack, even from below modes that other code has not left."""
     top = _pop_torch_function_stack() if _get_current_function_mode() is not None else None
     if top is mode or top is None:
         return
-    _take_off(mode)
+    take_off(mode)
     _push_mode(top)

@@ -94,6 +94,20 @@ def append(path: Path, data: bytes) -> None:
             raise
 
 
+def create(path: Path) -> bool:
+    """Creates an empty file, and returns whether this call created it.
+
+    Raises:
+        RunDirectoryError: the file cannot be created.
+    """
+    with _reported("create", path, "Choose a writable directory with free space."):
+        try:
+            path.open("xb").close()
+        except FileExistsError:
+            return False
+    return True
+
+
 def cut(path: Path, size: int) -> None:
     """Truncates a file to its first `size` bytes."""
     with _reported("truncate", path, "Make the file writable, then run the same command again to continue."):

@@ -268,11 +268,15 @@ class RunDirectory:
             yield
 
 
-def fresh_directory(path: Path) -> Path:
+def fresh_directory(path: Path, first: str = "") -> Path:
     """Creates `path`, or `path-2`, `path-3`, ... if it is not empty, and returns it; nothing is ever overwritten.
 
-    The directory is created in one atomic step, so two processes never get the same new directory. If `path` is an
-    existing empty directory, it is used.
+    If `path` is an existing empty directory, it is used.
+
+    Args:
+        path: the directory.
+        first: the name of a file that is created in it, empty, in one atomic step. Two processes that begin in the same
+            instant then never get the same directory, whether it existed or not.
 
     >>> fresh_directory(Path("made")).joinpath("note").touch()
     >>> fresh_directory(Path("made")).name
@@ -282,7 +286,8 @@ def fresh_directory(path: Path) -> Path:
         place = path if number == 1 else path.with_name(f"{path.name}-{number}")
         if place.exists() and not place.is_dir():
             continue
-        if disk.make_directory(place) or (number == 1 and place.is_dir() and not any(place.iterdir())):
+        is_empty = disk.make_directory(place) or (number == 1 and place.is_dir() and not any(place.iterdir()))
+        if is_empty and (not first or disk.create(place / first)):
             return place
     raise AssertionError("unreachable")
 

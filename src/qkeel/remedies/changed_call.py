@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from qkeel.capture.calls import HIDES, HeadLayout
+from qkeel.capture.named_calls import SDPA
 from qkeel.capture.readers import hiding, mha_mask, sdpa_arguments, unpacked
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
@@ -23,7 +24,6 @@ from qkeel.nn import functional_attention
 from qkeel.ops import run, run_with_weights
 from qkeel.patching.forward import InstanceForward, put_in_place, take_out
 from qkeel.patching.modes import compile_again, hooks_before
-from qkeel.patching.named_calls import SDPA_BY_NAME
 from qkeel.remedies.base import Args, Kwargs
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import AttentionCall, make_call
@@ -38,6 +38,8 @@ from qkeel.spec.slot import ParameterSizes, Params
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
+# The function itself: while calls by its name are read, another one is stored there.
+_FUSED: tuple[Callable[..., Tensor], ...] = (SDPA, functional_attention)
 _SUBTRACTIONS: tuple[Callable[..., object], ...] = (
     *(torch.sub, Tensor.sub, Tensor.sub_, Tensor.__sub__, Tensor.__isub__),
 )
@@ -245,7 +247,7 @@ class _Exchange(TorchFunctionMode):
         self, func: Callable[..., object], types_: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if func in SDPA_BY_NAME or func is functional_attention:
+        if func in _FUSED:
             return self.calls.fused(args, kwargs)
         if func in _SOFTMAX:
             return self.calls.written(args, kwargs)

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from qkeel.capture.calls import SiteStats, maxima
+from qkeel.capture.calls import maxima
 from qkeel.errors import InvalidValueError, RefusedError, caution
 from qkeel.functional.bounds import qk_clip_gamma
+from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle, check_taken, compose
 from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
@@ -234,7 +235,8 @@ class _Clip:
         self._spared = _spared(remedy.heads, target.sites)
         own = [[target.parameter(factor.weight.parameter) for factor in factors] for factors in plan.factors]
         self._weights = own if remedy.frozen == "refuse" else []  # of each site
-        self._seen: SiteStats | None = None  # statistics of the passes since the last step, once they have been read
+        # Statistics of the passes since the last step, once they have been read.
+        self._seen: dict[str, LogitStats] | None = None
         self._gone = weakref.finalize(optimizer, _stop, weakref.ref(self.tap))
         self._gone.atexit = False
 
@@ -245,13 +247,13 @@ class _Clip:
 
     def maxima(self) -> dict[str, Tensor]:
         """Returns the largest logits over the passes since the last step, keyed by site."""
-        return self._passes().field("max_logit")
+        return {name: stats.max_logit for name, stats in self._passes().items()}
 
-    def _passes(self) -> SiteStats:
+    def _passes(self) -> dict[str, LogitStats]:
         if self._seen is None:
             self.tap.settle()  # the step has come, so a pass that no gradient has reached is not trained by it
             self.tap.take("eval")
-            self._seen = SiteStats.of(self.tap.take("train"))
+            self._seen = self.tap.take("train")
         return self._seen
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
@@ -266,7 +268,7 @@ class _Clip:
             )
         # After a step the caches are cold and a torch operation takes 50 µs, so the usual case uses none.
         usual = infinite is None and not self.shared.several and self.kept is None
-        if not usual or any([self._over(block.joint.max_logit) for block in statistics.blocks]):  # noqa: C419
+        if not usual or any([self._over(stats.max_logit) for stats in statistics.values()]):  # noqa: C419
             self._clip(optimizer, infinite)
         self._seen = None
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, maxima
 from qkeel.capture.example import ModuleCall
-from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
+from qkeel.capture.intercept import SDPA_ALONE, CapturedCall, CaptureMode, name_of
 from qkeel.capture.readers import FLASH_AND_FLEX
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.heads.site import layer_of
@@ -27,7 +27,6 @@ from qkeel.patching.modes import (
     ModuleTree,
     in_this_thread,
 )
-from qkeel.patching.named_calls import SDPA_BY_NAME
 from qkeel.sites.trace import names_by_caller
 from qkeel.spec import AttentionCall
 
@@ -38,7 +37,7 @@ MeasurePlain = Callable[[Tensor, Tensor, float, bool], LogitStats | None]
 MeasureCall = Callable[[Seen], LogitStats | None]
 MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
 
-_FUSED = SDPA_BY_NAME | {F.multi_head_attention_forward, functional_attention}
+_FUSED = SDPA_ALONE | frozenset({F.multi_head_attention_forward, functional_attention})
 # For each function by whose name a call was observed, the torch functions to look for in the calling module; None for
 # all of them.
 _FUNCTIONS: dict[str, frozenset[Function] | None] = {
@@ -149,10 +148,10 @@ class ObservedPass:
         """Records the module in which attention was observed, and the function by which it was found."""
         layout, name = captured.layout, captured.frame.name
         is_known = layout is None or (layout == self.tap.facts.layouts.get(captured.name) and not layout.guess)
-        if captured.below or captured.headless or not name or not is_known or captured.how not in _FUNCTIONS:
+        if captured.headless or not name or not is_known or captured.how not in _FUNCTIONS:
             self.places[name] = None
         else:
-            only = SDPA_BY_NAME if captured.named else _FUNCTIONS[captured.how]
+            only = SDPA_ALONE if captured.named else _FUNCTIONS[captured.how]
             if name not in self.places:
                 self.places[name] = captured.frame.module, only
                 return

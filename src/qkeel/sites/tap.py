@@ -10,11 +10,11 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, SiteStats, statistics
+from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, statistics
 from qkeel.capture.example import LastPass, copied, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall
 from qkeel.errors import caution
-from qkeel.functional.statistics import KernelRows
+from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.handle import Handle
 from qkeel.heads.site import INDEX, AttentionSite, Sites
 from qkeel.kernels.statistics import plain_stats
@@ -37,6 +37,7 @@ _TRANSFORMED = (
     "a pass inside a transform of torch.func (grad, vmap, jvp) is not measured, because its tensors have no values "
     "outside it; passes outside are measured"
 )
+MOST_HELD = 1024  # passes whose role is open
 _OFF = "qkeel's tap failed and switched itself off: {}. The model continues unwatched"
 
 
@@ -216,7 +217,7 @@ class Tap(Handle):
         if not held.part:
             self.visitor.settled(phase, held.collected, measured)
 
-    def read(self, phase: Phase | None = None) -> SiteStats:
+    def read(self, phase: Phase | None = None) -> dict[str, LogitStats]:
         """Returns the statistics since the last read, keyed by site name; sites without a call are absent.
 
         Statistics of trained passes ("train") and of others ("eval") are separate. Without a phase, the statistics are
@@ -226,12 +227,12 @@ class Tap(Handle):
         self.settle(decide=not self._by_step)
         return self.take(phase or ("train" if self.has("train") else "eval"))
 
-    def take(self, phase: Phase) -> SiteStats:
+    def take(self, phase: Phase) -> dict[str, LogitStats]:
         """Like `read`, but without looking for passes whose role has become known."""
         sites, self._stats[phase] = self._stats[phase], SiteStatistics()
         return sites.joined()
 
-    def peek(self, phase: Phase | None = None) -> SiteStats:
+    def peek(self, phase: Phase | None = None) -> dict[str, LogitStats]:
         """Returns the statistics of passes whose role is open, taken for trained if the model was in training mode."""
         sites = SiteStatistics()
         for held in self._held:
@@ -389,6 +390,8 @@ class Tap(Handle):
             trained = True
         if trained is None:
             self._held.append(held)
+            if len(self._held) > MOST_HELD:  # graphs that the program keeps, or checkpoints that nothing repeats
+                self._sort(self._held.pop(0), "eval")
         else:
             self._sort(held, "train" if trained else "eval")
 

@@ -617,7 +617,8 @@ def _site(calls: list[CapturedCall], names: dict[int, str], read: Wanted) -> Att
         spec=call.spec,
         n_heads=heads,
         n_kv_heads=max((b.shape[1] for _, b in products if b is not None), default=heads),
-        head_dim=sum(q.shape[-1] for q in _distinct([q for q, _ in products])),
+        # Products of the same weights, of which a mask chooses one for each pair (ReRoPE), are one term.
+        head_dim=sum(q.shape[-1] for q in _distinct([q for q, _ in products[: 1 if len(terms) == 1 else None]])),
         terms=terms,
         why=why,
         normed=normed,
