@@ -221,8 +221,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         (
             "torch.ops.aten: _scaled_dot_product_flash_attention_for_cpu, _scaled_dot_product_flash_attention, "
             "_scaled_dot_product_flash_attention_for_cpu_backward, _scaled_dot_product_efficient_attention, "
-            "_scaled_dot_product_cudnn_attention, _scaled_dot_product_fused_attention_overrideable",
-            "to get row logsumexps from torch's attention kernels, and to know these kernels when they are called",
+            "_scaled_dot_product_cudnn_attention",
+            "to get row logsumexps from torch's attention kernels",
             "statistics at the price of a bracket, and windowed attention on a CPU",
         ),
         (
@@ -241,7 +241,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "sites inside torch.jit.script and torch.func.vmap",
         ),
         (
-            "torch: _foreach_add_, _foreach_mul_, _foreach_copy_, _foreach_lerp, _foreach_lerp_",
+            "torch: _foreach_mul_, _foreach_copy_, _foreach_lerp, _foreach_lerp_",
             "to step many tensors by one call",
             "remedies on steps, and the lab's Muon, at their price",
         ),

@@ -266,8 +266,7 @@ class AttentionSite:
     `unverified` says why an experiment did not confirm that these weights, and no others, determine the logits of these
     heads. `normed` is True if a norm that belongs to the model, and not to the spec, lies between the weights and the
     logit. `unscaled` says how an experiment showed that, unlike a dot product, the logits do not scale with the rows of
-    q (or of k). `description` is
-    set for a site that is described by hand.
+    q (or of k). `description` is set for a site that is described by hand.
 
     `key_heads` [n_heads] holds the index of the key head that each query head uses, or is None if consecutive query
     heads share a key head. `layout` gives the dimensions of the scores of hand-written attention; `layout.guess` says

@@ -51,7 +51,7 @@ class OutputGate(Remedy):
                 "use an attention module that calls its output projection as a module",
             )
         if site.description is not None:
-            return Refusal("its attention was described by hand or its calls can't be seen", "build it with qkeel.nn")
+            return Refusal("its attention was described by hand", "build it with qkeel.nn")
         return None
 
     def apply(self, target: Target) -> Handle:
