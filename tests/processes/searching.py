@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 import warnings
@@ -35,23 +36,24 @@ def remedied(model: nn.Module) -> None:
 
 
 @contextmanager
-def planted(at: int, *, lasting: bool) -> Iterator[list[int]]:
-    """Process 1 fails in the call of this number of a linear layer, and, if lasting, in all later ones; yields the
-    number of calls. (A hook would not do: a search holds back hooks that return nothing.)"""
-    calls = [0]
-    forward = nn.Linear.forward
+def planted(model: nn.Module, at: int, *, lasting: bool) -> Iterator[Iterator[int]]:
+    """Process 1 fails in the call of this number of a module, and in all later ones; yields a counter of calls.
 
-    def fail(self: nn.Linear, x: Tensor) -> Tensor:
-        calls[0] += 1
-        if dist.rank() == 1 and (calls[0] > at >= 0 if lasting else calls[0] == at + 1):
+    The hook returns a value, because a search holds back hooks that return nothing, and an iterator counts, because a
+    search puts lists and numbers back.
+    """
+    calls = itertools.count()
+
+    def fail(_: nn.Module, args: tuple[object, ...]) -> tuple[object, ...]:
+        number = next(calls)
+        if dist.rank() == 1 and (number >= at >= 0 if lasting else number == at):
             raise ValueError("boom")
-        return forward(self, x)
+        return args
 
-    nn.Linear.forward = fail  # type: ignore[method-assign]
-    try:
-        yield calls
-    finally:
-        nn.Linear.forward = forward  # type: ignore[method-assign]
+    hooks = [module.register_forward_pre_hook(fail) for module in model.modules()]
+    yield calls
+    for hook in hooks:
+        hook.remove()
 
 
 def failed(model: nn.Module, known: list[str]) -> bool:
@@ -80,13 +82,13 @@ def faults(setup: str, *, every: int) -> None:
     """A fault at any instant of the search is an error on every process or does no harm; training goes on as it was."""
     made = wrapped.llama(layers=1)
     model, plain = wrapped.wrapped(made, setup), wrapped.wrapped(wrapped.llama(layers=1), setup)
-    with planted(-1, lasting=False) as calls:
+    with planted(model, -1, lasting=False) as calls:
         known = searched(model)
     outcomes = set()
-    for at in range(0, calls[0], every):
+    for at in range(0, next(calls), every):
         for lasting in (True, False):
             begun = time.monotonic()
-            with planted(at, lasting=lasting), warnings.catch_warnings():
+            with planted(model, at, lasting=lasting), warnings.catch_warnings():
                 warnings.simplefilter("ignore", QkeelWarning)  # that attention inside of scripts is not looked for
                 outcome = int(failed(model, [site.name for site in known]))
             assert time.monotonic() - begun < 10
@@ -107,7 +109,7 @@ def alike(numbers: list[int], what: str) -> None:
 
 
 def some_faults() -> None:
-    faults("fsdp2", every=5)
+    faults("fsdp2", every=11)
 
 
 def faults_with_fully_shard() -> None:
