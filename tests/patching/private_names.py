@@ -201,7 +201,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "heads of models that project by torch.einsum",
         ),
         (
-            "a graph node of a product: _saved_self, _saved_other",
+            "a graph node of a product: _saved_self, _saved_other, _saved_mat1, _saved_mat1",
             "to check on numbers that a product is a norm, and by what factor it scales",
             "bounds on logits by the gains of norms in models that are not qkeel's",
         ),
