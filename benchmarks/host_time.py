@@ -177,7 +177,7 @@ WATCHERS: Mapping[str, Watcher] = {
     "watch(every=10)": watched(every=10),
     'watch(stats="max", every=10)': watched(stats="max", every=10),
     "watch(LogSpaced)": watched(every=LogSpaced()),
-    "watch(Adaptive), a bracket each step": watched(every=Adaptive(least=NEVER, most=NEVER)),
+    "watch(Adaptive), between measured steps": watched(every=Adaptive(least=NEVER, most=NEVER)),
     "watch, no step measured": watched(every=Every(NEVER)),
     "autopilot": lambda model, optimizer, ids: qkeel.autopilot(model, optimizer, batch=ids),
     'watch(stats="max") and qk_clip': lambda model, optimizer, ids: (

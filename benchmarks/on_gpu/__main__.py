@@ -75,17 +75,7 @@ class Goal:
 GOALS = (
     Goal("norm + RoPE forward, of a copy", "norm and rotation", "norm and rotation, forward;", AT_ONCE, 1 / 0.85),
     Goal("with backward, of five passes", "norm and rotation", "norm and rotation, forward +", AT_ONCE, 1.35),
-    Goal("maximum and entropy, of attention", "statistics", "statistics;", "statistics alone, Triton", 0.05),
-    Goal(
-        "largest logit from its logsumexp",
-        "statistics",
-        "statistics;",
-        "the same, largest logit from its logsumexp",
-        1.05,
-    ),
-    Goal(
-        "logsumexp handed out, of attention", "statistics", "logsumexp", "the same, bracket from its logsumexp", 1.005
-    ),
+    Goal("largest logits, of attention", "statistics", "statistics;", "largest and smallest logit alone", 0.05),
     Goal("lalr, of fused AdamW", "weights", "optimizer step", "AdamW, fused + lalr", 1.3),
     *(
         Goal(f"{told}, {model}", model, "ten training steps", case, most)

@@ -1,11 +1,10 @@
 """What the GPU kernels take, as ratios to what cannot be avoided: a section of `make gpu`.
 
-`python -m benchmarks.on_gpu.kernels` has four tables, interleaved, CUDA events, the L2 cache overwritten before every
+`python -m benchmarks.on_gpu.kernels` has tables, interleaved, CUDA events, the L2 cache overwritten before every
 call; --only norm, statistics or weights leaves the others out:
 
 - norm and rotation of q and k against a copy of both (forward) and against five passes over them (with backward);
 - statistics against the attention forward they belong to;
-- the bracket from the logsumexp against attention forward and backward;
 - lalr and qk_clip against the fused AdamW step.
 
 --toy with --device cpu and TRITON_INTERPRET=1 only shows that it runs: nothing it prints then says anything of a GPU.
@@ -25,7 +24,6 @@ from benchmarks.on_gpu.machine import DEVICE, Clock, write
 from benchmarks.steps import clip_cases, optimizer_cases
 from qkeel.functional.rope import rope_frequencies, rope_table
 from qkeel.kernels.attention.flex import Flex
-from qkeel.kernels.attention.logsumexp import fused_with_logsumexp
 from qkeel.kernels.logits import triton_extremes as extremes
 from qkeel.kernels.logits import triton_row_fields as row_fields
 from qkeel.kernels.native import triton as available
@@ -87,7 +85,6 @@ def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> Cases:
     call, scale = make_call(AttentionSpec(), q, k, v), sizes.head_dim**-0.5
     cases: Cases = {
         ATTENTION: lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
-        "the same, with its logsumexp": lambda: fused_with_logsumexp(q, k, v, True, scale),
         "all statistics alone, Triton": lambda: row_fields.row_fields(q, k, scale, 10.0, causal=True),
         "largest and smallest logit alone": lambda: extremes.extremes(q, k, scale, causal=True),
     }

@@ -10,7 +10,6 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.measure import Bench, Case
 from qkeel.kernels.native import triton as available
-from qkeel.patching.modes import kernel_choice
 
 MODEL_OF_100M, MODEL_OF_1B = "a watched model of 100M weights", "a watched model of 1B weights"
 COMPILED_MODEL = "a watched model of 100M weights, compiled"
@@ -70,7 +69,7 @@ def choices(device: str) -> dict[str, str]:
         for d in (64, 80, 128, 256):
             for groups in (4, 2):
                 q, k = (torch.empty(1, heads, 64, d, device=device, dtype=dtype) for heads in (4, groups))
-                chosen = kernel_choice(q, k, k, None, 0.0, True, scale=None, enable_gqa=groups != 4)
+                chosen = torch._fused_sdp_choice(q, k, k, None, 0.0, True, scale=None, enable_gqa=groups != 4)
                 keys = "grouped keys" if groups != 4 else "a key each"
                 found[f"{str(dtype)[6:]}, d {d}, {keys}"] = SDPBackend(chosen).name.lower()
     return found

@@ -16,14 +16,12 @@ import torch
 from tests.devices.accelerator import DEVICE, Accelerator, Counts
 from tests.remedies.foreign import hf, out
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 import qkeel
 from qkeel.capture.readers import sdpa_arguments
 from qkeel.functional.statistics import ROW_FIELDS
 from qkeel.kernels import statistics
-from qkeel.kernels.attention import logsumexp
 from qkeel.patching.modes import flash_on_cpu
 from qkeel.spec import AttentionCall
 
@@ -38,9 +36,7 @@ class Fused(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         given = sdpa_arguments(args, kwargs or {})
         q, k, v = (given[name] for name in ("query", "key", "value"))
-        pair = logsumexp.fused_with_logsumexp(q, k, v, bool(given["is_causal"]), given["scale"])
-        assert pair is not None
-        return pair[0]
+        return flash_on_cpu(q, k, v, 0.0, bool(given["is_causal"]), scale=given["scale"])[0]
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Counts:
@@ -84,8 +80,6 @@ def counted(layers: int) -> dict[str, dict[str, object]]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    logsumexp.kernel_choice = lambda *_, **how: SDPBackend.FLASH_ATTENTION.value
-    logsumexp._FUSED = {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))}
     with Accelerator():
         steps = {layers: counted(layers) for layers in LAYERS}
     print(json.dumps(steps, default=Counter))

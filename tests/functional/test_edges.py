@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -46,7 +45,6 @@ from qkeel.functional.logits import (
 from qkeel.functional.norms import inverse_l2, inverse_rms, l2_norm, layer_norm, rms_norm, unrounded, widest
 from qkeel.functional.position_biases import alibi_slopes
 from qkeel.functional.rope import ntk, rotate
-from qkeel.functional.statistics import LogitStats, merge
 
 
 def test_cosines_of_two_numbers_have_a_scale_and_of_one_have_none() -> None:
@@ -85,20 +83,6 @@ def test_a_forward_mode_derivative_is_that_of_the_backward_pass(formula: Callabl
         value, change = forward_ad.unpack_dual(of(forward_ad.make_dual(x, v)))
     torch.testing.assert_close(value, of(x))
     torch.testing.assert_close(change, torch.autograd.functional.jacobian(of, x) @ v)
-
-
-def test_errors_of_entropies_merge_by_their_query_rows_and_one_that_was_not_measured_leaves_the_other() -> None:
-    a, b = torch.tensor([1.0, 2.0, 7.0, 8.0, 3.0]), torch.tensor([5.0, 10.0, 9.0, 6.0, 4.0])
-    # Of a head without rows any number will do, but no NaN.
-    n_a, n_b = torch.tensor([3, 0, 1, 0, 0]), torch.tensor([1, 2, 0, 1, 0])
-    nothing = LogitStats.empty(5, 5, a)
-    first, second = (dataclasses.replace(nothing, n_queries=n, entropy_error=x) for n, x in ((n_a, a), (n_b, b)))
-    both = merge(first, second).entropy_error
-    assert both is not None
-    assert both[:4].tolist() == [2.0, 10.0, 7.0, 6.0]
-    assert both.isfinite().all()
-    assert merge(first, nothing).entropy_error is merge(nothing, first).entropy_error is a
-    assert merge(nothing, nothing).entropy_error is None
 
 
 @pytest.mark.parametrize("spoiled", [0, 1])

@@ -126,19 +126,18 @@ def test_statistics_of_different_sites_are_not_merged() -> None:
 @pytest.mark.parametrize(("kind", "rules"), [(LogitStats, statistics.MERGES), (ClassStats, class_statistics.MERGES)])
 def test_every_tensor_of_the_statistics_has_one_rule_by_which_it_merges(kind: Any, rules: dict[str, Merge]) -> None:
     fields = [field.name for field in dataclasses.fields(kind)]
-    assert [name for name in fields if name not in ("classes", "entropy_error", "names")] == list(rules)
+    assert [name for name in fields if name not in ("classes", "names")] == list(rules)
     for rule in rules.values():
         assert (rule.how == "mean") == bool(rule.count)
         assert not rule.count or rules[rule.count].how == "sum"
 
 
 def test_a_statistic_is_read_by_its_recorded_name() -> None:
-    stats = dataclasses.replace(stats_of(*samples(0, 3)), entropy_error=torch.ones(HEADS))
+    stats = stats_of(*samples(0, 3))
     for name in (*TENSORS, "max_abs_logit", "non_finite"):
         found = stats.value(name)
         assert found is not None
         assert torch.equal(found, getattr(stats, name)), name
-    assert stats.value("entropy_error") is stats.entropy_error
     assert stats.value("merge") is None
     assert stats.value("classes") is None
 

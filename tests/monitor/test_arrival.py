@@ -38,8 +38,7 @@ def random_stats(rng: random.Random, heads: int, kv_heads: int, dtype: torch.dty
             values[0] = rng.choice([float("nan"), float("inf"), -float("inf")])
         return torch.tensor(values, dtype=dtype)
 
-    error = torch.rand(heads, dtype=dtype) if rng.random() < 0.3 else None
-    return LogitStats(**{name: numbers(name) for name in MERGES}, entropy_error=error)  # type: ignore[arg-type]
+    return LogitStats(**{name: numbers(name) for name in MERGES})  # type: ignore[arg-type]
 
 
 def random_measurement(rng: random.Random) -> Measurement:

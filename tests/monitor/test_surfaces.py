@@ -27,9 +27,9 @@ from qkeel.records import (
 from qkeel.spec import AttentionSpec, Sink
 
 LAYERS = ("blocks.0.attention", "blocks.1.attention")
-# Of sparse layers: another run measures them. The last two are of samples of rows on a GPU, and of norms with gains.
+# Of sparse layers: another run measures them. The last is of norms with gains.
 SPARSE = {name for name in HEAD_FIELDS if name.startswith(("index_", "dense_"))}
-ELSEWHERE = {"entropy_error", "gain_bound"}
+ELSEWHERE = {"gain_bound"}
 
 
 class SparseModel(nn.Module):

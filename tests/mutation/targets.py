@@ -28,6 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "remedies/test_processes.py",
         "remedies/test_sharded_weights.py",
     ),
+    "distributed": ("processes/**/test_*.py", "monitor/test_watch_processes.py", "remedies/test_processes.py"),
     "metrics": (),
     "frames": (),
     "root": ("test_*.py",),

@@ -219,26 +219,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_rows(
         "modes",
         (
-            "torch.ops.aten: _scaled_dot_product_flash_attention_for_cpu, _scaled_dot_product_flash_attention, "
-            "_scaled_dot_product_flash_attention_for_cpu_backward, _scaled_dot_product_efficient_attention, "
-            "_scaled_dot_product_cudnn_attention",
-            "to get row logsumexps from torch's attention kernels",
-            "statistics at the price of a bracket, and windowed attention on a CPU",
-        ),
-        (
-            "torch: _fused_sdp_choice",
-            "to know which kernel F.scaled_dot_product_attention would take",
-            "statistics at the price of a bracket",
-        ),
-        (
-            "torch.ops.aten.add: _qualified_op_name",
-            "to know qkeel's compiled attention when it is called",
-            "the bound on the largest logit of compiled attention",
-        ),
-        (
-            "torch.ops.aten.add.default: _schema",
-            "to name the arguments of an operator",
-            "sites inside torch.jit.script and torch.func.vmap",
+            "torch.ops.aten: _scaled_dot_product_flash_attention_for_cpu, "
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+            "to merge rows of far and near keys by their logsumexps",
+            "windowed attention on a CPU",
         ),
         (
             "torch: _foreach_mul_, _foreach_copy_, _foreach_lerp, _foreach_lerp_",

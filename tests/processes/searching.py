@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 import warnings
@@ -35,14 +36,19 @@ def remedied(model: nn.Module) -> None:
 
 
 @contextmanager
-def planted(model: nn.Module, at: int, *, lasting: bool) -> Iterator[list[int]]:
-    """Process 1 fails in the call of this number of a module, and in all later ones; yields the number of calls."""
-    calls = [0]
+def planted(model: nn.Module, at: int, *, lasting: bool) -> Iterator[Iterator[int]]:
+    """Process 1 fails in the call of this number of a module, and in all later ones; yields a counter of calls.
 
-    def fail(*_: object) -> None:
-        calls[0] += 1
-        if dist.rank() == 1 and (calls[0] > at >= 0 if lasting else calls[0] == at + 1):
+    The hook returns a value, because a search holds back hooks that return nothing, and an iterator counts, because a
+    search puts lists and numbers back.
+    """
+    calls = itertools.count()
+
+    def fail(_: nn.Module, args: tuple[object, ...]) -> tuple[object, ...]:
+        number = next(calls)
+        if dist.rank() == 1 and (number >= at >= 0 if lasting else number == at):
             raise ValueError("boom")
+        return args
 
     hooks = [module.register_forward_pre_hook(fail) for module in model.modules()]
     yield calls
@@ -79,7 +85,7 @@ def faults(setup: str, *, every: int) -> None:
     with planted(model, -1, lasting=False) as calls:
         known = searched(model)
     outcomes = set()
-    for at in range(0, calls[0], every):
+    for at in range(0, next(calls), every):
         for lasting in (True, False):
             begun = time.monotonic()
             with planted(model, at, lasting=lasting), warnings.catch_warnings():

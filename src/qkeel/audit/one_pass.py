@@ -16,7 +16,7 @@ from qkeel.capture.example import copied
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.patching.autograd import base_of
 from qkeel.sites import AttentionSite, HeadSlice
-from qkeel.sites.trace import forward, grouped
+from qkeel.sites.trace import forward, grouped, names_by_caller
 
 _PRODUCTS = frozenset({"linear", "addmm", "matmul", "rmatmul", "mm", "einsum"})
 
@@ -133,6 +133,7 @@ class OnePass:
             calls.setdefault(captured.name, captured)
 
         watcher = CaptureMode(self.model, keep, layouts=layouts)
+        watcher.stack.by_caller = names_by_caller(self.sites)
         with ExitStack() as undo:
             for norm in itertools.chain(*self.norms.values()):
                 undo.callback(norm.module.register_forward_pre_hook(norm.note).remove)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -18,10 +18,13 @@ class ObjectContents:
     """The contents of the Python objects among some values: lists, dicts, sets and the attributes of plain objects,
     such as a cache of keys that a pass fills.
 
-    Modules, classes and functions are left out. Tensors are kept as they are, or copied if `tensors` is True.
+    Modules, classes and functions are left out. Tensors are kept as they are, or copied if `tensors` is True and they
+    are small. The attributes of an object are kept if `owns` is true for it.
     """
 
-    def __init__(self, values: object, *, tensors: bool = False) -> None:
+    def __init__(
+        self, values: object, *, tensors: bool = False, owns: Callable[[object], bool] = lambda _: True
+    ) -> None:
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor, int]] = []
         known: set[int] = set()
@@ -32,7 +35,8 @@ class ObjectContents:
                 continue
             known.add(id(x))
             if isinstance(x, Tensor):
-                if tensors and _is_small(x):
+                copied = sum(value.numel() for _, value, _ in self._tensors)
+                if tensors and _is_plain(x) and x.numel() + copied <= _MOST_NUMBERS:
                     self._tensors.append((x, x.detach().clone(), version_of(x)))
                 continue
             if isinstance(x, (list, dict, set, tuple, collections.deque)) and len(x) > _MOST_OBJECTS:
@@ -43,7 +47,7 @@ class ObjectContents:
                 waiting += x
             elif isinstance(x, Mapping):
                 waiting += x.values()
-            elif isinstance(attributes := getattr(x, "__dict__", None), dict):
+            elif isinstance(attributes := getattr(x, "__dict__", None), dict) and owns(x):
                 self._contents.append((attributes, dict(attributes)))
                 waiting += attributes.values()
 
@@ -63,12 +67,11 @@ class ObjectContents:
                 x.update(contents) if isinstance(x, set) else x.extend(contents)
 
 
-def _is_small(x: Tensor) -> bool:
-    plain = type(x) is Tensor and x.layout is torch.strided and not (x.is_meta or x.is_inference())
-    return plain and x.numel() <= _MOST_NUMBERS
+def _is_plain(x: Tensor) -> bool:
+    return type(x) is Tensor and x.layout is torch.strided and not (x.is_meta or x.is_inference())
 
 
-_MOST_OBJECTS, _MOST_NUMBERS = 1000, 1 << 20
+_MOST_OBJECTS, _MOST_NUMBERS = 1000, 1 << 22
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 CONTAINERS = (list, set, collections.deque, *_DICTS)
 _WITHOUT_CONTENTS = (nn.Module, type, FunctionType, ModuleType, str, int, float, torch.dtype, torch.device)

@@ -103,7 +103,8 @@ class GivenArguments:
     def __init__(self, args: Args, kwargs: Kwargs, inputs: Sequence[Tensor]) -> None:
         self.args, self.kwargs = args, kwargs
         self._contents = ObjectContents((args, dict(kwargs)))
-        self._device = inputs[0].device.type if inputs and not inputs[0].is_meta else "cpu"
+        device = inputs[0].device.type if inputs else "cpu"
+        self._device = device if torch.amp.is_autocast_available(device) else "cpu"  # the meta device has none
         self._cast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
         self._copied = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -123,7 +124,8 @@ def _is_of_library(hook: object) -> bool:
     if not isinstance(hook, (types.FunctionType, types.MethodType, functools.partial, type)):
         hook = type(hook)  # an object that can be called
     home = getattr(_function_of(hook), "__module__", None) or ""
-    return home.partition(".")[0] in _LIBRARIES
+    package = home.partition(".")[0]
+    return package in _LIBRARIES or (package in sys.stdlib_module_names and package != "__main__")
 
 
 class OutsideStores:
@@ -159,7 +161,7 @@ class OutsideStores:
                     self._globals.append((plain.__globals__, name, plain.__globals__[name]))
         reached += [value for _, value in self._cells]
         reached += [value for *_, value in self._globals]
-        self._contents = ObjectContents(reached, tensors=True)
+        self._contents = ObjectContents(reached, tensors=True, owns=lambda x: not _is_of_library(type(x)))
 
     def restore(self) -> None:
         """Puts everything back."""

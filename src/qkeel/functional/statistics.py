@@ -20,7 +20,6 @@ from qkeel.errors import InvalidValueError
 from qkeel.functional.class_statistics import (
     ClassStats,
     Members,
-    Merge,
     TokenClasses,
     class_maxima,
     class_norms,
@@ -60,7 +59,6 @@ class LogitStats:
         n_products: number of pairs over which qk_frobenius, cos_max and cos_mean are computed. It is 0 if only the
             logits were observed, not q and k; these three are then not measured and are 0, -inf and 0.
         classes: the statistics split by token class, if the classes of the call are known.
-        entropy_error: half the width of a 95 % interval for `entropy` if rows were sampled, otherwise None.
     """
 
     max_logit: PerHead = field(metadata=rule("max", -torch.inf))  #: largest, in nats; -inf where no pair is visible
@@ -89,14 +87,10 @@ class LogitStats:
     n_free: Int[Tensor, " h"] = field(metadata=rule("sum"))
     n_products: Int[Tensor, " h"] = field(metadata=rule("sum"))
     classes: ClassStats | None = None
-    entropy_error: PerHead | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns every measured statistic and count by name, except those split by class."""
-        found = dict(zip(TENSORS, _ALL_TENSORS(self)))  # one call, as it runs several times per step
-        if self.entropy_error is not None:
-            found["entropy_error"] = self.entropy_error
-        return found
+        return dict(zip(TENSORS, _ALL_TENSORS(self)))  # one call, as it runs several times per step
 
     def value(self, name: str) -> Tensor | None:
         """Returns a statistic by its recorded name (records.HEAD_FIELDS); None if unknown or not measured.
@@ -138,7 +132,7 @@ MERGES = merge_rules(LogitStats)
 TENSORS = tuple(MERGES)
 _ALL_TENSORS = operator.attrgetter(*TENSORS)
 DERIVED = ("max_abs_logit", "non_finite")  # properties that are recorded
-RECORDED = {*TENSORS, *DERIVED, "entropy_error"}
+RECORDED = {*TENSORS, *DERIVED}
 
 
 def merge(a: LogitStats, *others: LogitStats) -> LogitStats:
@@ -158,15 +152,8 @@ def merge(a: LogitStats, *others: LogitStats) -> LogitStats:
     if not others:
         return a
     parts = [tensors(a), *map(tensors, others)]
-    sampled = [block for block in parts if "entropy_error" in block]
-    error = sampled[0]["entropy_error"] if sampled else None
-    if len(sampled) > 1:
-        error = merged(sampled, {"entropy_error": _ERROR})["entropy_error"]
     classes = functools.reduce(merge_classes, [stats.classes for stats in others], a.classes)
-    return LogitStats(**merged(parts, MERGES), classes=classes, entropy_error=error)
-
-
-_ERROR = Merge("mean", count="n_queries")
+    return LogitStats(**merged(parts, MERGES), classes=classes)
 
 
 # Row logsumexps, and the gate of a learned sink.

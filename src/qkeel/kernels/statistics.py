@@ -207,7 +207,7 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
         biases = [call.bias(rows, keys) for call in (before, after)]
         if biases[0] is not None and biases[1] is not None:
             change = change + (biases[1] - biases[0]).to(change.dtype)
-        visible_keys = _seen(after, rows, keys)
+        visible_keys = _visible_keys(after, rows, keys)
         parts.append(change_rows(visible_keys.blank_(change), visible_keys))
     return reduce_changes(parts, after.query_mask)
 
@@ -247,11 +247,11 @@ def _blocks(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
 
 def _logits(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor, VisibleKeys]:
     """Returns the blanked logits of a block of encoded q and k, before the cap, and the visible keys."""
-    visible_keys = _seen(call, rows, keys)
+    visible_keys = _visible_keys(call, rows, keys)
     return visible_keys.blank_(call.scores(q[:, :, rows], k[:, :, keys], rows, keys)), visible_keys
 
 
-def _seen(call: AttentionCall, rows: slice, keys: slice) -> VisibleKeys:
+def _visible_keys(call: AttentionCall, rows: slice, keys: slice) -> VisibleKeys:
     start, n = 0, keys.stop - keys.start
     if call.causal and call.plain and call.mask is None and call.window is None:
         # Every row of the block sees the keys before the block's diagonal.
@@ -294,9 +294,9 @@ def _keys_seen(call: AttentionCall) -> Tensor:
     counted = call.query_mask
     if _all_keys_seen(call):
         return torch.ones(b, g, s, dtype=torch.bool, device=call.k.device)
-    alike = call.mask is None or call.mask.shape[2] == 1  # equal for all rows, as padding is
-    whole = type(call) is AttentionCall and call.window is None and call.pos_q.numel() > 0
-    if whole and alike and not call.pos_q.is_floating_point():
+    same_for_rows = call.mask is None or call.mask.shape[2] == 1  # as padding is
+    plain_call = type(call) is AttentionCall and call.window is None and call.pos_q.numel() > 0
+    if plain_call and same_for_rows and not call.pos_q.is_floating_point():
         return _keys_before(call)
     keys_seen = torch.zeros(b, g, s, dtype=torch.bool, device=call.k.device)
     for rows, keys in _blocks(call):

@@ -74,9 +74,7 @@ class Measurement:
 
 
 @functools.lru_cache(maxsize=1024)
-def _site_entries(
-    site: str, n_heads: int, n_kv_heads: int, *, has_error: bool, classes: tuple[str, ...] | None
-) -> tuple[Entry, ...]:
+def _site_entries(site: str, n_heads: int, n_kv_heads: int, classes: tuple[str, ...] | None) -> tuple[Entry, ...]:
     """Returns the entries of a site's statistics, in the order of `_site_tensors`."""
 
     def entry(name: str, rule: str, weight: str, blank: float, n_classes: Sequence[int] = ()) -> Entry:
@@ -87,8 +85,6 @@ def _site_entries(
         return Entry(site, name + suffix, (heads, *n_classes), rule, weight, axis, blank=blank)  # type: ignore[arg-type]
 
     entries = [entry(name, merging.how, merging.count, merging.neutral) for name, merging in MERGES.items()]
-    if has_error:
-        entries.append(entry("entropy_error", "mean", "n_queries", 0.0))
     if classes is not None:
         for name, merging in CLASS_MERGES.items():
             n_classes = [len(classes)] * CLASS_DIMENSIONS[name]
@@ -114,9 +110,8 @@ def flatten(measured: Measurement) -> tuple[Form, list[Tensor]]:
             by_class = classes.tensors()
             tensors += [by_class[name] for name in CLASS_MERGES]
         names = None if classes is None else classes.names
-        has_error = stats.entropy_error is not None
         sizes = len(stats.max_logit), len(stats.key_norm)
-        entries = _site_entries(site, *sizes, has_error=has_error, classes=names)
+        entries = _site_entries(site, *sizes, names)
         for entry, tensor in zip(entries, tensors, strict=True):
             pairs.setdefault(tensor.dtype, []).append((entry, tensor))
     for (site, name), number in measured.numbers.items():
@@ -186,7 +181,7 @@ class StepRecord:
             if classes:
                 names[entry.site] = tuple(classes)
                 by_class.setdefault(entry.site, {})[name] = self.table.read(self.vector, entry)
-            elif entry.site in fields and (name in MERGES or name == "entropy_error"):
+            elif entry.site in fields and name in MERGES:
                 fields[entry.site][name] = self.table.read(self.vector, entry)
         stats = {}
         for site, tensors in fields.items():

@@ -21,7 +21,7 @@ from qkeel.patching.modes import Kwargs
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.logits import Fixed
-from qkeel.spec.slot import AttentionMask, Outputs, PerRow
+from qkeel.spec.slot import AttentionMask, Outputs
 
 
 def scaled_dot_product_attention(
@@ -63,46 +63,37 @@ def scaled_dot_product_attention(
         >>> torch.equal(scaled_dot_product_attention(q, q, q, is_causal=True), q)
         True
     """
-    given = (query, key, value)
-    how: Kwargs = {
+    arguments = (query, key, value)
+    options: Kwargs = {
         "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa
     }  # fmt: skip
     # Function modes should see this function. Tensor subclasses, above all nested tensors, only know torch's.
-    if has_torch_function_variadic(*given) and all(map(is_plain, given)):
-        return handle_torch_function(scaled_dot_product_attention, given, *given, **how)
-    kernel, call = _own({"query": query, "key": key, "value": value, **how})
+    if has_torch_function_variadic(*arguments) and all(map(is_plain, arguments)):
+        return handle_torch_function(scaled_dot_product_attention, arguments, *arguments, **options)
+    kernel, call = _compiled_call({"query": query, "key": key, "value": value, **options})
     if kernel is not None and call is not None:
         return _laid_out(kernel(call), query)
-    return F.scaled_dot_product_attention(*given, **how)
+    return F.scaled_dot_product_attention(*arguments, **options)
 
 
-def attention_with_rows(given: Kwargs) -> tuple[Outputs, KernelRows | None]:
+def attention_with_rows(arguments: Kwargs) -> tuple[Outputs, KernelRows | None]:
     """Computes attention from all arguments by name; also returns row statistics if the compiled kernel ran, otherwise
     None."""
-    kernel, call = _own(given)
+    kernel, call = _compiled_call(arguments)
     if isinstance(kernel, Native) and call is not None:
         out, rows = kernel.with_rows(call)
-        return _laid_out(out, given["query"]), rows
-    return scaled_dot_product_attention(**given), None
+        return _laid_out(out, arguments["query"]), rows
+    return scaled_dot_product_attention(**arguments), None
 
 
-def attention_with_logsumexp(given: Kwargs) -> tuple[Outputs, PerRow | None]:
-    """Computes attention from all arguments by name; also returns row logsumexps [b h t] if the compiled kernel ran."""
-    kernel, call = _own(given)
-    if isinstance(kernel, Native) and call is not None:
-        out, lse = kernel.with_logsumexp(call)
-        return _laid_out(out, given["query"]), lse
-    return scaled_dot_product_attention(**given), None
-
-
-def _own(given: Kwargs) -> tuple[Callable[[AttentionCall], Tensor] | None, AttentionCall | None]:
+def _compiled_call(arguments: Kwargs) -> tuple[Callable[[AttentionCall], Tensor] | None, AttentionCall | None]:
     """Returns the compiled kernel and its call, or None and None if torch's function must compute it."""
-    q, k, v, mask, causal = (given[name] for name in ("query", "key", "value", "attn_mask", "is_causal"))
-    if torch.compiler.is_compiling() or not (is_plain(q) and q.is_cpu and _fit(q, k, v, mask, given["enable_gqa"])):
+    q, k, v, mask, causal = (arguments[name] for name in ("query", "key", "value", "attn_mask", "is_causal"))
+    if torch.compiler.is_compiling() or not (is_plain(q) and q.is_cpu and _fit(q, k, v, mask, arguments["enable_gqa"])):
         return None, None
-    if given["dropout_p"] or (causal and mask is not None) or torch.is_autocast_enabled("cpu"):
+    if arguments["dropout_p"] or (causal and mask is not None) or torch.is_autocast_enabled("cpu"):
         return None, None
-    t, s, scale = q.shape[2], k.shape[2], given["scale"]
+    t, s, scale = q.shape[2], k.shape[2], arguments["scale"]
     if (causal and s < t) or not (q.numel() and v.numel()) or not (scale is None or math.isfinite(scale)):
         return None, None
     if causal and s > t:  # torch aligns the first query with the first key
@@ -134,8 +125,8 @@ def _fit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> boo
         return False
     if mask is None:
         return True
-    whole = (q.shape[0], heads, q.shape[2], k.shape[2])[4 - mask.ndim :]
-    fits = mask.ndim <= 4 and all(n in (1, size) for n, size in zip(mask.shape, whole))
+    full_shape = (q.shape[0], heads, q.shape[2], k.shape[2])[4 - mask.ndim :]
+    fits = mask.ndim <= 4 and all(n in (1, size) for n, size in zip(mask.shape, full_shape))
     return fits and mask.device == q.device and mask.dtype in (torch.bool, q.dtype)
 
 

@@ -402,17 +402,11 @@ def pickle_by(module: nn.Module, reduced: Callable[[Any, object], tuple[object, 
     type(module).__reduce_ex__ = reduced  # type: ignore[assignment,method-assign]
 
 
-# Torch operators without a public function: attention kernels that return their logsumexp, and operators over lists.
+# Torch operators without a public function: attention kernels, and operators over lists.
 
-# Attention kernels. They return (output, row logsumexps, ...); F.scaled_dot_product_attention returns only the output.
+# They return (output, row logsumexps, ...); F.scaled_dot_product_attention returns only the output.
 flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-flash = torch.ops.aten._scaled_dot_product_flash_attention
-memory_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-
-# The kernel that F.scaled_dot_product_attention would choose, as a number of torch.nn.attention.SDPBackend.
-kernel_choice = torch._fused_sdp_choice
 
 # Operators over a list of tensors. All of them but `lerp_all` work in place.
 multiply_all = torch._foreach_mul_

@@ -127,9 +127,6 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "entropy": HeadField(
         "nats", "mean attention entropy over query rows with a visible key", "mean", column="entropy", per_layer=True
     ),
-    "entropy_error": HeadField(
-        "nats", "half the width of the 95 % interval of an entropy estimated from a sample of rows", "max"
-    ),
     "entropy_min": HeadField("nats", "smallest attention entropy of a query row", "min"),
     "normalized_entropy": HeadField(
         "1", "mean of entropy / ln(visible keys) over rows with two or more keys", "mean", count="n_free"

@@ -732,7 +732,7 @@ def _check_ran(
     for new in placed:
         new.seen = []
     try:
-        trace = seen(target.model, *target.short(), earlier=target.trace)
+        trace = seen(target.model, *target.short())
     finally:
         sizes = [new.seen for new in placed]
         for new in placed:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Literal, final
 
 import torch
@@ -24,7 +24,7 @@ from qkeel import distributed as dist
 from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, fewest_keys, key_heads
 from qkeel.capture.eager import is_projected, reached
 from qkeel.capture.example import Caller, ModuleCall, ShortExample, Undo, copied, first_row, shorter, undisturbed
-from qkeel.capture.intercept import SDPA_ALONE, CapturedCall, CaptureMode
+from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.capture.visible_sets import KeyOrigin, VisibleSets, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
@@ -45,7 +45,6 @@ from qkeel.patching.forward import extra_pass
 from qkeel.patching.modes import (
     Args,
     DeferredError,
-    Function,
     Guarded,
     Kwargs,
     modules_of,
@@ -62,7 +61,6 @@ _LOG = logging.getLogger(__name__)
 ONE_LENGTH = 1e-3  # what a norm adds under its root changes norms by less than this fraction
 
 Gains = tuple[NormGain, ...]
-Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]  # see `CaptureMode`: modules to observe, by name
 # How much is read about the sites of a pass: whether a norm precedes the logit, also the weights, or also whether a
 # rerun confirms the weights.
 Wanted = Literal["norms", "weights", "verified"]
@@ -117,8 +115,7 @@ class ModelTrace:
         values: the tensors by which the softmax weights of each site were multiplied.
         called: the number of calls of each module, by its id.
         minima: the smallest visible logit of each hand-written site, on the full example.
-        hidden_by_small: the number of pairs that masks hide at each hand-written site where some of these are hidden by
-            values above -9000, on the full example.
+        hidden_by_small: whether masks of each hand-written site hide pairs by values above -9000, on the full example.
     """
 
     model: nn.Module
@@ -128,19 +125,11 @@ class ModelTrace:
     values: dict[str, Tensor]
     called: Mapping[int, int]
     minima: dict[str, float]
-    hidden_by_small: dict[str, int]
+    hidden_by_small: dict[str, bool]
 
     def verified(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         """Returns the sites, with a reason for each site whose weights a rerun of its module does not confirm."""
         return _verified(self.model, sites, self.calls)
-
-    def places(self) -> Places | None:
-        """Returns the modules that made the calls, keyed by name, if all attention calls are calls of
-        F.scaled_dot_product_attention through that name in modules inside the model; otherwise returns None."""
-        calls = [one.captured for each in self.calls.values() for one in each]
-        named = all(c.named and c.frame.name and not c.headless for c in calls)
-        plain = named and not self.sites.missed and {c.name for c in calls} == {site.name for site in self.sites}
-        return {c.frame.name: (c.frame.module, SDPA_ALONE) for c in calls} if plain and calls else None
 
     def inputs_after(
         self, site: AttentionSite, weights: Mapping[str, Tensor]
@@ -222,21 +211,12 @@ def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> M
         return _traced(model, args, kwargs, undo, expected=expected)
 
 
-def seen(model: nn.Module, args: Args, kwargs: Kwargs, *, earlier: ModelTrace | None = None) -> ModelTrace:
+def seen(model: nn.Module, args: Args, kwargs: Kwargs) -> ModelTrace:
     """Returns the trace of a pass over the full example, with its sites and with whether their q or k is normed, but
-    without the weights of their heads.
-
-    Args:
-        model: the model.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        earlier: the trace of a pass on the same example. If all its attention calls were calls of
-            F.scaled_dot_product_attention, only such calls in the same modules are observed.
-    """
+    without the weights of their heads."""
     model = uncompiled(model)
-    places = None if earlier is None else earlier.places()
     with whole_weights(model), extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
-        return _traced(model, args, kwargs, undo, expected=True, read="norms", places=places)
+        return _traced(model, args, kwargs, undo, expected=True, read="norms")
 
 
 def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -262,11 +242,10 @@ def _traced(
     *,
     expected: bool,
     read: Wanted = "verified",
-    places: Places | None = None,
 ) -> ModelTrace:
     """The trace of one pass over this example, with as much information about its sites as `read` requests."""
     check_devices(model, args, kwargs)
-    reading = _read(model, args, kwargs, undo, read, places)
+    reading = _read(model, args, kwargs, undo, read)
     watcher = reading.watcher
     if not reading.sites and expected:
         raise NoAttentionError(unseen(model, watcher))
@@ -307,7 +286,7 @@ def _typed(sites: Sequence[AttentionSite], seen: Mapping[str, VisibleSets]) -> l
 
 def _same_calls(
     model: nn.Module, args: Args, kwargs: Kwargs, trace: ModelTrace, undo: Undo
-) -> tuple[dict[str, float], dict[str, int], dict[str, VisibleSets]] | None:
+) -> tuple[dict[str, float], dict[str, bool], dict[str, VisibleSets]] | None:
     """The smallest visible logits, the numbers of pairs hidden by small numbers and the visible sets in a pass without
     gradients, from which nothing else is recorded. None unless the pass has the same sites as the trace, with the same
     numbers of heads, and misses the same attention layers."""
@@ -317,7 +296,7 @@ def _same_calls(
     found: dict[str, int] = {}
     names: set[str] = set()
     least: dict[str, Tensor] = {}
-    hidden: dict[str, int] = {}
+    hidden: dict[str, bool] = {}
     groups: dict[int, tuple[str, ModuleCall]] = {}  # the frame is kept so that its id is not reused
 
     def note(captured: CapturedCall) -> None:
@@ -353,16 +332,13 @@ def _least(call: object) -> Tensor | None:
     return call.logits.detach().masked_fill(~seen, torch.inf).amin()
 
 
-def _hidden_by_small(call: object) -> int:
-    """The number of pairs that the masks of a hand-written call hide, or 0 if none of these pairs is hidden by a value
-    above -9000. Rows that see no key are left out, since padding may have added them."""
+def _hidden_by_small(call: object) -> bool:
+    """True if a mask of a hand-written call hides pairs by values above -9000. Rows that see no key are left out, since
+    padding may have added them."""
     if not isinstance(call, ScoresCall) or call.hidden is None:
-        return 0
-    if not bool((call.hidden & (call.capped > HIDES)).any()):
-        return 0
-    hidden = call.hidden.expand(*call.hidden.shape[:3], call.logits.shape[3])
-    hidden = hidden & ~hidden.all(-1, keepdim=True)
-    return int(hidden.sum()) * (call.logits.numel() // hidden.numel())
+        return False
+    by_small_values = call.hidden & (call.capped > HIDES)
+    return bool((by_small_values & ~call.hidden.all(-1, keepdim=True)).any())
 
 
 def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo) -> Sites:
@@ -406,7 +382,6 @@ class _Reading:
         read: Wanted,
         *,
         keep: bool,
-        places: Places | None = None,
     ) -> None:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._names = {id(p): name for name, p in reversed(self._parameters.items())}
@@ -415,7 +390,6 @@ class _Reading:
             self._note,
             probing=True,
             guard=_guard(model),
-            only_in=places,
             names=self._names,
         )
         self.watcher.values = {}
@@ -499,7 +473,7 @@ class _Reading:
         """Runs the pass."""
         torch.clear_autocast_cache()  # otherwise the cast of a weight may come from an earlier pass
         watcher = self.watcher
-        forward(watcher.stack.root.module, _looking(watcher), *self.given, parts=self.parts, guard=watcher.guard)
+        forward(watcher.stack.root.module, watcher, *self.given, parts=self.parts, guard=watcher.guard)
 
     def finished(self) -> bool:
         """Reads the remaining sites. Returns False if that needed a checkpointed part that was not kept."""
@@ -526,23 +500,14 @@ class _Reading:
         return dataclasses.replace(site, origin=origin)
 
 
-@contextmanager
-def _looking(watcher: CaptureMode) -> Iterator[None]:
-    """A context in which a mode observes the calls of a pass, and which of them are made through the function's
-    name."""
-    with ExitStack() as around:
-        watcher.look(around)
-        yield
-
-
-def _read(model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted, places: Places | None) -> _Reading:
+def _read(model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted) -> _Reading:
     """Reads one forward pass. If the weights and the logits computed from them lie in two checkpointed parts, a second
     pass keeps both parts, and a warning reports this."""
     try:
         given = copied(args), copied(kwargs)
     except Exception as error:  # arguments that are not tensors may not support copying
         raise _failed(model, error) from error
-    reading = _Reading(model, given, read, keep=False, places=places)
+    reading = _Reading(model, given, read, keep=False)
     try:
         reading.run()
         if reading.finished():
@@ -553,7 +518,7 @@ def _read(model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted
         if not reading.parts.any:
             raise _failed(model, error) from error
     undo()
-    reading = _Reading(model, (copied(args), copied(kwargs)), read, keep=True, places=places)
+    reading = _Reading(model, (copied(args), copied(kwargs)), read, keep=True)
     try:
         reading.run()
         reading.finished()

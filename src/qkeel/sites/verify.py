@@ -88,6 +88,8 @@ class Verification:
         except CannotRerunError as error:
             self._by_gradients[site.name] = str(error)
             return site
+        except dist.ApartError:
+            raise
         except Exception as error:
             return dataclasses.replace(site, unverified=f"its module cannot run again: {type(error).__name__}: {error}")
         kind = _kind(site, rerun.frame, weights)
@@ -100,6 +102,8 @@ class Verification:
                 experiment = _Experiment(site, weights, rerun)
                 doubt = experiment.doubt(brief=verified is not None)
                 unscaled = "" if doubt or verified is not None else experiment.disproportion()
+            except dist.ApartError:
+                raise
             except Exception as error:
                 doubt, unscaled = f"its module cannot run again: {type(error).__name__}: {error}", ""
         if verified is not None:
@@ -234,13 +238,17 @@ class Rerun:
     def check(self) -> None:
         """Raises CannotRerunError unless the module computes the same logits as in the model's pass, or random ones
         that are the same in every run."""
-        before = torch.get_rng_state()
+        before = self._streams()
         first = self.logits({})
-        random_numbers = not torch.equal(torch.get_rng_state(), before)
+        random_numbers = not all(map(torch.equal, self._streams(), before))
         recorded = [reader.recorded for reader in self._readers]
         if _alike(first, recorded) or (random_numbers and _alike(first, self.logits({}))):
             return
         raise CannotRerunError("running their modules again gave other logits")
+
+    def _streams(self) -> list[Tensor]:
+        devices = {x.device for x in self.frame.inputs if x.is_cuda}
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
 
     def logits(self, weights: Weights, inputs: Mapping[int, Tensor] | None = None) -> list[Tensor]:
         """The logits of the site's calls with these weights, and with other inputs, by their number, if given."""

@@ -35,11 +35,6 @@ class Native(Kernel):
     def __call__(self, call: AttentionCall) -> Outputs:
         return _run(call, stats=False)[0]
 
-    def with_logsumexp(self, call: AttentionCall) -> tuple[Outputs, Tensor]:
-        """Returns the output, which equals that of an ordinary call, and the detached logsumexp of each row."""
-        out, lse, *_ = _run(call, stats=False)
-        return out, lse.detach()
-
     def with_rows(self, call: AttentionCall) -> tuple[Outputs, KernelRows]:
         """Returns the output, which equals that of an ordinary call bit for bit, gradient included, and detached row
         statistics."""
