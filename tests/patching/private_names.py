@@ -201,6 +201,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "heads of models that project by torch.einsum",
         ),
         (
+            "a graph node of addmm: _saved_mat1",
+            "to know that a projection of a module's input makes what is added to scores",
+            "remedies on weights of heads whose logits have such a term are accepted",
+        ),
+        (
             "a graph node of a product: _saved_self, _saved_other",
             "to check on numbers that a product is a norm, and by what factor it scales",
             "bounds on logits by the gains of norms in models that are not qkeel's",

@@ -42,6 +42,7 @@ class Joined(Joinable):
 EXAMPLES = {
     "a graph node of torch.nn.functional.layer_norm": lambda: functional.layer_norm(ROW, (2,), ROW[0]).grad_fn,
     "a graph node of a product": lambda: (ROW * ROW).grad_fn,
+    "a graph node of addmm": lambda: torch.addmm(ROW, ROW[:, :1], ROW).grad_fn,
     "a graph node of a convolution": lambda: functional.conv1d(ROW[None], ROW[None]).grad_fn,
     "a graph node of a slice": lambda: ROW[:, 1:].grad_fn,
     "a graph node": lambda: (ROW * ROW).grad_fn,

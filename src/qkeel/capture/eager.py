@@ -39,7 +39,7 @@ from qkeel.functional.norms import wide
 from qkeel.heads.rows import Sides, layout_of
 from qkeel.heads.site import UnrecognizedAttention
 from qkeel.heads.walk import nodes_of, variable_of
-from qkeel.patching.autograd import base_of
+from qkeel.patching.autograd import base_of, is_wrapper, saved_factor
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Softcap
 
@@ -790,6 +790,20 @@ def depends_on_input(x: Tensor, tag: Scores, out: Tensor) -> bool:
             return bool(reached([node], inputs))
     parameters = _met(factors, lambda one: not one.next_functions)
     if reached([node], parameters):
+        return True
+    inputs = {
+        y.untyped_storage().data_ptr()
+        for frame in tag.frame.line()
+        for y in frame.inputs
+        if y.is_floating_point() and not is_wrapper(y)
+    }
+
+    def reads_input(one: Node) -> bool:
+        factor = saved_factor(one)
+        return factor is not None and not is_wrapper(factor) and factor.untyped_storage().data_ptr() in inputs
+
+    # A projection of an input without a graph keeps the input itself.
+    if _met([node], reads_input):
         return True
     by_sequence = x is not out and x.ndim == out.ndim and 1 < x.shape[0] == tag.frame.batch
     return by_sequence and not torch.equal(x.detach(), x.detach()[:1].expand_as(x))

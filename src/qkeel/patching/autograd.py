@@ -31,6 +31,16 @@ def saved_operand(node: Node, place: int) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def saved_factor(node: Node) -> Tensor | None:
+    """Returns the first factor of a matrix product, or None for other nodes and if the graph does not keep it."""
+    kept: Any = node
+    try:
+        value = kept._saved_mat1 if node.name().startswith("Addmm") else kept._saved_self
+    except (AttributeError, RuntimeError):  # not saved, or freed
+        return None
+    return value if isinstance(value, Tensor) else None
+
+
 def slice_of(node: Node) -> slice:
     """Returns the slice of a one-dimensional slicing node as it was given. Negative indices count from the end."""
     kept: Any = node
