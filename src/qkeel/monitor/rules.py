@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import math
 import numbers
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,11 @@ from qkeel.records import LAYER_TYPES, LINEAR, NON_FINITE, explain_field
 # Alarms and rules; a rule is a condition on records and has no state.
 
 HOLD = 'qkeel.apply(model, "qk_clip:threshold=15,steps=matched", optimizer)'
+# No clip and no cap mends an infinite logit: a number overflowed before.
+FIND_NON_FINITE = (
+    "print([n for n, p in model.named_parameters() if not p.isfinite().all()])  # in the last checkpoint before "
+    "this step; if there are none, look at the batch, the loss scale and the norms"
+)
 GROWTH = "attention logits have grown too large"  # what most alarms are about
 
 
@@ -121,7 +127,7 @@ class Rule(abc.ABC):
             value=value,
             meaning=meaning,
             trend=trend,
-            remedy=self.remedy,
+            remedy=FIND_NON_FINITE if math.isinf(value) else self.remedy,
             source=self.source,
             layer=layer,
             head=head,
@@ -479,10 +485,7 @@ class NonFinite(Rule):
 
     severity: Severity = Severity.CRITICAL
     source: str = "by definition"
-    remedy: str = (
-        "print([n for n, p in model.named_parameters() if not p.isfinite().all()])  # in the last checkpoint before "
-        "this step; if there are none, look at the batch, the loss scale and the norms"
-    )
+    remedy: str = FIND_NON_FINITE
     cause: str = "attention logits are NaN or infinite"
 
     @property
