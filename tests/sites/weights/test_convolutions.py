@@ -117,7 +117,9 @@ def test_a_place_that_is_not_projected_is_told() -> None:
 
 def test_a_norm_of_channels_is_refused() -> None:
     model = made(nn.Conv2d(C, H * D, 1))
-    with pytest.raises(RefusedError, match="not the last dimension of a module's output"):
+    with pytest.raises(RefusedError, match="no module outputs complete heads"):
+        apply(model, "query_norm", batch=image())
+    with pytest.raises(RefusedError, match="the keys and the values at once"):
         apply(model, "qk_norm", batch=image())
 
 
