@@ -158,7 +158,7 @@ def _lost_window(model: nn.Module, recipes: Sequence[SiteRecipe]) -> str:
         layer_types, number = config.get("layer_types"), re.search(r"\d+", recipe.name)
         layer = -1 if number is None else int(number[0])
         is_listed = isinstance(layer_types, Sequence) and 0 <= layer < len(layer_types)
-        if is_listed and "sliding" not in str(layer_types[layer]):
+        if isinstance(layer_types, Sequence) and is_listed and "sliding" not in str(layer_types[layer]):
             continue
         if recipe.window is not None and not is_listed:
             return ""

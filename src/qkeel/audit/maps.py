@@ -79,12 +79,14 @@ class AttentionMaps(Mapping[str, Weights]):
         columns = min(columns, len(images))
         lines = -(-len(images) // columns)
         figure = Figure(figsize=(2.2 * columns, 2.4 * lines), layout="constrained")
+        pictures = []
         for i, image in enumerate(images):
             axes = figure.add_subplot(lines, columns, i + 1)
-            picture = axes.imshow(image, vmin=0.0, vmax=1.0, cmap="viridis", aspect="auto", interpolation="nearest")
+            scale = {"vmin": 0.0, "vmax": 1.0, "cmap": "viridis"}
+            pictures.append(axes.imshow(image, **scale, aspect="auto", interpolation="nearest"))
             axes.set_title(f"head {self.heads[layer][i]}", fontsize=8)
             axes.tick_params(labelsize=6)
-        figure.colorbar(picture, ax=figure.axes, shrink=0.6).ax.tick_params(labelsize=6)
+        figure.colorbar(pictures[0], ax=figure.axes, shrink=0.6).ax.tick_params(labelsize=6)
         figure.suptitle(layer, fontsize=9)
         return figure
 

@@ -161,7 +161,8 @@ class OnePass:
             base = base_of(product.weight)
             stored = product.weight if base is None else base
             axis = weight_slice.axis if stored.ndim > 1 else 0
-            first = (product.weight.storage_offset() - stored.storage_offset()) // max(stored.stride(axis), 1)
+            offset = int(product.weight.storage_offset()) - int(stored.storage_offset())
+            first = offset // max(stored.stride(axis), 1)
             rows = weight_slice.index.cpu() - first
             features = product.output.shape[-1]
             if int(rows.min()) < 0 or int(rows.max()) >= features:

@@ -275,7 +275,7 @@ class Step:
         other = self.other(x)
         if isinstance(other, Tensor) and other.numel() == 1 and not isinstance(other, nn.Parameter):
             other = float(other.detach())
-        if type(other) not in (int, float):
+        if isinstance(other, bool) or not isinstance(other, (int, float)):
             return None
         return 1.0 / other if "div" in self.name else float(other)
 

@@ -136,8 +136,8 @@ class OwnGroup:
         Raises: RuntimeError if another process has left the group.
         """
         options = torch_distributed.AllreduceOptions()
-        options.reduceOp = torch_distributed.ReduceOp.MAX if by == "max" else torch_distributed.ReduceOp.SUM
-        self._open().allreduce([vector], options).wait()
+        options.reduceOp = torch_distributed.ReduceOp.MAX if by == "max" else torch_distributed.ReduceOp.SUM  # pyright: ignore
+        self._open().allreduce([vector], options).wait()  # pyright: ignore[reportAttributeAccessIssue]
 
     def gather(self, value: T, subject: str = "") -> list[T]:
         """Returns the value of every process, in rank order. Values travel as pickles, as in `all_gather_object`.
@@ -150,13 +150,13 @@ class OwnGroup:
         """
         encoded = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        work = self._open().allgather([sizes], [torch.tensor([len(encoded)])])
+        work = self._open().allgather([sizes], [torch.tensor([len(encoded)])])  # pyright: ignore
         self._warn_while_waiting(work, subject)
         work.wait()
         longest = max(int(size) for size in sizes)
         padded = torch.nn.functional.pad(encoded, (0, longest - len(encoded)))
         rows = [torch.empty_like(padded) for _ in range(self.size)]
-        self._open().allgather([rows], [padded]).wait()
+        self._open().allgather([rows], [padded]).wait()  # pyright: ignore[reportAttributeAccessIssue]
         return [pickle.loads(bytes(row.numpy())) for row in rows]  # what is behind a pickle's end is ignored
 
     def _open(self) -> torch_distributed.ProcessGroupGloo:

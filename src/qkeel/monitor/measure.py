@@ -210,12 +210,12 @@ def _unscaled(x: Tensor | PartialValue, scale: Tensor) -> Tensor | PartialValue:
 # The models that a monitor watches together; usually there is only one.
 
 
-@final
 def _renamed(stats: Mapping[str, LogitStats], model: str) -> dict[str, LogitStats]:
     """The statistics of the sites of one of several models, with their names among all models."""
     return {within(model, name): of_site for name, of_site in stats.items()}
 
 
+@final
 class WatchedModels:
     """Combines the measurements of several models, under names that begin with the name of the model.
 

@@ -8,6 +8,7 @@ states and the gradients at their outputs are still there, and the passes are ma
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -235,7 +236,7 @@ class _Looks:
         inputs, outputs = list(tensors((args, kwargs))), list(tensors_of(output))
         for x in outputs:
             if _is_bad(x) and not any(map(_is_bad, inputs)):
-                self._bad_forward = name, _first_place(x), x.ndim == 0
+                self._bad_forward = name, str(_first_place(x)), x.ndim == 0
                 return
         number = len(self._ended)
         self._ended.append((name, number))
@@ -327,9 +328,9 @@ def tensors_of(value: object) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for x in value:
             yield from tensors_of(x)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from tensors_of(getattr(value, name))
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_of(getattr(value, field.name))
 
 
 def _detached(value: Any) -> Any:

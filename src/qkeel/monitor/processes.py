@@ -250,7 +250,7 @@ class ProcessGroup:
                 raise InvalidValueError(_GONE) from error
 
         def read(vectors: list[np.ndarray]) -> StepRecord | None:
-            merged = members.join(*vectors, len(extremes))
+            merged = members.join(vectors[0], vectors[1], len(extremes))
             if merged is None:
                 return None
             of_all = {}

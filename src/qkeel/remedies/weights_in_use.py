@@ -62,7 +62,7 @@ def _computed(model: nn.Module, parameter: str) -> tuple[nn.Module, str, Hook | 
     layer = model.get_submodule(name)
     for hook in hooks_before(layer).values():
         if isinstance(hook, _WEIGHT_HOOKS):
-            attribute = vars(hook).get("name") or vars(hook).get("_tensor_name")
+            attribute = str(vars(hook).get("name") or vars(hook).get("_tensor_name"))
             if local.rpartition("_")[0] == attribute:
                 return layer, attribute, hook
     if hooks_before(layer):
@@ -80,6 +80,7 @@ def _relation(layer: nn.Module, attribute: str, hook: Hook | None, model: nn.Mod
     owner, _, local = s.parameter.rpartition(".")
     held: MutableMapping[str, Any] = parameters_of(model.get_submodule(owner))
     parameter = held[local]
+    assert parameter is not None
     is_parametrized = ".parametrizations." in s.parameter
     if dist.is_split(parameter) or (hook is None and not is_parametrized):
         return "is not scaled with"
