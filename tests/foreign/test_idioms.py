@@ -85,16 +85,10 @@ def test_the_entropy_of_weights_beside_a_null_key_counts_the_null_key() -> None:
 
 
 PLANS = [
-    *(Plan(scoring=name) for name in ("product and sum", "cosine", "additive", "synthesized")),
-    *(Plan(normal=name) for name in ("exp2", "edge list", "sigmoid")),
+    *(Plan(scoring=name) for name in ("product and sum", "cosine", "additive")),
+    *(Plan(normal=name) for name in ("exp2", "sigmoid")),
     Plan(normal="exponentials times mask", order="bhst", causal=True),
     Plan(scoring="columns", order="btsh"),
-    Plan(scoring="additive", normal="squared relu", order="btsh"),
-    Plan(scoring="squared distance", normal="squared relu", causal=True),  # all its weights are zero
-    Plan(scoring="additive", normal="sigmoid", combining="by query", causal=True),
-    Plan(scoring="synthesized", normal="relu over length", combining="two hops", order="btsh", causal=True),
-    Plan(scoring="additive", combining="gathered", causal=True),
-    Plan(scoring="complex", normal="dual softmax", combining="by query", causal=True),
     Plan(scoring="pointer", normal="sparsemax", order="btsh", causal=True),
 ]
 
@@ -106,11 +100,11 @@ def test_what_no_reader_follows_is_reported(plan: Plan) -> None:
     assert not any(f.said == SILENT for f in found)
 
 
-ATTENTIONS = {"local", "graph", "pooled", "decoder", "hstu", "nearest first", "chosen"}
+ATTENTIONS = ("nearest first", "windows", "online", "slots", "covariance", "differential")
 OTHERS = {"router", "top experts", "written", "scalar gates", "gated convolution", "streams"}
 
 
-@pytest.mark.parametrize("name", quick(SPECIAL, ATTENTIONS.__contains__))
+@pytest.mark.parametrize("name", ATTENTIONS)
 def test_an_attention_of_a_shape_of_its_own_is_a_site_or_reported(name: str) -> None:
     torch.manual_seed(0)
     assert silent(Whole(SPECIAL[name])) == ""
@@ -120,13 +114,6 @@ def test_an_attention_of_a_shape_of_its_own_is_a_site_or_reported(name: str) -> 
 def test_what_looks_alike_is_not_called_attention(name: str) -> None:
     torch.manual_seed(0)
     assert called_attention(Whole(LOOKS_ALIKE[name])) == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 60, 20))
-def test_idioms_at_random_are_right_or_reported(first: int) -> None:
-    seeds = range(first, first + 20)
-    assert not {f"{s}: {Plan.drawn(s)}": f for s in seeds for f in judge(Plan.drawn(s), s) if f.verdict == "wrong"}
 
 
 def test_a_report_names_the_module_and_what_made_the_weights() -> None:

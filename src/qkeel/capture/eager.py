@@ -132,6 +132,7 @@ class Lost:
 
     `columns` is the number of keys, and `rows` are the possible numbers of queries, because a product does not tell
     heads from queries if all heads share their keys. A tensor without dimensions of these sizes is something else.
+    `is_foreign` is True for a softmax over scores that no product of queries and keys was seen to make.
     """
 
     operation: str
@@ -139,6 +140,7 @@ class Lost:
     rows: frozenset[int]
     columns: int
     products: tuple[Product, ...] = ()
+    is_foreign: bool = False
 
     def holds(self, x: Tensor) -> bool:
         """True if a tensor may hold one value per query and key."""
@@ -217,6 +219,7 @@ _FACTORIES = frozenset(
 _JOINS = frozenset({"cat", "concat"})
 _MASKS = frozenset({"masked_fill", "where"})
 _CHOICES = frozenset({"topk", "sort", "kthvalue"})  # they return the values first, then their indices
+_FOREIGN = "values of several positions are weighted by a softmax of scores that are no products of queries and keys"
 _SOFTMAXES = frozenset({"softmax", "safe_softmax", "log_softmax"})
 # The signs of both operands.
 _SUMS = {
@@ -313,7 +316,7 @@ class EagerAttentionTracer:
 
     def minds(self, name: str) -> bool:
         """True if a call of this function may be relevant now, which is rarely the case."""
-        return bool(self.tags) or name in PRODUCTS
+        return bool(self.tags) or name in PRODUCTS or (name == "softmax" and self._names is not None)
 
     def follow(self, name: str, frame: ModuleCall, args: Args, kwargs: Kwargs, out: object) -> None:
         """Processes one call of a torch function, given the function's name without outer underscores."""
@@ -324,6 +327,8 @@ class EagerAttentionTracer:
                 if not self._misses(step, product):
                     self._multiplied(step, product)
                 return
+        if name == "softmax" and self._names is not None:
+            self._tag_foreign(step)
         if not self.tags or name == "get" or name in _FACTORIES:
             return
         if name == "setitem":
@@ -571,12 +576,27 @@ class EagerAttentionTracer:
         elif isinstance(tag, (Scores, Lost)) and all(is_weight(y) or y.ndim < 3 for y in factors):
             self._lose(step, tag, x)
 
+    def _tag_foreign(self, step: Step) -> None:
+        """Tags a softmax over scores that are no products, so that it is missed if it weights values of positions."""
+        x, out = next(iter(step.arguments()), None), step.out
+        if not isinstance(x, Tensor) or not isinstance(out, Tensor) or x.ndim < 3 or self.tags.get(x) is not None:
+            return
+        dim = step.argument("dim", 1, -1)
+        dim = dim % x.ndim if isinstance(dim, int) else x.ndim - 1
+        rows = frozenset(size for i, size in enumerate(x.shape) if i != dim)
+        tag = Lost(operation="softmax", frame=step.frame, rows=rows, columns=x.shape[dim], is_foreign=True)
+        self.tags.put(out, tag)
+
     def _misses(self, step: Step, product: Product) -> bool:
         """Records a product of values with what became of scores, if its rows sum to one; returns whether it is one."""
         for x in product.factors if self._names is not None else ():
             tag = self.tags.get(x)
+            # A router weights experts, of each position by itself: no dimension is of its weights alone.
+            if isinstance(tag, Lost) and tag.is_foreign and (product.table or not product.has_pairs()):
+                continue
             if isinstance(tag, Lost) and tag.holds(x) and _sums_to_one(x):
-                self._miss(step.frame.shared_with(tag.frame), tag.operation, _beyond(tag.operation))
+                reason = _FOREIGN if tag.is_foreign else _beyond(tag.operation)
+                self._miss(step.frame.shared_with(tag.frame), tag.operation, reason)
                 return True
         return False
 
@@ -592,6 +612,8 @@ class EagerAttentionTracer:
                 del outputs[1:]  # the others are indices
             tag = _lost(step, tag, x, outputs[0] if outputs else x)
         is_softmax = step.name in _SOFTMAXES or step.name in ("exp", "exp2")
+        if is_softmax and isinstance(tag, Lost) and tag.is_foreign:
+            return
         if is_softmax:
             self.weighed |= products_of(tag)
             self._miss(step.frame.shared_with(tag.frame), tag.operation, _beyond(tag.operation))
