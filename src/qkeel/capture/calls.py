@@ -29,7 +29,15 @@ from qkeel.functional.statistics import (
     reduce_rows,
     softmax_rows,
 )
-from qkeel.kernels.statistics import BLOCK, logit_stats, max_stats, only_extremes, row_logsumexp
+from qkeel.kernels.statistics import (
+    BLOCK,
+    PlainRows,
+    logit_stats,
+    max_stats,
+    only_extremes,
+    reduce_plain_rows,
+    row_logsumexp,
+)
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.patching.modes import in_vmap
 from qkeel.spec import AttentionCall, AttentionSpec
@@ -579,16 +587,37 @@ def _device(call: Seen) -> str:
     return (call.logits if isinstance(call, ScoresCall) else call.q).device.type
 
 
+WAITING = 1 << 20  # numbers of rows that wait to be reduced together: 4 MB in float32
+
+
 @final
 class SiteStatistics:
     """Collects the statistics of calls by site, and records which names are single heads of one site."""
 
     def __init__(self) -> None:
         self.heads: dict[str, list[str]] = {}
-        self._stats: dict[str, LogitStats] = {}
+        self._reduced: dict[str, LogitStats] = {}
+        self._waiting: list[tuple[str, PlainRows]] = []
 
-    def add(self, name: str, stats: LogitStats, part_of: str | None) -> None:
+    @property
+    def _stats(self) -> dict[str, LogitStats]:
+        """The statistics by name, those that wait to be reduced together among them."""
+        self._reduce()
+        return self._reduced
+
+    def _reduce(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        stats = reduce_plain_rows([rows for _, rows in waiting]) if waiting else []
+        for (name, _), of_call in zip(waiting, stats, strict=True):
+            self.add(name, of_call, None)
+
+    def add(self, name: str, stats: LogitStats | PlainRows, part_of: str | None) -> None:
         """Adds the statistics of a call; `part_of` names the site if the call is one of that site's heads."""
+        if isinstance(stats, PlainRows):
+            self._waiting.append((name, stats))
+            if sum(rows.fields.numel() for _, rows in self._waiting) > WAITING:
+                self._reduce()
+            return
         self._stats[name] = merge(self._stats[name], stats) if name in self._stats else stats
         if part_of is not None and name not in self.heads.setdefault(part_of, []):
             self.heads[part_of].append(name)

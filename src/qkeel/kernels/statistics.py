@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -106,19 +107,44 @@ def max_stats(call: AttentionCall) -> LogitStats:
     return only_extremes(largest, smallest)
 
 
+class PlainRows(NamedTuple):
+    """The statistics of the rows of a call without a mask: fields [fields b h t], n_keys [b h t], k_norm [b g s]."""
+
+    fields: Tensor
+    n_keys: Tensor
+    k_norm: Tensor
+
+
 @torch.no_grad()
-def plain_stats(q: Tensor, k: Tensor, scale: float, causal: bool) -> LogitStats | None:
-    """Like `logit_stats` for an F.scaled_dot_product_attention call without a mask; None if the compiled pass, which
-    must be ready, does not support it."""
+def plain_rows(q: Tensor, k: Tensor, scale: float, causal: bool) -> PlainRows | None:
+    """What `reduce_plain_rows` reduces, of an F.scaled_dot_product_attention call without a mask; None if the compiled
+    pass, which must be ready, does not support it."""
     if not logit_pass.reads_plain(q, k, causal):
         return None
-    rows, n_keys, k_norm = logit_pass.plain_rows(q, k, scale, causal, ALARM_THRESHOLD)
-    return reduce_fields(rows, n_keys, None, k_norm, None)
+    return PlainRows(*logit_pass.plain_rows(q, k, scale, causal, ALARM_THRESHOLD))
+
+
+@torch.no_grad()
+def reduce_plain_rows(calls: Sequence[PlainRows]) -> list[LogitStats]:
+    """Returns the `logit_stats` of each call. Calls of the same shapes are reduced together, as one with all their
+    heads, because each of some thirty operators costs microseconds whatever its size."""
+    groups: dict[tuple[torch.Size, torch.Size, torch.dtype], list[int]] = {}
+    for i, call in enumerate(calls):
+        groups.setdefault((call.fields.shape, call.k_norm.shape, call.fields.dtype), []).append(i)
+    stats: dict[int, LogitStats] = {}
+    for group in groups.values():
+        fields = torch.cat([calls[i].fields for i in group], 2)
+        n_keys = torch.cat([calls[i].n_keys for i in group], 1)
+        joint = reduce_fields(fields, n_keys, None, torch.cat([calls[i].k_norm for i in group], 1), None)
+        by_call = {name: x.chunk(len(group)) for name, x in joint.tensors().items()}
+        for place, i in enumerate(group):
+            stats[i] = LogitStats(**{name: chunks[place] for name, chunks in by_call.items()})  # type: ignore[arg-type]
+    return [stats[i] for i in range(len(calls))]
 
 
 @torch.no_grad()
 def plain_max_stats(q: Tensor, k: Tensor, scale: float, causal: bool) -> LogitStats | None:
-    """Like `max_stats` for a call that `plain_stats` supports."""
+    """Like `max_stats` for a call that `plain_rows` supports."""
     if not logit_pass.reads_plain(q, k, causal):
         return None
     largest, smallest = logit_pass.plain_extremes(q, k, scale, causal)

@@ -13,7 +13,7 @@ from qkeel.errors import unknown
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import KernelRows, LogitStats, row_moments, sink_gate
 from qkeel.heads.site import AttentionSite, Kind, NormGain
-from qkeel.kernels.statistics import extreme_stats, plain_max_stats, plain_stats
+from qkeel.kernels.statistics import PlainRows, extreme_stats, plain_max_stats, plain_rows
 from qkeel.monitor.alarms import Setting
 from qkeel.monitor.gather import NumberKey, PartialValue, SiteNumbers
 from qkeel.monitor.pass_values import PassValues
@@ -60,13 +60,13 @@ class CallStatistics:
         counted = self.tokens.on(call)
         return maxima(counted) if self._wanted == "max" else statistics(counted)
 
-    def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> LogitStats | None:
+    def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> LogitStats | PlainRows | None:
         """Like `call`, but for a call of torch's own attention function without a mask; None if that is not
         supported."""
         if not self.tokens.all_count:
             return None
         self.setting.see_plain(q, scale)
-        return (plain_max_stats if self._wanted == "max" else plain_stats)(q, k, scale, causal)
+        return (plain_max_stats if self._wanted == "max" else plain_rows)(q, k, scale, causal)
 
     def of_rows(self, call: AttentionCall, rows: KernelRows) -> LogitStats:
         """The largest logits, from the attention pass itself, whose kernel returns them for each row."""

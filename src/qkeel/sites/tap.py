@@ -17,7 +17,7 @@ from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.handle import Handle
 from qkeel.heads.site import INDEX, AttentionSite, Sites
-from qkeel.kernels.statistics import plain_stats
+from qkeel.kernels.statistics import plain_rows
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import ForwardPasses, extra_pass, get_idle, idle
 from qkeel.patching.modes import (
@@ -138,7 +138,7 @@ class Tap(Handle):
         guard: FaultGuard | None = None,
     ) -> None:
         self.measure, self.measure_rows = measure, measure_rows
-        self.measure_plain = plain_stats if measure is statistics and measure_plain is None else measure_plain
+        self.measure_plain = plain_rows if measure is statistics and measure_plain is None else measure_plain
         self.visitor = Visitor()
         self.sites = Sites()  # the known sites, with the information needed to observe them
         self._facts: SiteFacts | None = None
