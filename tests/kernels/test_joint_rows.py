@@ -7,7 +7,7 @@ import torch
 
 from qkeel.functional.statistics import TENSORS
 from qkeel.kernels.logits import compiled
-from qkeel.kernels.statistics import plain_rows, reduce_plain_rows
+from qkeel.kernels.statistics import plain_rows, reduce_calls
 
 
 def test_each_call_has_its_own_numbers_in_the_order_of_the_calls() -> None:
@@ -20,8 +20,8 @@ def test_each_call_has_its_own_numbers_in_the_order_of_the_calls() -> None:
         call = plain_rows(q, k, 0.4, causal=True)
         assert call is not None
         rows.append(call)
-    together = reduce_plain_rows(rows)
+    together = reduce_calls(rows)
     for call, joint in zip(rows, together, strict=True):
-        (alone,) = reduce_plain_rows([call])
+        (alone,) = reduce_calls([call])
         for name in TENSORS:
             torch.testing.assert_close(getattr(joint, name), getattr(alone, name), rtol=1e-6, atol=1e-6)

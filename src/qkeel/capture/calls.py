@@ -31,11 +31,11 @@ from qkeel.functional.statistics import (
 )
 from qkeel.kernels.statistics import (
     BLOCK,
-    PlainRows,
+    CallRows,
     logit_stats,
     max_stats,
     only_extremes,
-    reduce_plain_rows,
+    reduce_calls,
     row_logsumexp,
 )
 from qkeel.metrics import ALARM_THRESHOLD
@@ -597,7 +597,7 @@ class SiteStatistics:
     def __init__(self) -> None:
         self.heads: dict[str, list[str]] = {}
         self._reduced: dict[str, LogitStats] = {}
-        self._waiting: list[tuple[str, PlainRows]] = []
+        self._waiting: list[tuple[str, CallRows]] = []
 
     @property
     def _stats(self) -> dict[str, LogitStats]:
@@ -607,13 +607,13 @@ class SiteStatistics:
 
     def _reduce(self) -> None:
         waiting, self._waiting = self._waiting, []
-        stats = reduce_plain_rows([rows for _, rows in waiting]) if waiting else []
+        stats = reduce_calls([rows for _, rows in waiting]) if waiting else []
         for (name, _), of_call in zip(waiting, stats, strict=True):
             self.add(name, of_call, None)
 
-    def add(self, name: str, stats: LogitStats | PlainRows, part_of: str | None) -> None:
+    def add(self, name: str, stats: LogitStats | CallRows, part_of: str | None) -> None:
         """Adds the statistics of a call; `part_of` names the site if the call is one of that site's heads."""
-        if isinstance(stats, PlainRows):
+        if isinstance(stats, CallRows):
             self._waiting.append((name, stats))
             if sum(rows.fields.numel() for _, rows in self._waiting) > WAITING:
                 self._reduce()

@@ -56,12 +56,10 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
     Masked pairs and query rows excluded by the call's `query_mask` are not counted. share_above is the share of logits
     above `threshold` nats. Call it with autocast disabled.
     """
-    fields = logit_pass.rows_of(call, threshold)
-    if fields is None:
-        fields = row_fields(call, threshold)
-    if fields is not None:
-        rows, n_keys, k_norm = fields
-        return reduce_fields(rows, n_keys, call.query_mask, k_norm, None if _all_keys_seen(call) else _keys_seen(call))
+    call_fields = call_rows(call, threshold)
+    if call_fields is not None:
+        fields, n_keys, k_norm, counted, keys_seen = call_fields
+        return reduce_fields(fields, n_keys, counted, k_norm, keys_seen)
     sink = sink_logit(call)
     keys_seen = _keys_seen(call)
     q, k = call.encoded()
@@ -107,35 +105,58 @@ def max_stats(call: AttentionCall) -> LogitStats:
     return only_extremes(largest, smallest)
 
 
-class PlainRows(NamedTuple):
-    """The statistics of the rows of a call without a mask: fields [fields b h t], n_keys [b h t], k_norm [b g s]."""
+class CallRows(NamedTuple):
+    """The statistics of each row of a call, which `reduce_calls` reduces to those of heads.
+
+    `fields` [fields b h t], `n_keys` [b h t] and `k_norm` [b g s] are those of `reduce_fields`. `counted` [b t] are the
+    rows that count, and `keys_seen` [b g s] the keys that one of them sees; None for all.
+    """
 
     fields: Tensor
     n_keys: Tensor
     k_norm: Tensor
+    counted: Tensor | None = None
+    keys_seen: Tensor | None = None
 
 
 @torch.no_grad()
-def plain_rows(q: Tensor, k: Tensor, scale: float, causal: bool) -> PlainRows | None:
-    """What `reduce_plain_rows` reduces, of an F.scaled_dot_product_attention call without a mask; None if the compiled
-    pass, which must be ready, does not support it."""
+def call_rows(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> CallRows | None:
+    """Computes what `logit_stats` reduces, in one kernel; None if none supports the call."""
+    rows = logit_pass.rows_of(call, threshold)
+    if rows is None:
+        rows = row_fields(call, threshold)
+    if rows is None:
+        return None
+    return CallRows(*rows, call.query_mask, None if _all_keys_seen(call) else _keys_seen(call))
+
+
+@torch.no_grad()
+def plain_rows(q: Tensor, k: Tensor, scale: float, causal: bool) -> CallRows | None:
+    """Like `call_rows` for an F.scaled_dot_product_attention call without a mask; the compiled pass must be ready."""
     if not logit_pass.reads_plain(q, k, causal):
         return None
-    return PlainRows(*logit_pass.plain_rows(q, k, scale, causal, ALARM_THRESHOLD))
+    return CallRows(*logit_pass.plain_rows(q, k, scale, causal, ALARM_THRESHOLD))
 
 
 @torch.no_grad()
-def reduce_plain_rows(calls: Sequence[PlainRows]) -> list[LogitStats]:
+def reduce_calls(calls: Sequence[CallRows]) -> list[LogitStats]:
     """Returns the `logit_stats` of each call. Calls of the same shapes are reduced together, as one with all their
-    heads, because each of some thirty operators costs microseconds whatever its size."""
-    groups: dict[tuple[torch.Size, torch.Size, torch.dtype], list[int]] = {}
+    heads, because each of some thirty operators costs microseconds, or a launch, whatever its size."""
+    groups: dict[object, list[int]] = {}
     for i, call in enumerate(calls):
-        groups.setdefault((call.fields.shape, call.k_norm.shape, call.fields.dtype), []).append(i)
+        form = call.fields.shape, call.k_norm.shape, call.fields.dtype, call.fields.device
+        groups.setdefault((*form, id(call.counted), call.keys_seen is None), []).append(i)
     stats: dict[int, LogitStats] = {}
     for group in groups.values():
-        fields = torch.cat([calls[i].fields for i in group], 2)
-        n_keys = torch.cat([calls[i].n_keys for i in group], 1)
-        joint = reduce_fields(fields, n_keys, None, torch.cat([calls[i].k_norm for i in group], 1), None)
+        rows = [calls[i] for i in group]
+        keys_seen = [call.keys_seen for call in rows if call.keys_seen is not None]
+        joint = reduce_fields(
+            torch.cat([call.fields for call in rows], 2),
+            torch.cat([call.n_keys for call in rows], 1),
+            rows[0].counted,
+            torch.cat([call.k_norm for call in rows], 1),
+            torch.cat(keys_seen, 1) if keys_seen else None,
+        )
         by_call = {name: x.chunk(len(group)) for name, x in joint.tensors().items()}
         for place, i in enumerate(group):
             stats[i] = LogitStats(**{name: chunks[place] for name, chunks in by_call.items()})  # type: ignore[arg-type]

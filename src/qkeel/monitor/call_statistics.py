@@ -13,7 +13,7 @@ from qkeel.errors import unknown
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import KernelRows, LogitStats, row_moments, sink_gate
 from qkeel.heads.site import AttentionSite, Kind, NormGain
-from qkeel.kernels.statistics import PlainRows, extreme_stats, plain_max_stats, plain_rows
+from qkeel.kernels.statistics import CallRows, call_rows, extreme_stats, plain_max_stats, plain_rows
 from qkeel.monitor.alarms import Setting
 from qkeel.monitor.gather import NumberKey, PartialValue, SiteNumbers
 from qkeel.monitor.pass_values import PassValues
@@ -54,13 +54,19 @@ class CallStatistics:
     def __init__(self, tokens: PassTokens, setting: SettingSeen, wanted: Wanted = True) -> None:
         self.tokens, self.setting, self._wanted = tokens, setting, wanted
 
-    def call(self, call: Seen) -> LogitStats:
+    def call(self, call: Seen) -> LogitStats | CallRows:
         """Measures a call in a separate pass over its logits."""
         self.setting.see(call)
         counted = self.tokens.on(call)
-        return maxima(counted) if self._wanted == "max" else statistics(counted)
+        if self._wanted == "max":
+            return maxima(counted)
+        rows = None
+        if not isinstance(counted, ScoresCall):
+            with torch.autocast(counted.q.device.type, enabled=False):
+                rows = call_rows(counted)
+        return statistics(counted) if rows is None else rows
 
-    def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> LogitStats | PlainRows | None:
+    def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> LogitStats | CallRows | None:
         """Like `call`, but for a call of torch's own attention function without a mask; None if that is not
         supported."""
         if not self.tokens.all_count:

@@ -17,7 +17,7 @@ from qkeel.capture.readers import FLASH_AND_FLEX
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.heads.site import layer_of
 from qkeel.kernels.logits import compiled as logit_pass
-from qkeel.kernels.statistics import PlainRows
+from qkeel.kernels.statistics import CallRows
 from qkeel.nn import functional_attention
 from qkeel.nn.attention import Observer, RowObserver, SpecModule
 from qkeel.patching.forward import extra_of_another
@@ -34,8 +34,8 @@ from qkeel.spec import AttentionCall
 if TYPE_CHECKING:
     from qkeel.sites.tap import Tap
 
-MeasurePlain = Callable[[Tensor, Tensor, float, bool], LogitStats | PlainRows | None]
-MeasureCall = Callable[[Seen], LogitStats | None]
+MeasurePlain = Callable[[Tensor, Tensor, float, bool], LogitStats | CallRows | None]
+MeasureCall = Callable[[Seen], LogitStats | CallRows | None]
 MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
 
 _FUSED = SDPA_ALONE | frozenset({F.multi_head_attention_forward, functional_attention})
