@@ -250,6 +250,17 @@ def test_a_window_that_never_reached_the_kernel_is_found_and_named() -> None:
     assert qkeel.check(model, tokens[:, :6], sees=Window(4)).status is Status.NOT_KNOWN
 
 
+def test_later_keys_are_beyond_a_window() -> None:
+    tokens = torch.randint(VOCABULARY, (2, 12))
+
+    def both_sides(t: int) -> Tensor:
+        distance = torch.arange(t)[:, None] - torch.arange(t)
+        return (distance.abs() < 3)[None]
+
+    assert not qkeel.check(Model([SelfAttention(both_sides, fused=True)]), tokens, sees=Window(3)).healthy
+    assert not qkeel.check(Model([SelfAttention(windowed(3), fused=True), Shift(-1)]), tokens, sees=Window(3)).healthy
+
+
 class Named(nn.Module):
     """Embeddings in, a loss, logits and one vector a sample out."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -149,7 +150,18 @@ class EmptyRow(nn.Module):
         return (q @ k.mT).masked_fill(~mask[:, None], -torch.inf).softmax(-1) @ v
 
 
-def test_a_row_that_sees_no_key_is_named_where_the_output_is_not_finite() -> None:
-    status, sentence = answer(EmptyRow(), torch.randn(2, 6, 16))
+@dataclasses.dataclass
+class Output:
+    hidden: Tensor
+
+
+class InADataclass(EmptyRow):
+    def forward(self, x: Tensor) -> Output:  # type: ignore[override]
+        return Output(super().forward(x))
+
+
+@pytest.mark.parametrize("kind", [EmptyRow, InADataclass])
+def test_a_row_that_sees_no_key_is_named_where_the_output_is_not_finite(kind: type[nn.Module]) -> None:
+    status, sentence = answer(kind(), torch.randn(2, 6, 16))
     assert status is Status.NOT_HEALTHY
     assert "sample 1, query 2 sees no key" in sentence

@@ -206,6 +206,40 @@ def test_it_is_taken_off_without_a_trace() -> None:
     assert not optimizer._optimizer_step_pre_hooks
 
 
+def test_the_second_of_two_optimizers_finds_the_passes_that_the_first_has_stepped_on() -> None:
+    torch.manual_seed(0)
+    model, sentences = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), list[str]()
+    first, second = (torch.optim.SGD(layer.parameters(), 0.1) for layer in model)
+    model[1].weight.register_hook(lambda grad: grad * torch.inf)  # the gradients of the first stay finite
+    with NanOrigin(model, [first, second], sentences.append) as origin:
+        for optimizer in (first, second):
+            if optimizer is first:
+                model(torch.randn(3, 4)).square().sum().backward()
+            optimizer.step()
+        assert len(origin._passes) in (0, 1)
+    assert "backward of 1" in sentences[0]
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (q @ k.mT + mask).softmax(-1) @ v
+
+
+def test_minus_infinity_in_a_mask_that_is_passed_is_no_origin() -> None:
+    model, sentences = Masked(), list[str]()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    mask = torch.zeros(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
+    with NanOrigin(model, [optimizer], sentences.append):
+        (model(torch.randn(2, 5, 8), mask).sum() * torch.inf).backward()
+        optimizer.step()
+    assert "in the loss" in sentences[0]
+
+
 def test_watch_raises_the_origin_as_an_alarm() -> None:
     torch.manual_seed(0)
     model = Model()

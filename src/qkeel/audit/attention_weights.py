@@ -141,7 +141,7 @@ class Slice:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class StreamWeights:
     """The weights that make the queries, or the keys, of one stream of tokens.
 
     `gain` is that of their norm, and `input` that of the norm whose output the weight reads. Only MLA, whose logit is
@@ -165,8 +165,8 @@ class SitePlan:
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    queries: tuple[Side, ...]
-    keys: tuple[Side, ...]
+    queries: tuple[StreamWeights, ...]
+    keys: tuple[StreamWeights, ...]
     notes: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
 
@@ -248,7 +248,7 @@ def _with_stream(tensors: Tensors, at: str, leaf: str, plan: SitePlan) -> Found:
         bias = f"{name}.bias" if f"{name}.bias" in tensors else None
         for sides, side in ((queries, query), (keys, key)):
             weight_slice = dataclasses.replace(side.weight, tensor=f"{name}.weight", bias=bias)
-            sides.append(Side(weight=weight_slice, gain=_other_gain(tensors, at, side.gain)))
+            sides.append(StreamWeights(weight=weight_slice, gain=_other_gain(tensors, at, side.gain)))
     for sides, side, count, letter in ((queries, query, plan.n_heads, "q"), (keys, key, plan.n_kv_heads, "k")):
         other_stream = JOINT.get(f"to_{letter}", "")
         if leaf == "to_q" and f"{at}{other_stream}.weight" in tensors:
@@ -258,7 +258,7 @@ def _with_stream(tensors: Tensors, at: str, leaf: str, plan: SitePlan) -> Found:
                     "", f"{other_stream} has shape {list(shape)}, expected {count * size} rows as to_{letter}"
                 )
             weight_slice = _even(tensors, f"{at}{other_stream}", count, size, size)
-            sides.append(Side(weight=weight_slice, gain=_other_gain(tensors, at, side.gain)))
+            sides.append(StreamWeights(weight=weight_slice, gain=_other_gain(tensors, at, side.gain)))
     if len(queries) + len(keys) == 2:
         return plan
     layout = f"{plan.layout}, two streams"
@@ -362,8 +362,8 @@ def _separate(tensors: Tensors, at: str, q: str, k: str, geometry: Geometry) -> 
         n_heads=heads,
         n_kv_heads=groups,
         head_dim=size,
-        queries=(Side(weight=_even(tensors, f"{at}{q}", heads, per_head, size)),),
-        keys=(Side(weight=_even(tensors, f"{at}{k}", groups, size, size)),),
+        queries=(StreamWeights(weight=_even(tensors, f"{at}{q}", heads, per_head, size)),),
+        keys=(StreamWeights(weight=_even(tensors, f"{at}{k}", groups, size, size)),),
     )
 
 
@@ -418,8 +418,8 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> Found | 
         n_heads=heads,
         n_kv_heads=groups,
         head_dim=width,
-        queries=(Side(weight=Slice(tensor=name, axis=axis, starts=q, rows=width, bias=stored)),),
-        keys=(Side(weight=Slice(tensor=name, axis=axis, starts=k, rows=width, bias=stored)),),
+        queries=(StreamWeights(weight=Slice(tensor=name, axis=axis, starts=q, rows=width, bias=stored)),),
+        keys=(StreamWeights(weight=Slice(tensor=name, axis=axis, starts=k, rows=width, bias=stored)),),
         assumed=() if is_stated else (f"order of q, k, v taken from the convention for {leaf}",),
     )
 
@@ -464,12 +464,12 @@ def _latent(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> Found:
     latent = tensors[f"{at}kv_b_proj.weight"].shape[1]
     if tensors[f"{at}kv_a_proj_with_mqa.weight"].shape[0] != latent + rope:
         return Unknown("", f"kv_a_proj_with_mqa does not have {latent} + {rope} rows")
-    query = Side(
+    query = StreamWeights(
         weight=_even(tensors, f"{at}{leaf}", heads, nope + rope, nope),
         rope=_even(tensors, f"{at}{leaf}", heads, nope + rope, rope, nope),
         input=_present(tensors, f"{at}q_a_layernorm") if leaf == "q_b_proj" else None,
     )
-    key = Side(
+    key = StreamWeights(
         weight=_even(tensors, f"{at}kv_b_proj", heads, nope + value, nope),
         rope=_even(tensors, f"{at}kv_a_proj_with_mqa", 1, rope, rope, latent),
         input=_present(tensors, f"{at}kv_a_layernorm"),
@@ -489,12 +489,12 @@ def _own_latent(tensors: Tensors, at: str, geometry: Geometry) -> Found:
         if stored is None or len(stored.shape) != 2 or (name != "k_rope" and stored.shape[0] % heads):
             return Unknown("", f"expected matrices {', '.join(names)} whose rows split evenly into {heads} heads")
         rows[name] = stored.shape[0] if name == "k_rope" else stored.shape[0] // heads
-    query = Side(
+    query = StreamWeights(
         weight=_even(tensors, f"{at}q_up", heads, rows["q_up"], rows["q_up"]),
         rope=_even(tensors, f"{at}q_rope", heads, rows["q_rope"], rows["q_rope"]),
         input=_present(tensors, f"{at}q_latent_norm"),
     )
-    key = Side(
+    key = StreamWeights(
         weight=_even(tensors, f"{at}k_up", heads, rows["k_up"], rows["k_up"]),
         rope=_even(tensors, f"{at}k_rope", 1, rows["k_rope"], rows["k_rope"]),
         input=_present(tensors, f"{at}kv_latent_norm"),
@@ -502,7 +502,7 @@ def _own_latent(tensors: Tensors, at: str, geometry: Geometry) -> Found:
     return _mla(at, heads, rows["q_up"] + rows["k_rope"], query, key)
 
 
-def _mla(at: str, heads: int, size: int, query: Side, key: Side) -> SitePlan:
+def _mla(at: str, heads: int, size: int, query: StreamWeights, key: StreamWeights) -> SitePlan:
     return SitePlan(
         name=at[:-1], layout="MLA", n_heads=heads, n_kv_heads=heads, head_dim=size, queries=(query,), keys=(key,)
     )

@@ -14,13 +14,14 @@ from qkeel.audit.checkpoint_config import Geometry
 from qkeel.audit.scan import Scan, ScanProgress, scan
 from qkeel.audit.sees import Contract, check_sees
 from qkeel.audit.visibility import findings, read_visibility
-from qkeel.capture.example import arguments, copied, tensors, undisturbed
+from qkeel.capture.example import arguments, copied, undisturbed
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
 from qkeel.frames.run_verdict import judge_run
 from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged, without_constant
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import FaultGuard
+from qkeel.patching.roles import tensors_within
 from qkeel.records import NON_FINITE, RunDirectory
 from qkeel.sites.find import found_sites, site_label
 from qkeel.sites.tap import Tap
@@ -103,7 +104,7 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     with Tap(inner, guard=guard) as tap, torch.no_grad(), undisturbed(inner):
         tap.sites = sites
         output = inner(*copied(args), **copied(kwargs))
-        is_finite = all(bool(x.isfinite().all()) for x in tensors(output) if x.is_floating_point())
+        is_finite = all(bool(x.isfinite().all()) for x in tensors_within(output) if x.is_floating_point())
         statistics = tap.read()
     if guard.error is not None:
         raise guard.error

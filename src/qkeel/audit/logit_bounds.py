@@ -17,7 +17,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from qkeel.audit.attention_weights import Side, SitePlan, Slice
+from qkeel.audit.attention_weights import SitePlan, Slice, StreamWeights
 from qkeel.audit.checkpoint_config import VERIFIED, Geometry
 from qkeel.functional.bounds import gram_interaction_norms, gram_spectral_norm
 
@@ -167,7 +167,7 @@ class _Bounds:
         without = self._spectral(query.weight) * self._spectral(key.weight) * radii
         return q * k, unknown, radii * interaction + (q * k - without)
 
-    def _longest(self, sides: tuple[Side, ...]) -> Tensor:
+    def _longest(self, sides: tuple[StreamWeights, ...]) -> Tensor:
         """Returns the largest L2 norm of a head's q (or k) over all streams of tokens; NaN if one has no bound."""
         reaches = []
         for side in sides:
@@ -209,7 +209,7 @@ class _Bounds:
         gain = self._gain(name)
         return gain.numel() ** 0.5 * float(gain.abs().amax()) + float(self._offset(name).norm())
 
-    def gain_max(self, sides: tuple[Side, ...]) -> float | None:
+    def gain_max(self, sides: tuple[StreamWeights, ...]) -> float | None:
         """Returns max|g| over the streams, or None if there is no gain."""
         largest = [float(self._gain(side.gain).abs().amax()) for side in sides if side.gain is not None]
         return max(largest) if largest else None

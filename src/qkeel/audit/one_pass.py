@@ -33,7 +33,7 @@ def total(x: Tensor) -> float:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Product:
+class ProjectionOutput:
     """The output of a product with a weight, or with some of its rows."""
 
     weight: Tensor
@@ -81,7 +81,7 @@ class _ProductMode(TorchFunctionMode):
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
         self.names = dict(names)
-        self.products: dict[str, list[Product]] = {}
+        self.products: dict[str, list[ProjectionOutput]] = {}
         self._computed: list[Tensor] = []  # kept, so that their ids stay theirs
 
     def __torch_function__(
@@ -96,7 +96,7 @@ class _ProductMode(TorchFunctionMode):
         weights = [x for x in operands if self._name(x)]
         inputs = [x for x in operands if not self._name(x) and x.ndim > 1]  # a spectral norm multiplies with a vector
         if weights and inputs and isinstance(output, Tensor):
-            product = Product(weight=weights[0], output=output.detach())
+            product = ProjectionOutput(weight=weights[0], output=output.detach())
             self.products.setdefault(self._name(weights[0]) or "", []).append(product)
         return output
 

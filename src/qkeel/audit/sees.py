@@ -19,11 +19,13 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from qkeel.audit.maps import attention_maps
+from qkeel.capture.calls import Seen
 from qkeel.capture.example import ForwardArguments, arguments, copied, mapped, tensors, undisturbed
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, ShapeError
 from qkeel.metrics import Health, Status
 from qkeel.patching.forward import extra_pass, unwrapped
 from qkeel.sites.find import site_label
+from qkeel.sites.weights import blocks_of_weights, captured_calls
 
 PLACES = 12  # positions at which a contract is tried, borders of documents apart
 BORDERS = 64  # documents that are tried one by one, at most
@@ -109,9 +111,9 @@ def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
     passes = _Passes(unwrapped(model), model, args, kwargs)
     layers = 0
     if isinstance(contract, Window):
-        maps = attention_maps(model, batch, rows=[])
-        layers = contract.layers or len(maps)
-        beyond = _beyond_window(model, batch, contract)
+        calls = captured_calls(model, batch)
+        layers = contract.layers or len(calls)
+        beyond = _beyond_window(calls, contract, type(passes.inner).__name__)
         if beyond:
             return _verdict(Status.NOT_HEALTHY, f"sees beyond its window of {contract.size}: {beyond}")
     trials = list(_trials(contract, passes, layers))
@@ -329,6 +331,7 @@ def _trials(contract: Contract, passes: _Passes, layers: int) -> Iterator[_Trial
             kept = positions >= place + reach
             if bool(kept.any()):
                 yield _Trial(changed=positions < place, kept=kept, words=f"the tokens before {place}")
+                yield from _later_tokens(positions, [place], torch.ones_like(positions, dtype=torch.bool))
     elif isinstance(contract, Documents):
         ids = contract.ids.cpu()
         ids = ids.expand(b, t) if ids.ndim == 1 else ids
@@ -362,16 +365,19 @@ def _places(length: int) -> list[int]:
     return sorted({1, length // 2, length - 1, *drawn.tolist()})
 
 
-def _beyond_window(model: nn.Module, batch: object, window: Window) -> str:
+def _beyond_window(calls: Mapping[str, Sequence[Seen]], window: Window, model: str) -> str:
     """Says which layer and head gives weight to a key outside its window, or "" if none does."""
-    for layer, weights in attention_maps(model, batch).items():
-        t, s = weights.shape[2:]
-        distance = torch.arange(s - t, s)[:, None] - torch.arange(s)
-        outside = (weights.cpu() * (distance >= window.size)).sum(-1).amax((0, 2))
-        if float(outside.max()) > 0:
-            head = int(outside.argmax())
-            label = site_label(layer, type(unwrapped(model)).__name__)
-            return f"{label}, head {head}, gives a weight of {float(outside.max()):.3g} to keys further away"
+    for layer, site in calls.items():
+        for rows, weights in blocks_of_weights(site):
+            s, t = weights.shape[3], site[0].query_shape[1]
+            device = weights.device
+            positions = torch.arange(s - t + rows.start, s - t + rows.stop, device=device)
+            distance = positions[:, None] - torch.arange(s, device=device)
+            outside = (weights * ((distance >= window.size) | (distance < 0))).sum(-1).amax((0, 2))
+            if float(outside.max()) > 0:
+                head = int(outside.argmax())
+                weight = float(outside[head])
+                return f"{site_label(layer, model)}, head {head}, gives a weight of {weight:.3g} to other keys"
     return ""
 
 

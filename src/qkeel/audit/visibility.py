@@ -31,7 +31,7 @@ HIDDEN_IF_TRUE = ("key_padding_mask", "src_key_padding_mask")
 
 @final
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Visibility:
+class SeenKeys:
     """The largest weight that a row of a layer gives to each kind of keys, with the head, and what the layer sees.
 
     `length` is the number of its queries, 0 if its keys are another sequence. `later`, `documents`, `padding` and
@@ -50,7 +50,7 @@ class Visibility:
     empty: tuple[int, int] | None = None
 
 
-def read_visibility(model: nn.Module, batch: object, sites: Sites | None = None) -> list[Visibility]:
+def read_visibility(model: nn.Module, batch: object, sites: Sites | None = None) -> list[SeenKeys]:
     """Returns what the queries of each layer see on a batch, computed block by block from one pass."""
     _, kwargs = arguments(batch, "batch")
     calls = captured_calls(model, batch, sites)
@@ -94,8 +94,8 @@ def padded_keys(kwargs: Mapping[str, Any]) -> Bool[Tensor, "b t"] | None:
 
 def _of_layer(
     label: str, calls: Sequence[Seen], ids: Int[Tensor, "b t"] | None, padding: Bool[Tensor, "b t"] | None
-) -> Visibility:
-    visibility = Visibility(layer=label)
+) -> SeenKeys:
+    seen_keys = SeenKeys(layer=label)
     for rows, weights in blocks_of_weights(calls):
         b, _, _, s = weights.shape
         device = weights.device
@@ -104,29 +104,29 @@ def _of_layer(
         call = calls[0]
         t = call.query_shape[1]
         if t == s:  # otherwise queries and keys may be different sequences
-            visibility.length = t
+            seen_keys.length = t
             later = keys > queries[:, None]
-            visibility.later = max(visibility.later, _largest(weights * later))
-            visibility.sees_later |= bool(((weights > 0) & later).any())
-            visibility.sees_earlier |= bool(((weights > 0) & (keys < queries[:, None])).any())
+            seen_keys.later = max(seen_keys.later, _largest(weights * later))
+            seen_keys.sees_later |= bool(((weights > 0) & later).any())
+            seen_keys.sees_earlier |= bool(((weights > 0) & (keys < queries[:, None])).any())
         if ids is not None and t == s and ids.shape in ((b, s), (1, s)):
             numbers = ids.to(device)
             others = (numbers[:, rows, None] != numbers[:, None]) & (numbers[:, rows, None] >= 0)
-            visibility.documents = max(visibility.documents, _largest(weights * others[:, None]))
+            seen_keys.documents = max(seen_keys.documents, _largest(weights * others[:, None]))
         if padding is not None and padding.shape == (b, s):
             hidden = padding.to(device)
             if t == s:  # a query that is padding itself may see anything
                 weight = weights * (hidden[:, None, None] & ~hidden[:, None, rows, None])
             else:
                 weight = weights * hidden[:, None, None]
-            visibility.padding = max(visibility.padding, _largest(weight))
-        if visibility.empty is None:
-            visibility.empty = _empty_row(weights, rows, padding if t == s else None)
+            seen_keys.padding = max(seen_keys.padding, _largest(weight))
+        if seen_keys.empty is None:
+            seen_keys.empty = _empty_row(weights, rows, padding if t == s else None)
         if isinstance(call, ScoresCall) and call.hidden is not None and len(calls) == 1:
             block = call.hidden[:, :, rows] if call.hidden.shape[2] > 1 else call.hidden
             block = block & ~block.all(-1, keepdim=True)  # rows that see no key are spread over all of them
-            visibility.hidden = max(visibility.hidden, _largest(weights * block))
-    return visibility
+            seen_keys.hidden = max(seen_keys.hidden, _largest(weights * block))
+    return seen_keys
 
 
 def _empty_row(weights: Tensor, rows: slice, padding: Bool[Tensor, "b t"] | None) -> tuple[int, int] | None:
@@ -148,7 +148,7 @@ def _largest(weights: Tensor) -> tuple[float, int]:
     return float(by_head[head]), head
 
 
-def findings(model: nn.Module, batch: object, layers: Sequence[Visibility], *, finite: bool = True) -> list[str]:
+def findings(model: nn.Module, batch: object, layers: Sequence[SeenKeys], *, finite: bool = True) -> list[str]:
     """Says in a sentence each what should not be seen and is, with the layer, the head and the weight.
 
     A query that sees no key is said where the outputs are not `finite`: fused kernels give it zeros, a softmax NaN.
@@ -157,7 +157,7 @@ def findings(model: nn.Module, batch: object, layers: Sequence[Visibility], *, f
     them, where the configuration says "causal", or where a layer sees later keys and not one earlier key.
     """
     sentences = []
-    kinds: dict[str, list[Visibility]] = {}
+    kinds: dict[str, list[SeenKeys]] = {}
     for layer in layers:
         if layer.length > 1:
             kinds.setdefault(re.sub(r"\d+", "*", layer.layer), []).append(layer)
@@ -193,7 +193,7 @@ def findings(model: nn.Module, batch: object, layers: Sequence[Visibility], *, f
     return sentences
 
 
-def _named(layers: Sequence[Visibility]) -> str:
+def _named(layers: Sequence[SeenKeys]) -> str:
     others = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
     return f"{layers[0].layer}{others}"
 

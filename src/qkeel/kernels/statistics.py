@@ -158,8 +158,8 @@ def reduce_calls(calls: Sequence[CallRows]) -> list[LogitStats]:
             torch.cat(keys_seen, 1) if keys_seen else None,
         )
         by_call = {name: x.chunk(len(group)) for name, x in joint.tensors().items()}
-        for place, i in enumerate(group):
-            stats[i] = LogitStats(**{name: chunks[place] for name, chunks in by_call.items()})  # type: ignore[arg-type]
+        for chunk, i in enumerate(group):
+            stats[i] = LogitStats(**{name: chunks[chunk] for name, chunks in by_call.items()})  # type: ignore[arg-type]
     return [stats[i] for i in range(len(calls))]
 
 

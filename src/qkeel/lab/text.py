@@ -30,7 +30,7 @@ _NOT_STDLIB = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-pa
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Documents:
+class TextSource:
     """Texts as bytes, with the name of their source. A corpus of several documents is split between documents if
     possible; see `split`."""
 
@@ -38,11 +38,11 @@ class Documents:
     texts: tuple[bytes, ...]
 
 
-def read_documents(source: str) -> Documents:
+def read_documents(source: str) -> TextSource:
     """Reads the documents of any source other than a .bin file; see DataConfig.source."""
     if source in BUILT_IN:
         return BUILT_IN[source]()
-    return Documents(Path(source).name or source, tuple(_files(source)))
+    return TextSource(Path(source).name or source, tuple(_files(source)))
 
 
 def read_bytes(path: Path) -> bytes:
@@ -50,24 +50,24 @@ def read_bytes(path: Path) -> bytes:
     return read_file(path, DataError)
 
 
-def _stdlib() -> Documents:
+def _stdlib() -> TextSource:
     root = sysconfig.get_path("stdlib")
     paths: list[str] = []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(f for f in folders if f not in _NOT_STDLIB)
         paths.extend(os.path.join(folder, name) for name in sorted(names) if name.endswith(".py"))
-    return Documents("stdlib", (*(read_bytes(Path(path)) for path in paths), *_topics().texts))
+    return TextSource("stdlib", (*(read_bytes(Path(path)) for path in paths), *_topics().texts))
 
 
-def _topics() -> Documents:
+def _topics() -> TextSource:
     try:
         from pydoc_data import topics
     except ImportError as error:  # some distributions package Python without pydoc_data
         raise DataError("this Python has no pydoc_data, so the corpus 'topics' is not available") from error
-    return Documents("topics", tuple(topics.topics[name].encode() for name in sorted(topics.topics)))
+    return TextSource("topics", tuple(topics.topics[name].encode() for name in sorted(topics.topics)))
 
 
-BUILT_IN: dict[str, Callable[[], Documents]] = {"stdlib": functools.cache(_stdlib), "topics": functools.cache(_topics)}
+BUILT_IN: dict[str, Callable[[], TextSource]] = {"stdlib": functools.cache(_stdlib), "topics": functools.cache(_topics)}
 
 
 def _matches(pattern: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from qkeel import distributed as dist
 from qkeel.capture.example import Arguments
 from qkeel.distributed.layout import Layout
-from qkeel.errors import InvalidValueError, RefusedError, caution
+from qkeel.errors import AlarmWarning, InvalidValueError, RefusedError, caution
 from qkeel.frames import Foreign
 from qkeel.handle import Handle, State, under
 from qkeel.heads.site import AttentionSite, Sites, UnrecognizedAttention
@@ -27,7 +27,7 @@ from qkeel.monitor.history import History, PlannedRates
 from qkeel.monitor.journal import PendingResults, Recorder
 from qkeel.monitor.logit_changes import LogitChanges
 from qkeel.monitor.measure import StepNumbers, WatchedModels
-from qkeel.monitor.nan_origin import NanOrigin
+from qkeel.monitor.nan_origin import NOT_FOUND, NanOrigin
 from qkeel.monitor.processes import Handshake, ProcessGroup
 from qkeel.monitor.record import Sample, about, coverage, sample_html, sample_line, sample_table
 from qkeel.monitor.rules import Alarm, Rule, Severity
@@ -500,6 +500,9 @@ class Monitor(Handle):
             cause="numbers that are not finite",
         )
         self._journal.add_alarm(alarm)
+        # The first process tells alarms, but the batch with the NaN may be another's.
+        if dist.rank() > 0 and not sentence.startswith(NOT_FOUND):
+            caution(f"process {dist.rank()}: {sentence}", AlarmWarning)
 
     @property
     def passes(self) -> int:

@@ -8,7 +8,6 @@ states and the gradients at their outputs are still there, and the passes are ma
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +25,13 @@ from qkeel.errors import QkeelError
 from qkeel.handle import Handle
 from qkeel.patching.forward import ForwardPasses, extra_pass
 from qkeel.patching.modes import FaultGuard
+from qkeel.patching.roles import tensors_within
 from qkeel.sites.weights import blocks_of_weights, captured_calls
 
+NOT_FOUND = (
+    "gradients are not finite, and nothing in the step's passes is when they are made again: look at what changes "
+    "gradients after backward, such as clipping, a hook or the reduction over processes"
+)
 PASSES = 32  # of one step that are kept; of more, such as 100 micro-batches, the last ones
 _OFF = "looking for the origin of a NaN failed and is off: {}. Training goes on"
 
@@ -100,6 +104,7 @@ class NanOrigin(Handle):
         self._report = report
         self._passes: collections.deque[KeptPass] = collections.deque(maxlen=PASSES)
         self._running: KeptPass | None = None
+        self._has_stepped = False  # whether an optimizer has stepped on the passes that are kept
         self._forwards = ForwardPasses(model, self._before, self._after, guard=self.guard, owner=self)
         self._model = self._forwards.inner
         hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
@@ -113,13 +118,16 @@ class NanOrigin(Handle):
             hook.remove()
 
     def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool) -> None:
+        if self._has_stepped:  # only now, as several optimizers step on the same passes
+            self._has_stepped = False
+            self._passes.clear()
         self._running = KeptPass(self._model, args, kwargs) if torch.is_grad_enabled() else None
 
     def _after(self, output: object, failed: bool) -> None:
         kept, self._running = self._running, None
         if kept is None or failed:
             return
-        for i, x in enumerate(tensors_of(output)):
+        for i, x in enumerate(tensors_within(output)):
             if x.requires_grad:
                 x.register_hook(functools.partial(self._keep_grad, kept, i))
 
@@ -137,21 +145,22 @@ class NanOrigin(Handle):
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         infinite = vars(optimizer).get("found_inf")  # GradScaler calls a fused optimizer even for a step that it skips
+        self._has_stepped = True
         if isinstance(infinite, Tensor) and bool(infinite.any()):
-            self._passes.clear()
             return
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if _all_finite(grads):
-            # Another optimizer may still step on these passes, but its gradients come from the same backward.
-            self._passes.clear()
             return
         sentence = find_origin(self._model, self._passes)
+        if not sentence:
+            dropped = f" (the last {PASSES} of them were kept)" if len(self._passes) == PASSES else ""
+            sentence = NOT_FOUND + dropped
         self.remove()
         self._report(sentence)
 
 
 def find_origin(model: nn.Module, passes: Sequence[KeptPass]) -> str:
-    """Makes passes again, in order, and says what in them is the first that is not finite."""
+    """Makes passes again, in order, and says what in them is the first that is not finite; "" if nothing is."""
     for name, parameter in model.named_parameters():
         if not _is_finite(parameter):
             return f"NaN began in a weight: {name} is not finite before the step"
@@ -159,16 +168,13 @@ def find_origin(model: nn.Module, passes: Sequence[KeptPass]) -> str:
         sentence = _origin_in_arguments(kept) or _origin_in_pass(model, kept)
         if sentence:
             return sentence
-    return (
-        "gradients are not finite, and nothing in the step's passes is when they are made again: look at what changes "
-        "gradients after backward, such as clipping, a hook or the reduction over processes"
-    )
+    return ""
 
 
 def _origin_in_arguments(kept: KeptPass) -> str:
     for name, value in [*enumerate(kept.args), *kept.kwargs.items()]:
         for x in tensors(value):
-            if not _is_finite(x):
+            if _is_bad(x):
                 return f"NaN began in the data: argument {name!r} at {_first_place(x)}"
     return ""
 
@@ -191,7 +197,7 @@ def _origin_in_pass(model: nn.Module, kept: KeptPass) -> str:
             )
             detail = _attention_detail(model, kept, name) or f"{after}, at {place}"
             return f"NaN began in {name or type(model).__name__}: {detail}"
-        outputs = list(tensors_of(output))
+        outputs = list(tensors_within(output))
         for grad in kept.output_grads.values():
             if not _is_finite(grad):
                 return (
@@ -233,7 +239,7 @@ class _Looks:
     def _look(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         if self._bad_forward is not None:
             return
-        inputs, outputs = list(tensors((args, kwargs))), list(tensors_of(output))
+        inputs, outputs = list(tensors((args, kwargs))), list(tensors_within(output))
         for x in outputs:
             if _is_bad(x) and not any(map(_is_bad, inputs)):
                 self._bad_forward = name, str(_first_place(x)), x.ndim == 0
@@ -316,21 +322,6 @@ def _overflow(site: Sequence[Seen]) -> str:
             kind = str(logits.dtype).removeprefix("torch.")
             return f"its logits overflow {kind}, with |q| |k| up to {largest:,.3g}"
     return ""
-
-
-def tensors_of(value: object) -> Iterator[Tensor]:
-    """The tensors of an output in a fixed order, those of dataclasses and mappings too."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for x in value.values():
-            yield from tensors_of(x)
-    elif isinstance(value, (tuple, list)):
-        for x in value:
-            yield from tensors_of(x)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from tensors_of(getattr(value, field.name))
 
 
 def _detached(value: Any) -> Any:

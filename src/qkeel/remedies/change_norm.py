@@ -42,7 +42,7 @@ from qkeel.remedies.change_spec import (
 )
 from qkeel.remedies.processes import agreed
 from qkeel.sites.find import is_normed
-from qkeel.sites.trace import ModelTrace, Operand, seen
+from qkeel.sites.trace import ModelTrace, OperandNorms, seen
 from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import GainKind, GainNorm, Norm, NormedPart, On, Over
@@ -497,7 +497,7 @@ def _cuts(index: list[Tensor], size: int) -> _Cuts | None:
 # call.
 
 SourcesBySide = dict[NormedPart, list[HeadSource]]  # the modules that produce each side
-Operands = Callable[[], dict[str, list[tuple[Operand, Operand]]]]
+Operands = Callable[[], dict[str, list[tuple[OperandNorms, OperandNorms]]]]
 _SHORTER = 0.05  # the relative length by which eps, under the root, may shorten a vector of usual size
 KINDS: dict[str, type[GainNorm]] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
 

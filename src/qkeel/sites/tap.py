@@ -42,7 +42,7 @@ _OFF = "qkeel's tap failed and switched itself off: {}. The model continues unwa
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SiteFacts:
+class KnownSites:
     """The facts known about some sites: which were described by hand, and their layouts and numbers of query and key
     heads, keyed by name."""
 
@@ -141,7 +141,7 @@ class Tap(Handle):
         self.measure_plain = plain_rows if measure is statistics and measure_plain is None else measure_plain
         self.visitor = Visitor()
         self.sites = Sites()  # the known sites, with the information needed to observe them
-        self._facts: SiteFacts | None = None
+        self._facts: KnownSites | None = None
         self._latest: LastPass | None = None  # the latest trained pass
         self._keeps, self._by_step = keeps, by_step
         self._held: list[_HeldPass] = []  # passes whose role is open
@@ -301,12 +301,12 @@ class Tap(Handle):
         return True
 
     @property
-    def facts(self) -> SiteFacts:
+    def facts(self) -> KnownSites:
         """The facts known about the sites, which are collected again whenever `sites` has changed."""
         sites = [*self.sites]
         if self._facts is None or self._facts.sites != sites:
             indexers = self.sites.indexers if isinstance(self.sites, Sites) else ()  # an ordinary list has no indexers
-            self._facts = SiteFacts(
+            self._facts = KnownSites(
                 sites=sites,
                 described=[site for site in self.sites if site.description is not None],
                 layouts={site.name: site.layout for site in self.sites if site.layout is not None},

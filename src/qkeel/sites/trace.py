@@ -67,7 +67,7 @@ Wanted = Literal["norms", "weights", "verified"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Operand:
+class OperandNorms:
     """The q or k of one product of a site.
 
     Attributes:
@@ -159,9 +159,9 @@ class ModelTrace:
             return {leaves[name]: (x, after[name]) for name, x in before.items() if name in after}
         return {}
 
-    def operands(self) -> dict[str, list[tuple[Operand, Operand]]]:
+    def operands(self) -> dict[str, list[tuple[OperandNorms, OperandNorms]]]:
         """The operands of every product of each site's first call that was fully observed, keyed by site."""
-        names, found = names_of(self.model), dict[str, list[tuple[Operand, Operand]]]()
+        names, found = names_of(self.model), dict[str, list[tuple[OperandNorms, OperandNorms]]]()
         for name, (first, *_) in self.calls.items():
             captured, call = first.captured, first.captured.call
             pairs = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
@@ -785,14 +785,14 @@ def unseen(model: nn.Module, watcher: CaptureMode) -> str:
     )
 
 
-def _operand(x: Tensor | None, frame: ModuleCall, names: dict[int, str]) -> Operand | None:
+def _operand(x: Tensor | None, frame: ModuleCall, names: dict[int, str]) -> OperandNorms | None:
     if x is None:
         return None
     leaves = None if x.grad_fn is None else leaves_of(x.grad_fn, nodes_of(frame.inputs))
     tables = frozenset(names.get(id(variable_of(leaf)), "") for leaf in leaves or ())
     lengths = x.detach().to(widest(x.device)).norm(dim=-1)
     rounding = max(ONE_LENGTH, 2 * torch.finfo(x.dtype).eps)
-    return Operand(width=x.shape[-1], lengths=lengths, tables=tables, rounding=rounding)
+    return OperandNorms(width=x.shape[-1], lengths=lengths, tables=tables, rounding=rounding)
 
 
 def _value_slices(captured: CapturedCall, v: Tensor | None, names: dict[int, str]) -> tuple[HeadSlice, ...] | str:

@@ -42,6 +42,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr("qkeel.capture.calls.logit_stats", counted("logit_stats"))
     monkeypatch.setattr("qkeel.capture.calls.max_stats", counted("max_stats"))
+    monkeypatch.setattr("qkeel.monitor.call_statistics.call_rows", counted("call_rows"))
     return made
 
 
