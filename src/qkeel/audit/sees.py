@@ -251,11 +251,11 @@ class _Passes:
         values = tokens.unique()
         if len(values) == 1:  # no other token is known to be in the vocabulary, but the one below or token 1 should be
             values = torch.stack([values[0], values[0] - 1 if values[0] > 0 else values[0] + 1])
-        places = torch.searchsorted(values.sort().values, tokens)
+        index = torch.searchsorted(values.sort().values, tokens)
         shift = torch.randint(1, len(values), tokens.shape, generator=generator).to(tokens.device)
-        others = values.sort().values[(places + shift) % len(values)]
+        replacements = values.sort().values[(index + shift) % len(values)]
         mask = mask.reshape(*mask.shape, *[1] * (tokens.ndim - 2))
-        return torch.where(mask, others, tokens)
+        return torch.where(mask, replacements, tokens)
 
     def by_position(self, x: Tensor) -> Tensor | None:
         """A view [b|1 t ...] of a tensor, or None if it has no axis of positions. Of a mask [... t t] these are the
@@ -300,9 +300,9 @@ def _largest_move(passes: _Passes, before: Tensor, after: Tensor, kept: Bool[Ten
     distance = torch.where(same, 0.0, (x - y).abs()).nan_to_num(torch.inf, torch.inf, torch.inf)
     distance = distance.flatten(2).amax(2) if distance.ndim > 2 else distance
     distance = distance.masked_fill(~kept, 0.0)
-    place = int(distance.argmax())
+    index = int(distance.argmax())
     scale = float(x.abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 0.0
-    return _Move(float(distance.max()), place // kept.shape[1], place % kept.shape[1], eps * scale)
+    return _Move(float(distance.max()), index // kept.shape[1], index % kept.shape[1], eps * scale)
 
 
 def _named(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -338,8 +338,8 @@ def _trials(contract: Contract, passes: _Passes, layers: int) -> Iterator[_Trial
         if ids.shape != (b, t):
             raise ShapeError(f"expected document numbers of shape [{b} {t}] or [{t}], got {tuple(contract.ids.shape)}")
         for number in ids[ids >= 0].unique().tolist()[:BORDERS]:
-            own = ids == number
-            yield _Trial(changed=(ids >= 0) & ~own, kept=own, words=f"the tokens outside document {number}")
+            inside = ids == number
+            yield _Trial(changed=(ids >= 0) & ~inside, kept=inside, words=f"the tokens outside document {number}")
         if contract.causal:
             yield from _later_tokens(positions, places, ids >= 0)
     elif contract == "causal":

@@ -111,8 +111,8 @@ def _of_layer(
             seen_keys.sees_earlier |= bool(((weights > 0) & (keys < queries[:, None])).any())
         if ids is not None and t == s and ids.shape in ((b, s), (1, s)):
             numbers = ids.to(device)
-            others = (numbers[:, rows, None] != numbers[:, None]) & (numbers[:, rows, None] >= 0)
-            seen_keys.documents = max(seen_keys.documents, _largest(weights * others[:, None]))
+            is_foreign = (numbers[:, rows, None] != numbers[:, None]) & (numbers[:, rows, None] >= 0)
+            seen_keys.documents = max(seen_keys.documents, _largest(weights * is_foreign[:, None]))
         if padding is not None and padding.shape == (b, s):
             hidden = padding.to(device)
             if t == s:  # a query that is padding itself may see anything
@@ -194,8 +194,8 @@ def findings(model: nn.Module, batch: object, layers: Sequence[SeenKeys], *, fin
 
 
 def _named(layers: Sequence[SeenKeys]) -> str:
-    others = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
-    return f"{layers[0].layer}{others}"
+    more = len(layers) - 1
+    return f"{layers[0].layer} and {more} more" if more else layers[0].layer
 
 
 def is_causal_by_config(model: nn.Module) -> bool:
